@@ -1,0 +1,82 @@
+"""From a YAML file and dotted overrides to a checked `Config`; every refusal is one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `section.key=value` overrides in order, check, and return the run's configuration.
+
+    Raises SlimxError naming the file or the override, the key, and the nearest known key for a misspelt one.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise SlimxError(f"{path}: no such configuration file; give the path of a YAML file")
+    try:
+        tree = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise SlimxError(f"{path}: not readable as YAML ({_first_line(error)})") from error
+    if not OmegaConf.is_dict(tree):
+        raise SlimxError(f"{path}: holds no sections; a configuration is a mapping of sections such as `run:`")
+    for override in overrides:
+        if "=" not in override or override.startswith("="):
+            raise SlimxError(f"override {override!r} is not of the form section.key=value")
+        try:
+            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+        except (YAMLError, OmegaConfBaseException, ValueError) as error:
+            raise SlimxError(f"override {override!r} cannot be applied ({_first_line(error)})") from error
+    try:
+        values = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise SlimxError(f"{path}: {_first_line(error)}") from error
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise SlimxError(f"{path}: {_explain(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _explain(error: ValidationError) -> str:
+    """All problems of a configuration in one sentence."""
+    return "; ".join(dict.fromkeys(_problem(item) for item in error.errors()))
+
+
+def _problem(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        known = _keys_at(item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*map(str, item['loc'][:-1]), near[0]])}?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key {where}; {hint}"
+    if kind == "missing":
+        return f"{where} is missing; set it in the file or with {where}=VALUE"
+    message = item["msg"].removeprefix("Value error, ")
+    return message if kind == "value_error" else f"{where} is {item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _keys_at(location: Sequence[Any]) -> list[str]:
+    """The keys that the schema knows at a location such as ("rollout", "engines", 0)."""
+    model: Any = Config
+    for part in location:
+        if isinstance(part, str) and isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields:
+            model = model.model_fields[part].annotation
+            arguments = [a for a in typing.get_args(model) if isinstance(a, type) and issubclass(a, BaseModel)]
+            model = arguments[0] if arguments else model
+    return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []

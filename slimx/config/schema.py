@@ -1,0 +1,261 @@
+"""The configuration of one run: one typed model per section, every field described with its unit.
+
+`slimx train FILE section.key=value` fills these models; an unknown key is refused with the nearest known one
+(`slimx.config.load`). Checks that need only the configuration itself live here as validators; checks that need
+files, checkpoints or hooks live in `slimx.preflight`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A section refuses keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Section):
+    name: str = Field("run", description="name of the run in trackers and the report")
+    dir: str = Field(description="directory that holds everything the run writes")
+    seed: int = Field(1, ge=0, description="seed of prompt order, sampling and initialisation")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="auto: continue from the newest complete checkpoint in `run.dir` if there is one"
+    )
+
+
+class Model(Section):
+    path: str = Field(description="Hugging Face directory: config.json, tokenizer and safetensors")
+
+
+class Numerics(Section):
+    mode: Literal["fast"] = Field("fast", description="fast: stock kernels on both sides, the gap is measured")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of parameters and activations")
+    router_dtype: Literal["float32"] = Field("float32", description="dtype of the router's logits and softmax")
+
+
+class Cluster(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU, else cpu")
+    ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts a local one")
+    start_deadline: PositiveFloat = Field(300, description="seconds until Ray, trainers and engines must be up")
+
+
+class Optimizer(Section):
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape from lr to min_lr")
+    warmup_steps: Count = Field(0, description="steps of linear warm-up from 0")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (not on norms and biases)")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="Adam's moment decay rates")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    clip_grad: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled; 0: never")
+
+
+class Trainer(Section):
+    load: str | None = Field(None, description="Hugging Face directory of the initial weights; null: model.path")
+    world_size: PositiveInt = Field(1, description="number of trainer ranks (processes; one GPU each on CUDA)")
+    tensor: PositiveInt = Field(1, description="tensor parallel size (TP); sequence parallel follows it")
+    pipeline: PositiveInt = Field(1, description="pipeline parallel size (PP)")
+    data: PositiveInt | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
+    expert: PositiveInt = Field(1, description="expert parallel size (EP)")
+    expert_tensor: PositiveInt | None = Field(
+        None, description="tensor parallel size inside an expert (ETP); null: trainer.tensor, as in Megatron-LM"
+    )
+    distributed_optimizer: bool = Field(True, description="shard the optimizer's state over DP ranks")
+    max_tokens_per_microbatch: PositiveInt = Field(8192, description="tokens packed into one forward pass, at most")
+    threads: PositiveInt = Field(1, description="CPU threads of one trainer rank")
+    deadline: PositiveFloat = Field(1800, description="seconds that one call to all trainer ranks may take")
+    offload: bool = Field(True, description="offload trainers while engines generate (schedule.colocate; frees nothing on the CPU)")
+    optimizer: Optimizer = Optimizer()
+    megatron: dict[str, Any] = Field(
+        default_factory=dict, description="fields of megatron-core's TransformerConfig, passed through after a check"
+    )
+
+    @property
+    def data_size(self) -> int:
+        """Data parallel size, given or derived."""
+        return self.data or max(1, self.world_size // (self.tensor * self.pipeline))
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Expert tensor parallel size, given or Megatron's default."""
+        return self.expert_tensor or self.tensor
+
+    @model_validator(mode="after")
+    def _layout(self) -> Trainer:
+        product = self.tensor * self.pipeline * self.data_size
+        if product != self.world_size:
+            raise ValueError(
+                f"trainer.world_size is {self.world_size}, but tensor {self.tensor} x pipeline {self.pipeline} x "
+                f"data {self.data_size} = {product}; set trainer.world_size={product} or change one of the sizes"
+            )
+        experts = self.expert * self.expert_tensor_size
+        stage = self.tensor * self.data_size
+        if stage % experts:
+            raise ValueError(
+                f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not divide "
+                f"the {stage} ranks of a pipeline stage (tensor x data); lower trainer.expert or raise trainer.data"
+            )
+        if self.expert == 1 and self.expert_tensor_size != self.tensor:
+            # megatron-core 0.16.1 marks expert weights for the expert groups only if EP > 1; otherwise their gradients
+            # are summed over the dense DP ranks, which is wrong as soon as ETP differs from TP.
+            raise ValueError(
+                f"trainer.expert is 1 but trainer.expert_tensor {self.expert_tensor_size} differs from trainer.tensor "
+                f"{self.tensor}; megatron-core would sum expert gradients over the wrong ranks; set trainer.expert_tensor=null"
+            )
+        return self
+
+
+class Sampling(Section):
+    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus mass kept")
+    top_k: int = Field(-1, ge=-1, description="candidates kept; -1: all")
+    max_new_tokens: PositiveInt = Field(1024, description="tokens sampled per turn, at most")
+    stop_token_ids: tuple[int, ...] = Field((), description="extra ids that end a turn (the model's eos always does)")
+
+    @model_validator(mode="after")
+    def _supported(self) -> Sampling:
+        if self.top_k == 0:
+            raise ValueError("rollout.sampling.top_k is 0, which keeps no candidate; use -1 for all or a positive count")
+        return self
+
+
+class Engines(Section):
+    """A group of identical engine servers."""
+
+    name: str = Field("actor", description="name of the group in logs and metrics")
+    count: PositiveInt = Field(1, description="number of servers in the group")
+    max_total_tokens: PositiveInt | None = Field(None, description="KV-cache room in tokens; null: SGLang decides")
+    threads: PositiveInt = Field(1, description="CPU threads of a server (CPU only)")
+    sglang: dict[str, Any] = Field(
+        default_factory=dict, description="fields of SGLang's ServerArgs, passed through after a check"
+    )
+
+
+class Health(Section):
+    interval: PositiveFloat = Field(5, description="seconds between two checks of /health_generate")
+    timeout: PositiveFloat = Field(30, description="seconds that one check may take")
+    threshold: PositiveInt = Field(3, description="failed checks in a row after which an engine is DEAD")
+
+
+class Rollout(Section):
+    prompts: str = Field(description="JSONL file of prompts: {messages | token_ids, answer, metadata}")
+    prompts_per_step: PositiveInt = Field(32, description="groups trained per step")
+    group_size: PositiveInt = Field(8, description="rollouts per prompt")
+    generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
+    keep: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
+    engines: tuple[Engines, ...] = Field((Engines(),), description="groups of servers; empty: no generation (SFT)")
+    sampling: Sampling = Sampling()
+    max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are refused before the run starts")
+    concurrency: PositiveInt = Field(256, description="rollouts in flight, at most")
+    request_deadline: PositiveFloat = Field(600, description="seconds for one request to an engine")
+    rollout_deadline: PositiveFloat = Field(1800, description="seconds for one rollout, all turns and tools included")
+    max_failed_share: Share = Field(0.1, description="share of a step's groups that may fail before the run stops")
+    routed_experts: bool = Field(True, description="return each token's experts with the completion (MoE)")
+    gap_probe: Count = Field(4, description="rollouts re-scored by an engine per step where no token is on-version")
+    health: Health = Health()
+
+    @model_validator(mode="after")
+    def _engine_names(self) -> Rollout:
+        names = [group.name for group in self.engines]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rollout.engines names a group twice in {names}; give each group its own name")
+        return self
+
+
+class Reward(Section):
+    function: str | None = Field("slimx.rewards.exact.reward", description="dotted path of the reward hook; null: none")
+    deadline: PositiveFloat = Field(60, description="seconds for one reward call")
+    workers: PositiveInt = Field(8, description="reward calls that run at once (threads)")
+
+
+class Algorithm(Section):
+    name: Literal["grpo", "sft"] = Field("grpo", description="grpo: clipped policy gradient; sft: cross entropy")
+    clip_low: PositiveFloat = Field(0.2, description="ratio clipped below 1 - clip_low")
+    clip_high: PositiveFloat = Field(0.2, description="ratio clipped above 1 + clip_high")
+    normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
+    advantage_eps: PositiveFloat = Field(1e-6, description="added to the standard deviation")
+    aggregation: Literal["token", "sample"] = Field("token", description="mean over all tokens, or per sample first")
+    reference: bool = Field(False, description="log KL to the initial weights (one more forward pass)")
+    kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference), k3, in the loss")
+
+    @model_validator(mode="after")
+    def _kl(self) -> Algorithm:
+        if self.kl_coef > 0 and not self.reference:
+            raise ValueError("algorithm.kl_coef is positive but algorithm.reference is false; set algorithm.reference=true")
+        return self
+
+
+class Schedule(Section):
+    steps: PositiveInt = Field(100, description="optimizer steps of the run")
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = Field(
+        0, description="versions a trajectory may be behind: 0 synchronous, 1 one step off"
+    )
+    colocate: bool = Field(False, description="trainers and engines share devices: sleep and wake in turns")
+    step_deadline: PositiveFloat = Field(3600, description="seconds to wait for a step's rollouts")
+
+
+class Publish(Section):
+    bucket_mib: PositiveFloat = Field(512, description="size of one bucket of weights in MiB")
+    deadline: PositiveFloat = Field(300, description="seconds for one publication")
+
+
+class Checkpoint(Section):
+    every: Count = Field(0, description="steps between checkpoints; 0: only at the end")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    export_hf: bool = Field(False, description="write the final weights as a Hugging Face directory (RUN/hf)")
+
+
+class Eval(Section):
+    prompts: str | None = Field(None, description="JSONL file of held-out prompts; null: no evaluation")
+    every: Count = Field(0, description="steps between evaluations (greedy); 0: only before and after")
+
+
+class Track(Section):
+    tensorboard: bool = Field(True, description="write RUN/tensorboard")
+    wandb: bool = Field(False, description="log to Weights & Biases (needs the wandb package)")
+    project: str = Field("slimx", description="project name for wandb")
+    samples: Count = Field(8, description="rollouts written to RUN/samples.jsonl per recorded step")
+    samples_every: PositiveInt = Field(10, description="steps between recorded samples")
+    report: bool = Field(True, description="write RUN/report.html when the run ends")
+
+
+class Config(Section):
+    """One run."""
+
+    run: Run
+    model: Model
+    numerics: Numerics = Numerics()
+    cluster: Cluster = Cluster()
+    trainer: Trainer = Trainer()
+    rollout: Rollout
+    reward: Reward = Reward()
+    algorithm: Algorithm = Algorithm()
+    schedule: Schedule = Schedule()
+    publish: Publish = Publish()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    track: Track = Track()
+
+    @model_validator(mode="after")
+    def _across(self) -> Config:
+        if self.algorithm.name == "grpo" and not self.rollout.engines:
+            raise ValueError("algorithm.name is grpo but rollout.engines is empty; add an engine group or use sft")
+        if self.algorithm.name == "grpo" and self.reward.function is None:
+            raise ValueError("algorithm.name is grpo but reward.function is null; name a reward hook")
+        if self.eval.prompts and not self.rollout.engines:
+            raise ValueError("eval.prompts is set but rollout.engines is empty; evaluation needs an engine")
+        if not self.rollout.engines and self.schedule.max_staleness:
+            raise ValueError("schedule.max_staleness needs engines; rollout.engines is empty")
+        return self
+
+    @property
+    def initial_weights(self) -> str:
+        """Hugging Face directory of the weights the run starts from."""
+        return self.trainer.load or self.model.path

@@ -1,0 +1,1 @@
+"""Records, prompt sources, and the packing of trajectories into training batches."""

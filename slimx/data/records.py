@@ -1,0 +1,132 @@
+"""What travels through the loop: prompts, trajectories with the provenance of every token, groups.
+
+Durable records carry `schema_version`: they are written into checkpoints and read back by later releases.
+L is the number of tokens of a trajectory, prompt included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+Source = Literal["prompt", "sampled", "inserted"]
+Status = Literal["completed", "truncated", "aborted", "failed"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """One task. Either `messages` (the tokenizer's chat template is applied) or `token_ids`."""
+
+    id: str
+    """Unique in its source; stable between runs."""
+    messages: list[dict[str, Any]] | None = None
+    """Chat turns, `{"role": ..., "content": ...}`."""
+    token_ids: list[int] | None = None
+    """Ids that are used as they are."""
+    answer: str | None = None
+    """What a verifier compares with; the demonstration itself in supervised fine-tuning."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Anything a hook wants to find again."""
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(kw_only=True, slots=True)
+class Span:
+    """A run of tokens `[start, stop)` of one trajectory with one origin."""
+
+    start: int
+    stop: int
+    source: Source
+    """prompt: given; sampled: from an engine; inserted: by a tool, a template or a demonstration."""
+    turn: int = 0
+    """Number of the turn, from 0."""
+    policy: str = "actor"
+    """Name of the policy that sampled it."""
+    version: int | None = None
+    """Weight version that sampled it; None unless sampled."""
+    adapter: str | None = None
+    """Adapter (LoRA) in force when it was sampled."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Trajectory:
+    """One sequence of tokens that may be trained on, and where each token came from."""
+
+    id: str
+    rollout_id: str
+    """Shared by all trajectories that one call of the generate hook returned."""
+    group_id: str
+    index: int
+    """Number of the rollout in its group."""
+    policy: str = "actor"
+    token_ids: np.ndarray
+    """int32 [L]."""
+    loss_mask: np.ndarray
+    """uint8 [L]: 1 where the token is trained."""
+    logprobs: np.ndarray
+    """float32 [L]: the engine's log-prob of each sampled token; NaN elsewhere."""
+    spans: list[Span]
+    """Cover [0, L) without gaps, in order."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """temperature, top_p, top_k, seed."""
+    routed_experts: np.ndarray | None = None
+    """uint8 or uint16 [L-1, moe_layers, k]: logical expert ids by the engine, per input position."""
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    status: Status = "completed"
+    finish_reason: str | None = None
+    """stop, length, abort; for failed: the exception's text."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds by name."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        for name in ("loss_mask", "logprobs"):
+            if len(getattr(self, name)) != length:
+                raise ValueError(f"trajectory {self.id}: {name} has {len(getattr(self, name))} entries for {length} tokens")
+        if self.routed_experts is not None and len(self.routed_experts) != length - 1:
+            raise ValueError(
+                f"trajectory {self.id}: routed_experts has {len(self.routed_experts)} rows for {length} tokens, expected {length - 1}"
+            )
+        position = 0
+        for span in self.spans:
+            if span.start != position or span.stop <= span.start:
+                raise ValueError(f"trajectory {self.id}: spans do not follow each other at token {position} ({span})")
+            if (span.version is None) == (span.source == "sampled"):
+                raise ValueError(f"trajectory {self.id}: a span has a version if and only if it was sampled ({span})")
+            position = span.stop
+        if position != length:
+            raise ValueError(f"trajectory {self.id}: spans cover {position} of {length} tokens")
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Weight version of the oldest sampled span; None where nothing was sampled."""
+        return min((span.version for span in self.spans if span.version is not None), default=None)
+
+    def versions(self) -> np.ndarray:
+        """int64 [L]: the version that sampled each token, -1 elsewhere."""
+        out = np.full(len(self.token_ids), -1, dtype=np.int64)
+        for span in self.spans:
+            if span.version is not None:
+                out[span.start : span.stop] = span.version
+        return out
+
+    def sampled_ids(self) -> np.ndarray:
+        """int32: the sampled tokens, in order."""
+        return np.concatenate([self.token_ids[s.start : s.stop] for s in self.spans if s.source == "sampled"] or [self.token_ids[:0]])
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """All trajectories of one prompt in one step: the unit of advantages and of the buffer."""
+
+    id: str
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    schema_version: int = SCHEMA_VERSION

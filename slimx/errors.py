@@ -1,0 +1,16 @@
+"""The one exception that a user is meant to read."""
+
+
+class SlimxError(Exception):
+    """A refusal or failure told in one sentence: the offending thing, where it is, and what to do.
+
+    The command line prints the sentence alone (exit code 2); `--debug` adds the traceback.
+    """
+
+
+class DeadlineError(SlimxError):
+    """A wait that ran past its deadline: says what was awaited, for how long, and who holds it."""
+
+    def __init__(self, awaited: str, seconds: float, holder: str):
+        super().__init__(f"waited {seconds:.0f} s for {awaited}; it is held by {holder}")
+        self.awaited, self.seconds, self.holder = awaited, seconds, holder

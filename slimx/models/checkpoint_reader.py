@@ -1,0 +1,59 @@
+"""Reads slices of tensors out of a Hugging Face directory of safetensors files, without loading whole files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slimx.errors import SlimxError
+
+
+class CheckpointReader:
+    """Slices of named tensors; files are opened once, memory-mapped, and only what is asked for is read."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._files: dict[str, Any] = {}
+        index = self.path / "model.safetensors.index.json"
+        single = self.path / "model.safetensors"
+        if index.is_file():
+            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            missing = sorted({f for f in self._where.values() if not (self.path / f).is_file()})
+            if missing:
+                raise SlimxError(f"{self.path}: shard {missing[0]} named in {index.name} is missing; download it again")
+        elif single.is_file():
+            self._where = dict.fromkeys(self._open(single.name).keys(), single.name)
+        else:
+            raise SlimxError(f"{self.path}: no model.safetensors and no {index.name}; give a Hugging Face model directory")
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(self.path / name, framework="pt")
+            except SafetensorError as error:
+                raise SlimxError(f"{self.path / name}: truncated or not a safetensors file ({error}); download it again") from error
+        return self._files[name]
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare names and shapes with a weight table; raises SlimxError naming the first tensor that does not fit."""
+        for name, shape in expected.items():
+            if name not in self._where:
+                raise SlimxError(f"{self.path}: tensor {name} is missing; the checkpoint does not fit its config.json")
+            found = tuple(self._open(self._where[name]).get_slice(name).get_shape())
+            if found != tuple(shape):
+                raise SlimxError(f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}")
+        unknown = sorted(set(self._where) - set(expected))
+        if unknown:
+            raise SlimxError(f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)")
+
+    def read(self, name: str, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
+        """Elements [row : row+rows, col : col+cols] of a matrix, or [row : row+rows] of a vector (as a column)."""
+        view = self._open(self._where[name]).get_slice(name)
+        if len(view.get_shape()) == 1:
+            return view[row : row + rows].unsqueeze(1)
+        return view[row : row + rows, col : col + cols]

@@ -1,0 +1,100 @@
+"""Qwen3-MoE (30B-A3B, 235B-A22B and tiny ones): Hugging Face config -> Megatron config, and the weight table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.layout.maps import Concat, InterleaveQKV
+from slimx.layout.table import Row, Table
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": hf["head_dim"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_moe_experts": hf["num_experts"],
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        # Softmax over all experts and renormalising the kept ones equals softmax over the kept logits.
+        "moe_router_pre_softmax": not hf["norm_topk_prob"],
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+    }
+
+
+def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
+    rope = hf.get("rope_parameters") or {}
+    return {
+        "vocab_size": hf["vocab_size"],
+        "max_sequence_length": hf["max_position_embeddings"],
+        "position_embedding_type": "rope",
+        "rotary_base": rope.get("rope_theta", hf.get("rope_theta")),
+        "share_embeddings_and_output_weights": hf["tie_word_embeddings"],
+    }
+
+
+def unsupported(hf: dict[str, Any]) -> str | None:
+    """What of this checkpoint's config cannot be built yet, in words; None if all can."""
+    if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
+        return "dense layers among the MoE layers (decoder_sparse_step, mlp_only_layers)"
+    if hf.get("attention_bias"):
+        return "attention_bias"
+    if hf.get("tie_word_embeddings"):
+        return "tie_word_embeddings"
+    if (hf.get("rope_parameters") or {}).get("rope_type", "default") != "default":
+        return "rope scaling (rope_parameters.rope_type)"
+    return None
+
+
+def weight_table(hf: dict[str, Any]) -> Table:
+    """Where every checkpoint tensor lives in the Megatron model."""
+    hidden, head, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
+    heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
+    experts, inner = hf["num_experts"], hf["moe_intermediate_size"]
+    here, there = "decoder.layers.{layer}.", "model.layers.{layer}."
+    attention, moe = here + "self_attention.", here + "mlp."
+    expert = there + "mlp.experts.{expert}."
+    qkv = InterleaveQKV(heads, groups, head)
+    rows = (
+        Row("embedding.word_embeddings.weight", (("model.embed_tokens.weight", (vocab, hidden)),), axis=0, stage="first"),
+        Row(attention + "linear_qkv.layer_norm_weight", ((there + "input_layernorm.weight", (hidden,)),)),
+        Row(
+            attention + "linear_qkv.weight",
+            (
+                (there + "self_attn.q_proj.weight", (heads * head, hidden)),
+                (there + "self_attn.k_proj.weight", (groups * head, hidden)),
+                (there + "self_attn.v_proj.weight", (groups * head, hidden)),
+            ),
+            qkv,
+            axis=0,
+        ),
+        Row(attention + "q_layernorm.weight", ((there + "self_attn.q_norm.weight", (head,)),)),
+        Row(attention + "k_layernorm.weight", ((there + "self_attn.k_norm.weight", (head,)),)),
+        Row(attention + "linear_proj.weight", ((there + "self_attn.o_proj.weight", (hidden, heads * head)),), axis=1),
+        Row(here + "pre_mlp_layernorm.weight", ((there + "post_attention_layernorm.weight", (hidden,)),)),
+        Row(moe + "router.weight", ((there + "mlp.gate.weight", (experts, hidden)),)),
+        Row(
+            moe + "experts.linear_fc1.weight{expert}",
+            ((expert + "gate_proj.weight", (inner, hidden)), (expert + "up_proj.weight", (inner, hidden))),
+            Concat(),
+            axis=0,
+        ),
+        Row(moe + "experts.linear_fc2.weight{expert}", ((expert + "down_proj.weight", (hidden, inner)),), axis=1),
+        Row("decoder.final_layernorm.weight", (("model.norm.weight", (hidden,)),), stage="last"),
+        Row("output_layer.weight", (("lm_head.weight", (vocab, hidden)),), axis=0, stage="last"),
+    )
+    return Table(rows, layers=hf["num_hidden_layers"], experts=experts)

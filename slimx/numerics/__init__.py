@@ -1,0 +1,1 @@
+"""Plain functions of tensors that define the model's arithmetic; no Megatron, no SGLang, any device."""

@@ -1,0 +1,1 @@
+"""The Megatron-core trainer: parallel state, model, forward and backward, optimizer, checkpoint, and its Ray worker."""

@@ -1,0 +1,95 @@
+"""Runs micro-batches through the pipeline: forward only for log-probs, forward and backward for a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from slimx.algorithms.losses import Loss, LossInputs
+from slimx.data.batch import MicroBatch
+from slimx.trainer.logprobs import label_logprobs
+
+
+def sum_gradients(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Reduce gradients over ranks as sums: megatron would divide by the token count, which the loss weights already hold."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+class Pipeline:
+    """One model's forward and backward over a list of micro-batches."""
+
+    def __init__(self, model: Any, device: torch.device):
+        self.model, self.device = model, device
+        self._run = get_forward_backward_func()
+
+    def logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Log-probs of every label, one [T] per micro-batch; empty except on the last pipeline stage."""
+
+        def collect(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            values = self._label_logprobs(batch, logits)
+            return values.sum(), torch.zeros((), dtype=torch.int), values
+
+        with torch.no_grad():
+            return self._schedule(batches, collect, forward_only=True)
+
+    def train(
+        self, batches: list[MicroBatch], loss: Loss, reference: list[torch.Tensor] | None
+    ) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Accumulate gradients; per micro-batch the loss's metrics and the policy's log-probs [T] (last stage only)."""
+        number = iter(range(len(batches)))
+
+        def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            index = next(number)
+            values = self._label_logprobs(batch, logits)
+            total, metrics = loss(
+                LossInputs(
+                    logprobs=values,
+                    weight=self._tensor(batch.loss_weight),
+                    advantages=self._tensor(batch.advantages),
+                    old_logprobs=self._tensor(batch.rollout_logprobs),
+                    reference_logprobs=reference[index] if reference else None,
+                )
+            )
+            return total, torch.zeros((), dtype=torch.int), (metrics, values.detach())
+
+        return self._schedule(batches, compute, forward_only=False)
+
+    def _schedule(self, batches: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        return self._run(
+            forward_step_func=partial(self._forward, loss),
+            data_iterator=iter(batches),
+            model=self.model,
+            num_microbatches=len(batches),
+            seq_length=max(len(batch.tokens) for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward(self, loss: Callable[..., Any], batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = next(batches)
+        positions = torch.cat([torch.arange(n) for n in batch.lengths])
+        bounds = torch.tensor([0, *batch.lengths]).cumsum(0).to(torch.int32).to(self.device)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=max(batch.lengths),
+            max_seqlen_kv=max(batch.lengths),
+        )
+        output = model(
+            self._tensor(batch.tokens).unsqueeze(0), positions.to(self.device).unsqueeze(0), None, packed_seq_params=packed
+        )
+        return output, partial(loss, batch)
+
+    def _label_logprobs(self, batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
+        """logits [1, T, vocab / TP]."""
+        return label_logprobs(logits[0], self._tensor(batch.labels), self._tensor(batch.temperature))
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

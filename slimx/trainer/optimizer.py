@@ -1,0 +1,45 @@
+"""Megatron's optimizer for a configuration, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from slimx.config.schema import Config, Optimizer
+from slimx.trainer.model import DTYPES
+
+
+def build_optimizer(config: Config, model: Any) -> Any:
+    """Adam with fp32 main weights, global-norm clipping and (if configured) state sharded over data-parallel ranks."""
+    options = config.trainer.optimizer
+    dtype = DTYPES[config.numerics.dtype]
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=options.lr,
+            min_lr=options.min_lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.betas[0],
+            adam_beta2=options.betas[1],
+            adam_eps=options.eps,
+            clip_grad=options.clip_grad,
+            bf16=config.numerics.dtype == "bfloat16",
+            params_dtype=dtype,
+            use_distributed_optimizer=config.trainer.distributed_optimizer,
+        ),
+        [model],
+    )
+
+
+def learning_rate(options: Optimizer, step: int, steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then constant, linear or cosine decay."""
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    span = max(1, steps - 1 - options.warmup_steps)
+    done = min(1.0, (step - options.warmup_steps) / span)
+    if options.decay == "constant":
+        return options.lr
+    share = 1 - done if options.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return options.min_lr + (options.lr - options.min_lr) * share

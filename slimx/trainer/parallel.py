@@ -1,0 +1,67 @@
+"""All process groups of a trainer rank: made here, destroyed here."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from slimx.config.schema import Trainer as TrainerConfig
+from slimx.layout.ranks import Coordinates, Sizes, coordinates
+
+
+def sizes_of(config: TrainerConfig) -> Sizes:
+    """Parallel sizes of a trainer configuration."""
+    return Sizes(
+        tensor=config.tensor,
+        pipeline=config.pipeline,
+        data=config.data_size,
+        expert=config.expert,
+        expert_tensor=config.expert_tensor_size,
+    )
+
+
+class ParallelState:
+    """This rank's place in every parallel dimension, and the groups behind it."""
+
+    def __init__(self, sizes: Sizes, *, rank: int, init_method: str, device: torch.device, deadline_s: float, seed: int):
+        self.sizes, self.rank, self.device = sizes, rank, device
+        self.place: Coordinates = coordinates(rank, sizes)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=deadline_s)
+        dist.init_process_group(backend, init_method=init_method, world_size=sizes.world, rank=rank, timeout=timeout)
+        parallel_state.initialize_model_parallel(
+            sizes.tensor,
+            sizes.pipeline,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=max(1, int(deadline_s // 60)),
+        )
+        # Weights leave the trainer through host memory: their gather runs on gloo on every device.
+        self.host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        model_parallel_cuda_manual_seed(seed)
+
+    @property
+    def last_stage(self) -> bool:
+        return self.place.pipeline == self.sizes.pipeline - 1
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_data_parallel_group()
+
+    def destroy(self) -> None:
+        """Leave every group. Other ranks are not waited for."""
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()

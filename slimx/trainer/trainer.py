@@ -1,0 +1,116 @@
+"""One trainer rank: its model, and what it can be asked to do. Every method is called on all ranks together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slimx.algorithms.objective import make_loss
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch
+from slimx.models.families import ModelSpec
+from slimx.trainer import checkpoint
+from slimx.trainer.forward_backward import Pipeline, sum_gradients
+from slimx.trainer.metrics import gap_metrics, reduce
+from slimx.trainer.model import build_model, unwrap
+from slimx.trainer.optimizer import build_optimizer, learning_rate
+from slimx.trainer.parallel import ParallelState
+from slimx.trainer.routes import RouteRecorder, within_sequence
+from slimx.trainer.weights import Weights
+
+
+class Trainer:
+    """Megatron model, optimizer and pipeline of one rank."""
+
+    def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
+        self.config, self.parallel = config, parallel
+        self.model = build_model(spec, config, device=parallel.device)
+        self.weights = Weights(unwrap(self.model), spec, parallel.sizes, parallel.place)
+        self.weights.load(config.initial_weights)
+        self.reference = self.weights.snapshot() if config.algorithm.reference else None
+        self.optimizer = build_optimizer(config, self.model)
+        self.loss = make_loss(config.algorithm)
+        self.pipeline = Pipeline(self.model, parallel.device)
+        self.routes = RouteRecorder(unwrap(self.model), parallel.tensor_group)
+        settings = self.model.config
+        settings.finalize_model_grads_func = sum_gradients
+        settings.grad_scale_func = self.optimizer.scale_loss
+
+    def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
+        """Forward, backward and one optimizer step on this data-parallel rank's micro-batches.
+
+        `version` is the weight version that the engines hold now: the log-prob gap is measured on its tokens. Metrics are
+        those of the whole batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's).
+        """
+        reference = self._reference_logprobs(batches)
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with self.routes.recording():
+            results = self.pipeline.train(batches, self.loss, reference)
+        metrics = self._metrics(batches, results, version)
+        rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        success, norm, _ = self.optimizer.step()
+        metrics |= {"optim/lr": rate, "optim/grad_norm": float(norm or 0.0), "optim/skipped": float(not success)}
+        return metrics
+
+    def logprobs(self, batches: list[MicroBatch]) -> list[np.ndarray]:
+        """Log-prob of every label under the present weights, one array [T] per micro-batch (last stage only)."""
+        return [values.cpu().numpy() for values in self.pipeline.logprobs(batches)]
+
+    def measure_gap(self, batches: list[MicroBatch], *, version: int) -> dict[str, float]:
+        """The gap metrics of `batches` under the present weights, without training on them."""
+        with self.routes.recording():
+            values = self.pipeline.logprobs(batches)
+        return self._metrics(batches, [({}, v) for v in values], version)
+
+    def save(self, path: str) -> None:
+        """Write this rank's part of a checkpoint into `path`."""
+        checkpoint.save(Path(path), self.model, self.optimizer)
+
+    def restore(self, path: str, *, same_layout: bool) -> None:
+        """Continue from the checkpoint in `path`."""
+        checkpoint.restore(Path(path), self.model, self.optimizer, same_layout=same_layout)
+
+    def offload(self) -> None:
+        """Give device memory back while engines generate. Frees cached blocks on CUDA, nothing on the CPU."""
+        if self.parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Take back what `offload` gave away."""
+
+    def _reference_logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor] | None:
+        if self.reference is None:
+            return None
+        with self.weights.switched(self.reference):
+            return self.pipeline.logprobs(batches)
+
+    def _metrics(self, batches: list[MicroBatch], results: list, version: int) -> dict[str, float]:
+        """Sums over micro-batches and data-parallel ranks; route differences are collected from every pipeline stage."""
+        device = self.parallel.device
+        differs = self.routes.differing(batches).to(device)
+        if self.parallel.sizes.pipeline > 1:
+            seen = differs.to(torch.uint8)
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.parallel.pipeline_group)
+            differs = seen.bool()
+        if not self.parallel.last_stage:
+            return {}
+        values = {name: ("sum", sum(metrics[name] for metrics, _ in results)) for name in results[0][0]}
+        weight, versions, rollout = (
+            torch.from_numpy(np.concatenate([getattr(batch, name) for batch in batches])).to(device)
+            for name in ("loss_weight", "versions", "rollout_logprobs")
+        )
+        before = torch.cat(
+            [within_sequence(part, batch.lengths) for part, batch in zip(differs.split([len(b.tokens) for b in batches]), batches, strict=True)]
+        )
+        measured = (weight > 0) & (versions == version)
+        values |= gap_metrics(torch.cat([logprobs for _, logprobs in results]), rollout, measured, differs, before)
+        metrics = reduce(values, self.parallel.data_group)
+        tokens = metrics["gap/tokens"]
+        metrics["gap/mean"] = metrics.pop("gap/sum") / tokens if tokens else float("nan")
+        return metrics

@@ -1,0 +1,65 @@
+"""This rank's weights by name: loading from a Hugging Face directory, and copies that can be switched in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Coordinates, Sizes
+from slimx.layout.table import Held
+from slimx.models.checkpoint_reader import CheckpointReader
+from slimx.models.families import ModelSpec
+
+
+class Weights:
+    """The local parameters of one rank, matched with the weight table."""
+
+    def __init__(self, module: torch.nn.Module, spec: ModelSpec, sizes: Sizes, place: Coordinates):
+        self.spec = spec
+        self.parameters = dict(module.named_parameters())
+        self.held: list[Held] = list(spec.table.held_by(place, sizes))
+        names = {held.name for held in self.held}
+        if names != set(self.parameters):
+            odd = sorted(names ^ set(self.parameters))
+            raise SlimxError(f"weight table of {spec.path}: {odd[0]} is in the table or in the model, but not in both")
+        for held in self.held:
+            shape = tuple(self.parameters[held.name].shape)
+            if shape != held.shape and shape != held.shape[:1]:
+                raise SlimxError(f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, {list(held.shape)} in the table")
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        """Fill the parameters from the safetensors in `path`; only the slices that this rank holds are read."""
+        reader = CheckpointReader(path)
+        reader.check(self.spec.table.checkpoint())
+        for held in self.held:
+            local = self.parameters[held.name].view(held.shape)
+            for rect in held.rects:
+                name = held.sources[rect.source][0]
+                part = reader.read(name, rect.row, rect.rows, rect.col, rect.cols)
+                target = local[rect.local_row : rect.local_row + rect.rows, rect.local_col : rect.local_col + rect.cols]
+                target.copy_(part)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """A copy of the present weights in host memory (pinned on CUDA)."""
+        out = {}
+        for name, parameter in self.parameters.items():
+            host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+            out[name] = host.copy_(parameter.detach())
+        return out
+
+    @contextmanager
+    @torch.no_grad()
+    def switched(self, other: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Run the block with `other`'s values in the parameters' own memory, then put the present ones back."""
+        present = self.snapshot()
+        for name, parameter in self.parameters.items():
+            parameter.copy_(other[name], non_blocking=True)
+        try:
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(present[name], non_blocking=True)
