@@ -16,9 +16,7 @@ import torch
 
 MEGATRON_CORE = "0.16.1"
 
-_FACTORIES = (
-    "arange empty empty_like eye full full_like linspace ones ones_like rand randint randn randperm tensor zeros zeros_like"
-)
+_FACTORIES = "arange empty empty_like eye full full_like linspace ones ones_like rand randint randn randperm tensor zeros zeros_like"
 _METHODS = "new_empty new_full new_ones new_tensor new_zeros"
 
 

@@ -111,7 +111,16 @@ class GroupedLinear(torch.nn.Module):
     options: dict[str, Any]
 
     def __init__(
-        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Any, pg_collection: Any, bias: bool = False, **_: Any
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        pg_collection: Any,
+        bias: bool = False,
+        **_: Any,
     ):
         super().__init__()
         self.groups = pg_collection
@@ -129,7 +138,9 @@ class GroupedLinear(torch.nn.Module):
             )
             for _ in range(num_gemms)
         ]
-        self.__dict__["experts"] = experts  # not registered as submodules: the parameters' names are weight0, weight1, ...
+        self.__dict__["experts"] = (
+            experts  # not registered as submodules: the parameters' names are weight0, weight1, ...
+        )
         for index, expert in enumerate(experts):
             self.register_parameter(f"weight{index}", expert.weight)
 

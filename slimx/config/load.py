@@ -63,7 +63,11 @@ def _problem(item: Any) -> str:
     if kind == "extra_forbidden":
         known = _keys_at(item["loc"][:-1])
         near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*map(str, item['loc'][:-1]), near[0]])}?" if near else f"known keys: {', '.join(known)}"
+        hint = (
+            f"did you mean {'.'.join([*map(str, item['loc'][:-1]), near[0]])}?"
+            if near
+            else f"known keys: {', '.join(known)}"
+        )
         return f"unknown key {where}; {hint}"
     if kind == "missing":
         return f"{where} is missing; set it in the file or with {where}=VALUE"
@@ -75,7 +79,12 @@ def _keys_at(location: Sequence[Any]) -> list[str]:
     """The keys that the schema knows at a location such as ("rollout", "engines", 0)."""
     model: Any = Config
     for part in location:
-        if isinstance(part, str) and isinstance(model, type) and issubclass(model, BaseModel) and part in model.model_fields:
+        if (
+            isinstance(part, str)
+            and isinstance(model, type)
+            and issubclass(model, BaseModel)
+            and part in model.model_fields
+        ):
             model = model.model_fields[part].annotation
             arguments = [a for a in typing.get_args(model) if isinstance(a, type) and issubclass(a, BaseModel)]
             model = arguments[0] if arguments else model

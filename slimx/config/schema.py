@@ -71,7 +71,9 @@ class Trainer(Section):
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="tokens packed into one forward pass, at most")
     threads: PositiveInt = Field(1, description="CPU threads of one trainer rank")
     deadline: PositiveFloat = Field(1800, description="seconds that one call to all trainer ranks may take")
-    offload: bool = Field(True, description="offload trainers while engines generate (schedule.colocate; frees nothing on the CPU)")
+    offload: bool = Field(
+        True, description="offload trainers while engines generate (schedule.colocate; frees nothing on the CPU)"
+    )
     optimizer: Optimizer = Optimizer()
     megatron: dict[str, Any] = Field(
         default_factory=dict, description="fields of megatron-core's TransformerConfig, passed through after a check"
@@ -122,7 +124,9 @@ class Sampling(Section):
     @model_validator(mode="after")
     def _supported(self) -> Sampling:
         if self.top_k == 0:
-            raise ValueError("rollout.sampling.top_k is 0, which keeps no candidate; use -1 for all or a positive count")
+            raise ValueError(
+                "rollout.sampling.top_k is 0, which keeps no candidate; use -1 for all or a positive count"
+            )
         return self
 
 
@@ -188,7 +192,9 @@ class Algorithm(Section):
     @model_validator(mode="after")
     def _kl(self) -> Algorithm:
         if self.kl_coef > 0 and not self.reference:
-            raise ValueError("algorithm.kl_coef is positive but algorithm.reference is false; set algorithm.reference=true")
+            raise ValueError(
+                "algorithm.kl_coef is positive but algorithm.reference is false; set algorithm.reference=true"
+            )
         return self
 
 
@@ -251,6 +257,11 @@ class Config(Section):
             raise ValueError("algorithm.name is grpo but reward.function is null; name a reward hook")
         if self.eval.prompts and not self.rollout.engines:
             raise ValueError("eval.prompts is set but rollout.engines is empty; evaluation needs an engine")
+        if self.schedule.colocate and self.schedule.max_staleness:
+            raise ValueError(
+                "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers train "
+                "cannot generate ahead; set one of them to its default"
+            )
         if not self.rollout.engines and self.schedule.max_staleness:
             raise ValueError("schedule.max_staleness needs engines; rollout.engines is empty")
         return self

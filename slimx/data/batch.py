@@ -94,7 +94,9 @@ def loss_weights(trajectories: Sequence[Trajectory], aggregation: Literal["token
     return [(mask / (samples * max(count, 1))).astype(np.float32) for mask, count in zip(masks, trained, strict=True)]
 
 
-def make_rows(trajectories: Sequence[Trajectory], advantages: Sequence[float], weights: Sequence[np.ndarray]) -> list[Row]:
+def make_rows(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], weights: Sequence[np.ndarray]
+) -> list[Row]:
     """Align trajectories with the tokens they predict."""
     rows = []
     for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
@@ -155,7 +157,9 @@ def pack(rows: Sequence[Row], *, data_size: int, max_tokens: int, multiple_of: i
             f"raise it or lower rollout.sampling.max_new_tokens"
         )
     if len(rows) < data_size:
-        raise SlimxError(f"a step of {len(rows)} trajectories cannot feed {data_size} data-parallel ranks; lower trainer.data")
+        raise SlimxError(
+            f"a step of {len(rows)} trajectories cannot feed {data_size} data-parallel ranks; lower trainer.data"
+        )
     shards = balance(sizes, data_size)
     count = max(_microbatch_count([sizes[i] for i in shard], max_tokens) for shard in shards)
     while True:  # balanced parts may need one more micro-batch than first fit; every rank gets the same number
@@ -187,7 +191,9 @@ def _pack_rows(rows: Sequence[Row], multiple_of: int) -> MicroBatch:
     routes = None
     if shapes:
         if len(shapes) > 1 or any(row.routed_experts is None for row in rows):
-            raise SlimxError("some trajectories of a batch carry routed_experts and some do not, or their shapes differ")
+            raise SlimxError(
+                "some trajectories of a batch carry routed_experts and some do not, or their shapes differ"
+            )
         dtype = rows[0].routed_experts.dtype
         routes = np.concatenate([row.routed_experts for row in rows] + [np.zeros((padding, *shapes.pop()), dtype)])
     return MicroBatch(
@@ -197,7 +203,10 @@ def _pack_rows(rows: Sequence[Row], multiple_of: int) -> MicroBatch:
         advantages=joined("advantages", np.float32),
         rollout_logprobs=joined("rollout_logprobs", np.float32),
         versions=joined("versions", np.int64, -1),
-        temperature=np.concatenate([np.full(n, row.temperature, np.float32) for n, row in zip(lengths, rows, strict=False)] + [np.ones(padding, np.float32)]),
+        temperature=np.concatenate(
+            [np.full(n, row.temperature, np.float32) for n, row in zip(lengths, rows, strict=False)]
+            + [np.ones(padding, np.float32)]
+        ),
         lengths=lengths,
         routed_experts=routes,
     )

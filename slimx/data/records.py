@@ -89,7 +89,9 @@ class Trajectory:
         length = len(self.token_ids)
         for name in ("loss_mask", "logprobs"):
             if len(getattr(self, name)) != length:
-                raise ValueError(f"trajectory {self.id}: {name} has {len(getattr(self, name))} entries for {length} tokens")
+                raise ValueError(
+                    f"trajectory {self.id}: {name} has {len(getattr(self, name))} entries for {length} tokens"
+                )
         if self.routed_experts is not None and len(self.routed_experts) != length - 1:
             raise ValueError(
                 f"trajectory {self.id}: routed_experts has {len(self.routed_experts)} rows for {length} tokens, expected {length - 1}"
@@ -119,7 +121,9 @@ class Trajectory:
 
     def sampled_ids(self) -> np.ndarray:
         """int32: the sampled tokens, in order."""
-        return np.concatenate([self.token_ids[s.start : s.stop] for s in self.spans if s.source == "sampled"] or [self.token_ids[:0]])
+        return np.concatenate(
+            [self.token_ids[s.start : s.stop] for s in self.spans if s.source == "sampled"] or [self.token_ids[:0]]
+        )
 
 
 @dataclass(kw_only=True, slots=True)

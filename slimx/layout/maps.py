@@ -85,7 +85,9 @@ class InterleaveQKV:
     head_dim: int
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
-        first, count = (0, self.groups) if axis is None else _share(self.groups, rank, size, "the number of query groups")
+        first, count = (
+            (0, self.groups) if axis is None else _share(self.groups, rank, size, "the number of query groups")
+        )
         per_group = self.heads // self.groups * self.head_dim
         cols = shapes[0][1]
         rects, at = [], 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slimx.config.schema import Trainer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
@@ -48,4 +50,15 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
         expert_tensor=rest % sizes.expert_tensor,
         expert=rest // sizes.expert_tensor,
         expert_data=expert_data,
+    )
+
+
+def sizes_of(config: Trainer) -> Sizes:
+    """Parallel sizes of a trainer configuration."""
+    return Sizes(
+        tensor=config.tensor,
+        pipeline=config.pipeline,
+        data=config.data_size,
+        expert=config.expert,
+        expert_tensor=config.expert_tensor_size,
     )

@@ -153,7 +153,9 @@ def check_coverage(table: Table, sizes: Sizes, places: Sequence[Coordinates]) ->
         rects = sorted(covered[name], key=lambda r: (r.row, r.col))
         area = sum(r.rows * r.cols for r in rects)
         if area != rows * cols:
-            raise SlimxError(f"weight table: {area} of {rows * cols} elements of {name} are covered by the layout {sizes}")
+            raise SlimxError(
+                f"weight table: {area} of {rows * cols} elements of {name} are covered by the layout {sizes}"
+            )
         for a, b in zip(rects, rects[1:], strict=False):
             if b.row < a.row + a.rows and b.col < a.col + a.cols and a.col < b.col + b.cols:
                 raise SlimxError(f"weight table: {name} is covered twice at row {b.row}, column {b.col}")

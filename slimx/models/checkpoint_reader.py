@@ -29,14 +29,18 @@ class CheckpointReader:
         elif single.is_file():
             self._where = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
-            raise SlimxError(f"{self.path}: no model.safetensors and no {index.name}; give a Hugging Face model directory")
+            raise SlimxError(
+                f"{self.path}: no model.safetensors and no {index.name}; give a Hugging Face model directory"
+            )
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
             try:
                 self._files[name] = safe_open(self.path / name, framework="pt")
             except SafetensorError as error:
-                raise SlimxError(f"{self.path / name}: truncated or not a safetensors file ({error}); download it again") from error
+                raise SlimxError(
+                    f"{self.path / name}: truncated or not a safetensors file ({error}); download it again"
+                ) from error
         return self._files[name]
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -46,10 +50,14 @@ class CheckpointReader:
                 raise SlimxError(f"{self.path}: tensor {name} is missing; the checkpoint does not fit its config.json")
             found = tuple(self._open(self._where[name]).get_slice(name).get_shape())
             if found != tuple(shape):
-                raise SlimxError(f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}")
+                raise SlimxError(
+                    f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}"
+                )
         unknown = sorted(set(self._where) - set(expected))
         if unknown:
-            raise SlimxError(f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)")
+            raise SlimxError(
+                f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)"
+            )
 
     def read(self, name: str, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
         """Elements [row : row+rows, col : col+cols] of a matrix, or [row : row+rows] of a vector (as a column)."""

@@ -53,6 +53,8 @@ def read_model(path: str | Path) -> ModelSpec:
         problem = family.unsupported(hf)
         if problem:
             raise SlimxError(f"{file}: {names[0]} with {problem} is not supported")
-        return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), family.weight_table(hf))
+        return ModelSpec(
+            str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), family.weight_table(hf)
+        )
     except KeyError as error:
         raise SlimxError(f"{file}: field {error} is missing; a {names[0]} checkpoint must have it") from error

@@ -70,7 +70,9 @@ def weight_table(hf: dict[str, Any]) -> Table:
     expert = there + "mlp.experts.{expert}."
     qkv = InterleaveQKV(heads, groups, head)
     rows = (
-        Row("embedding.word_embeddings.weight", (("model.embed_tokens.weight", (vocab, hidden)),), axis=0, stage="first"),
+        Row(
+            "embedding.word_embeddings.weight", (("model.embed_tokens.weight", (vocab, hidden)),), axis=0, stage="first"
+        ),
         Row(attention + "linear_qkv.layer_norm_weight", ((there + "input_layernorm.weight", (hidden,)),)),
         Row(
             attention + "linear_qkv.weight",

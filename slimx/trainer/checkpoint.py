@@ -32,7 +32,9 @@ class ThreadedSave(TorchDistSaveShardedStrategy):
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(state, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=self.thread_count, sync_files=True),
+            storage_writer=torch_checkpoint.FileSystemWriter(
+                checkpoint_dir, thread_count=self.thread_count, sync_files=True
+            ),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 

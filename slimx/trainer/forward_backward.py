@@ -71,7 +71,9 @@ class Pipeline:
             forward_only=forward_only,
         )
 
-    def _forward(self, loss: Callable[..., Any], batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def _forward(
+        self, loss: Callable[..., Any], batches: Iterator[MicroBatch], model: Any
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
         positions = torch.cat([torch.arange(n) for n in batch.lengths])
         bounds = torch.tensor([0, *batch.lengths]).cumsum(0).to(torch.int32).to(self.device)
@@ -83,7 +85,10 @@ class Pipeline:
             max_seqlen_kv=max(batch.lengths),
         )
         output = model(
-            self._tensor(batch.tokens).unsqueeze(0), positions.to(self.device).unsqueeze(0), None, packed_seq_params=packed
+            self._tensor(batch.tokens).unsqueeze(0),
+            positions.to(self.device).unsqueeze(0),
+            None,
+            packed_seq_params=packed,
         )
         return output, partial(loss, batch)
 

@@ -10,7 +10,11 @@ GAP_LIMIT = 1e-5
 
 
 def gap_metrics(
-    logprobs: torch.Tensor, rollout: torch.Tensor, measured: torch.Tensor, other_routes: torch.Tensor, other_routes_before: torch.Tensor
+    logprobs: torch.Tensor,
+    rollout: torch.Tensor,
+    measured: torch.Tensor,
+    other_routes: torch.Tensor,
+    other_routes_before: torch.Tensor,
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """The log-prob gap |trainer - engine| over the `measured` tokens; all inputs [T].
 
@@ -24,8 +28,9 @@ def gap_metrics(
         "gap/sum": ("sum", gap.sum()),
         "gap/max": ("max", gap.max() if len(gap) else gap.new_zeros(())),
         "gap/tokens": ("sum", measured.sum().double()),
-        "gap/above": ("sum", above.sum().double()),
-        "gap/unexplained": ("sum", (above & ~explained).sum().double()),
+        "gap/tokens_above_1e-5": ("sum", above.sum().double()),
+        "gap/tokens_other_routes": ("sum", (above & explained).sum().double()),
+        "gap/tokens_unexplained": ("sum", (above & ~explained).sum().double()),
         "routes/differing": ("sum", other_routes[measured].sum().double()),
     }
 

@@ -9,25 +9,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from slimx.config.schema import Trainer as TrainerConfig
 from slimx.layout.ranks import Coordinates, Sizes, coordinates
-
-
-def sizes_of(config: TrainerConfig) -> Sizes:
-    """Parallel sizes of a trainer configuration."""
-    return Sizes(
-        tensor=config.tensor,
-        pipeline=config.pipeline,
-        data=config.data_size,
-        expert=config.expert,
-        expert_tensor=config.expert_tensor_size,
-    )
 
 
 class ParallelState:
     """This rank's place in every parallel dimension, and the groups behind it."""
 
-    def __init__(self, sizes: Sizes, *, rank: int, init_method: str, device: torch.device, deadline_s: float, seed: int):
+    def __init__(
+        self, sizes: Sizes, *, rank: int, init_method: str, device: torch.device, deadline_s: float, seed: int
+    ):
         self.sizes, self.rank, self.device = sizes, rank, device
         self.place: Coordinates = coordinates(rank, sizes)
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -106,7 +106,10 @@ class Trainer:
             for name in ("loss_weight", "versions", "rollout_logprobs")
         )
         before = torch.cat(
-            [within_sequence(part, batch.lengths) for part, batch in zip(differs.split([len(b.tokens) for b in batches]), batches, strict=True)]
+            [
+                within_sequence(part, batch.lengths)
+                for part, batch in zip(differs.split([len(b.tokens) for b in batches]), batches, strict=True)
+            ]
         )
         measured = (weight > 0) & (versions == version)
         values |= gap_metrics(torch.cat([logprobs for _, logprobs in results]), rollout, measured, differs, before)

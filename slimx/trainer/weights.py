@@ -28,7 +28,9 @@ class Weights:
         for held in self.held:
             shape = tuple(self.parameters[held.name].shape)
             if shape != held.shape and shape != held.shape[:1]:
-                raise SlimxError(f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, {list(held.shape)} in the table")
+                raise SlimxError(
+                    f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, {list(held.shape)} in the table"
+                )
 
     @torch.no_grad()
     def load(self, path: str) -> None:

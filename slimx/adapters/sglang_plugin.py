@@ -1,0 +1,140 @@
+"""The slimx plugin of an SGLang server: attests itself and receives weights, through the stock endpoint /weights_checker.
+
+Written for sglang 0.5.23, entry point `sglang.srt.plugins: slimx`. /weights_checker runs `ModelRunner.check_weights` on every
+rank and brings each rank's answer back; actions that begin with `slimx.` are answered here, all others by SGLang. SGLang only
+logs a plugin that fails, so the client asks `slimx.attest` and refuses a server that does not answer it in full.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import slimx
+from slimx.adapters import sglang_cpu, sglang_receiver
+from slimx.errors import SlimxError
+
+PROTOCOL = 1
+"""Version of the actions and their JSON; the client (slimx.rollout.control) must speak the same."""
+NAME = "slimx"
+SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
+GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+CHECK_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
+ANSWER, ERROR = "slimx", "error"
+"""Keys of the payload's `checksums`: our JSON answer, or the text of an error."""
+
+
+def register() -> None:
+    """Called by SGLang early in each of its processes. Does nothing in a server that was not started for slimx."""
+    if NAME not in [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")]:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import is_cpu
+
+    if is_cpu():
+        sglang_cpu.open_choices()
+    # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it runs.
+    # SGLang calls this after a child has imported its own main module, and in the server's process before any of them.
+    if SCHEDULER in sys.modules:
+        HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
+        if is_cpu():
+            sglang_cpu.register_hooks(HookRegistry, HookType)
+            sglang_cpu.close_gaps()
+    elif DETOKENIZER not in sys.modules:
+        HookRegistry.register(GENERATE, take_fields, HookType.BEFORE)
+
+
+def take_fields(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Before `TokenizerManager.generate_request`: set request fields that travelled as the custom label "slimx".
+
+    sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but carries custom labels.
+    The label is taken away because SGLang would hand it to Prometheus, which refuses labels that it does not know.
+    """
+    labels = getattr(request, "custom_labels", None) or {}
+    for name, value in json.loads(labels.pop(NAME, "{}")).items():
+        setattr(request, name, value)
+
+
+def check_weights(
+    original: Callable[..., Any],
+    runner: Any,
+    action: str,
+    allow_quant_error: bool = False,
+    skip_tensor_list: list[str] | None = None,
+    *,
+    role: str,
+) -> Any:
+    """Around `ModelRunner.check_weights`: answer `slimx.*` actions in the payload type of SGLang's checksum action.
+
+    The argument of an action is one JSON object, the only element of `skip_tensor_list`. With TP the ranks gather their
+    answers afterwards, so an error on one rank must not leave it: it travels as text under the key "error".
+    """
+    if not action.startswith("slimx."):
+        return original(runner, action, allow_quant_error, skip_tensor_list, role=role)
+    try:
+        answer = {ANSWER: json.dumps(_answer(runner, action, json.loads((skip_tensor_list or ["{}"])[0])))}
+    except SlimxError as error:
+        answer = {ERROR: str(error)}
+    except Exception as error:
+        answer = {ERROR: f"{action} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"}
+    return {
+        "checksums": answer,
+        "per_gpu_checksum": "",
+        "parallelism_info": runner._weight_checker._parallelism_info(role=role).model_dump(),
+    }
+
+
+def _answer(runner: Any, action: str, argument: dict[str, Any]) -> dict[str, Any]:
+    if action == "slimx.attest":
+        return attest(runner)
+    actions: dict[str, Callable[..., dict[str, Any]]] = {
+        "slimx.inventory": sglang_receiver.inventory,
+        "slimx.stage": sglang_receiver.stage,
+        "slimx.abort": sglang_receiver.abort,
+        "slimx.status": sglang_receiver.status,
+        "slimx.verify": sglang_receiver.verify,
+    }
+    if action not in actions:
+        raise SlimxError(
+            f"unknown action {action}; this server's slimx {slimx.__version__} knows {', '.join(sorted(actions))}"
+        )
+    if split := {size: count for size, count in _sizes().items() if count > 1}:
+        raise SlimxError(f"{action} supports engines of one rank; this one has {split}: set these sizes to 1")
+    return actions[action](runner.model, **argument)
+
+
+def _sizes() -> dict[str, int]:
+    """Parallel sizes of this server that split a model or copy it."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return {"tp": parallel.tp_size, "ep": parallel.moe_ep_size, "pp": parallel.pp_size, "dp": parallel.dp_size}
+
+
+def attest(runner: Any) -> dict[str, Any]:
+    """What this rank really runs: versions, model, and whether each hook and each CPU entry is in force."""
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.utils import is_cpu
+
+    ours = {
+        target: target in HookRegistry._patched
+        for target, hooks in HookRegistry._hooks.items()
+        if any(source is not None and source.plugin_name == NAME for _, _, source in hooks)
+    }
+    return {
+        "protocol": PROTOCOL,
+        "slimx": slimx.__version__,
+        "sglang": sglang.__version__,
+        "pid": os.getpid(),
+        "sizes": _sizes(),
+        "model": type(runner.model).__name__,
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "device": runner.device,
+        "hooks": ours,
+        "cpu": sglang_cpu.attest() if is_cpu() else None,
+    }

@@ -1,0 +1,93 @@
+"""The command line: slimx train | doctor | report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from slimx.config import load_config
+from slimx.errors import SlimxError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Reinforcement-learning training for large mixture-of-experts language models.",
+)
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train as FILE says; a run directory with a checkpoint is continued."""
+    config = load_config(file, overrides or [])
+    from slimx.orchestration.session import finish, run_training
+
+    console = Console()
+    directory = run_training(config, console)
+    report = finish(config, directory)
+    console.print(f"run {directory}" + (f", report {report}" if report else ""), highlight=False)
+
+
+@app.command()
+def doctor(
+    file: Annotated[Path | None, typer.Argument(help="Check this run's configuration, checkpoint, prompts and hooks too.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Say what this machine has, what is missing and how to get it."""
+    from slimx.observability.doctor import examine
+
+    console = Console()
+    healthy = examine(console)
+    if file is not None:
+        config = load_config(file, overrides or [])
+        from slimx.orchestration.checks import check_run
+
+        prepared = check_run(config)
+        console.print(f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way", highlight=False)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, in the order of the report.")],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
+    debug: Debug = False,
+) -> None:
+    """Write one self-contained HTML report of one or more runs."""
+    from slimx.observability.report import write_report
+
+    write_report(runs, out, title)
+    Console().print(f"report {out}", highlight=False)
+
+
+def main() -> None:
+    """Entry point: refusals are one sentence and exit code 2, signals the conventional 128 + number."""
+    sys.path.insert(0, "")  # hooks are found in the working directory, as with `python -m`
+    try:
+        app(standalone_mode=True)
+    except SlimxError as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"slimx: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        if type(error).__name__ == "Interrupted":
+            print(f"slimx: stopped by {error}", file=sys.stderr)
+            sys.exit(128 + error.signum)
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Prompts from a JSONL file, and the endless shuffled stream of them whose cursor a checkpoint keeps.
+
+One line is one prompt: `{"messages": [...]}` or `{"token_ids": [...]}`, and optionally `id`, `answer`, `metadata`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from slimx.data.codec import encode
+from slimx.data.records import Prompt
+from slimx.errors import SlimxError
+
+KEYS = ("id", "messages", "token_ids", "answer", "metadata")
+
+
+class DataSource(Protocol):
+    """What the loop asks of a source of prompts; a user's class needs no more than these three methods."""
+
+    def next(self) -> Prompt:
+        """The next prompt; a source never ends."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Where the source stands, as values that JSON can hold; written into every checkpoint."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue as the source that returned `state` would have."""
+        ...
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts of a JSONL file in its order; a prompt without an id is called `{file stem}:{line}`.
+
+    Lines count from 1; blank lines are skipped. Raises SlimxError naming file, line and what is wrong with it.
+    """
+    path = Path(path)
+    prompts: list[Prompt] = []
+    seen: dict[str, int] = {}
+    try:
+        with path.open("rb") as lines:  # bytes: text mode would also end lines at characters that JSON strings may hold
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                prompt = _parse(line, f"{path.stem}:{number}", f"{path}, line {number}")
+                if prompt.id in seen:
+                    first = seen[prompt.id]
+                    raise SlimxError(f"{path}, line {number}: id {prompt.id!r} is that of line {first}; make it unique")
+                seen[prompt.id] = number
+                prompts.append(prompt)
+    except OSError as error:
+        raise SlimxError(f"{path}: cannot be read ({error.strerror}); name a JSONL file of prompts") from error
+    if not prompts:
+        raise SlimxError(f"{path}: holds no prompt; write one JSON object per line")
+    return prompts
+
+
+def _parse(line: bytes, default_id: str, where: str) -> Prompt:
+    try:
+        fields = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SlimxError(f"{where}: not a JSON object ({error}); write one object per line") from error
+    if not isinstance(fields, dict):
+        raise SlimxError(f"{where}: holds a {type(fields).__name__}, not a JSON object; write one object per line")
+    for key in fields:
+        if key not in KEYS:
+            raise SlimxError(f"{where}: unknown key {key!r}; known are {', '.join(KEYS)}, the rest goes under metadata")
+    try:
+        prompt = msgspec.convert({"id": default_id, **fields}, Prompt)
+    except msgspec.ValidationError as error:
+        raise SlimxError(f"{where}: a value has the wrong type ({error}); correct it") from error
+    if (prompt.messages is None) == (prompt.token_ids is None):
+        given = "neither messages nor token_ids" if prompt.messages is None else "both messages and token_ids"
+        raise SlimxError(f"{where}: has {given}; give exactly one of them")
+    if not (prompt.messages or prompt.token_ids):
+        raise SlimxError(f"{where}: messages or token_ids is an empty list; a prompt needs at least one entry")
+    for turn, message in enumerate(prompt.messages or ()):
+        if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
+            raise SlimxError(f"{where}: messages[{turn}] lacks its role or content; give both")
+    return prompt
+
+
+class PromptSource:
+    """Endless stream of `prompts`: each epoch goes through all of them in an order drawn from (seed, epoch)."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int):
+        if not prompts:
+            raise SlimxError("PromptSource got no prompts; give it at least one")
+        self._prompts = list(prompts)
+        self._identity: dict[str, Any] = {
+            "seed": seed,
+            "count": len(prompts),
+            "ids": _fingerprint([prompt.id for prompt in prompts]),
+            "contents": _fingerprint(prompts),
+        }
+        self._start_epoch(0)
+
+    def next(self) -> Prompt:
+        """The next prompt of this epoch, or the first of the next one."""
+        if self._position == len(self._prompts):
+            self._start_epoch(self._epoch + 1)
+        prompt = self._prompts[self._order[self._position]]
+        self._position += 1
+        return prompt
+
+    def state(self) -> dict[str, Any]:
+        """The cursor (`epoch`; `position`: prompts served in it) and the identity of what it points into:
+        `seed`, `count` of prompts, fingerprints of their `ids` and of their `contents`."""
+        return {"epoch": self._epoch, "position": self._position, **self._identity}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go to the cursor of `state`.
+
+        Raises SlimxError if seed or prompts are not those that `state` was taken with: the cursor would then repeat
+        some prompts and skip others without a trace.
+        """
+        missing = [key for key in ("epoch", "position", *self._identity) if key not in state]
+        if missing:
+            raise SlimxError(f"the saved state of the prompts lacks {', '.join(missing)}; is it another source's?")
+        if changed := self._changes(state):
+            raise SlimxError(
+                f"cannot continue in the saved order of prompts: {changed}; "
+                "restore the prompts and seed of the saved run, or start a new run"
+            )
+        epoch, position = state["epoch"], state["position"]
+        whole = isinstance(epoch, int) and isinstance(position, int)
+        if not (whole and epoch >= 0 and 0 <= position <= len(self._prompts)):
+            raise SlimxError(
+                f"the saved state of the prompts points to epoch {epoch!r}, position {position!r} of "
+                f"{len(self._prompts)}, which does not exist; take another checkpoint"
+            )
+        self._start_epoch(epoch)
+        self._position = position
+
+    def _changes(self, state: dict[str, Any]) -> str:
+        """What differs between the saved identity and this one, in words; empty if nothing does."""
+        old, new = state, self._identity
+        changes = [f"the seed was {old['seed']} and is {new['seed']}"] if old["seed"] != new["seed"] else []
+        if old["count"] != new["count"]:
+            changes.append(f"there were {old['count']} prompts and now are {new['count']}")
+        elif old["ids"] != new["ids"]:
+            changes.append(f"the ids of the {new['count']} prompts or their order changed")
+        elif old["contents"] != new["contents"]:
+            changes.append(f"the {new['count']} ids are the same, but messages, token_ids, answers or metadata changed")
+        return " and ".join(changes)
+
+    def _start_epoch(self, epoch: int) -> None:
+        # Raw output of PCG64, because NumPy keeps it the same in every release; `Generator.permutation` may change.
+        keys = np.random.PCG64([self._identity["seed"], epoch]).random_raw(len(self._prompts))
+        self._order = np.argsort(keys, kind="stable")
+        self._epoch, self._position = epoch, 0
+
+
+def _fingerprint(value: Any) -> str:
+    return hashlib.blake2b(encode(value), digest_size=16).hexdigest()

@@ -1,0 +1,83 @@
+"""From prompts to token ids: loads a tokenizer, applies its chat template, refuses prompts before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slimx.data.records import Prompt
+from slimx.errors import SlimxError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model")
+"""Files of which a Hugging Face tokenizer has at least one."""
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face directory; never looks anywhere else.
+
+    Raises SlimxError naming the directory and what is missing or unreadable in it.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise SlimxError(f"{path}: no such directory; give a local Hugging Face directory with a tokenizer")
+    # Checked here because transformers makes an empty tokenizer out of a directory that only has a config.json.
+    if not any((path / name).is_file() for name in VOCABULARIES):
+        raise SlimxError(f"{path}: holds no tokenizer (none of {', '.join(VOCABULARIES)}); copy its files there")
+    from transformers import AutoTokenizer  # imported late: it takes seconds, and `encode_prompt` does not need it
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # of many kinds: missing companion files, bad JSON, an unknown tokenizer class
+        raise SlimxError(f"{path}: its tokenizer cannot be loaded ({_first_line(error)}); check its files") from error
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Token ids that an engine continues: `token_ids` as they are, or `messages` in the chat template up to the reply.
+
+    Raises SlimxError naming the prompt if the template or the tokenizer refuses it.
+    """
+    if prompt.token_ids is not None:
+        return list(prompt.token_ids)
+    try:
+        # return_dict=False: transformers 5 returns a BatchEncoding by default, transformers 4 a list.
+        ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates raise what they like, tokenizers raise bare Exception
+        raise SlimxError(
+            f"prompt {prompt.id!r}: the tokenizer or its chat template refuses it ({_first_line(error)}); "
+            "change its messages or give token_ids"
+        ) from error
+    return [int(token) for token in ids]
+
+
+def check_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[Prompt],
+    path: str | Path,
+    max_prompt_tokens: int,
+    vocab_size: int,
+) -> None:
+    """Raise SlimxError on the first prompt of file `path` that has too many tokens or an id outside [0, vocab_size)."""
+    for prompt in prompts:
+        try:
+            ids = encode_prompt(tokenizer, prompt)
+        except SlimxError as error:
+            raise SlimxError(f"{path}: {error}") from error
+        if len(ids) > max_prompt_tokens:
+            raise SlimxError(
+                f"{path}: prompt {prompt.id!r} has {len(ids)} tokens, the limit is {max_prompt_tokens}; "
+                "shorten it or raise rollout.max_prompt_tokens"
+            )
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            raise SlimxError(
+                f"{path}: prompt {prompt.id!r} ({len(ids)} tokens) holds token id {outside[0]}, outside the model's "
+                f"vocabulary of {vocab_size}; use the model's own tokenizer"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

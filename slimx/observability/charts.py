@@ -1,0 +1,70 @@
+"""What the charts of a report share: a figure with the words around it, its look, and the thinning of long curves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import plotly.graph_objects as go
+
+# Told apart on white and on near-black alike.
+PALETTE = ("#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9", "#9a6b4f", "#7c8793")
+GRID = "rgba(128,128,128,0.22)"
+
+
+@dataclass(kw_only=True, slots=True)
+class Chart:
+    """A figure with the words around it."""
+
+    title: str
+    figure: go.Figure
+    notes: list[str] = field(default_factory=list)
+    """What the picture alone does not say: averaging, numbers that are not finite, what is left out."""
+    wide: bool = False
+
+
+def new_figure(*, height: int) -> go.Figure:
+    """An empty figure; the page's style sheet colours its text, to follow the reader's light or dark setting."""
+    small = {"font": {"size": 12}}
+    return go.Figure(
+        layout={
+            "template": go.layout.Template(),  # plotly's own is large and is light only
+            "height": height,
+            "margin": {"l": 56, "r": 10, "t": 10, "b": 40},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12},
+            "colorway": PALETTE,
+            "hoverlabel": {"bgcolor": "#20262e", "bordercolor": "#20262e", "font": {"color": "#f2f4f6"}},
+            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+            "xaxis": {
+                "showgrid": False,
+                "zeroline": False,
+                "ticks": "outside",
+                "tickcolor": GRID,
+                "automargin": True,
+                "title": small,
+            },
+            "yaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True, "exponentformat": "e", "title": small},
+        }
+    )
+
+
+def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tuple[np.ndarray, np.ndarray]:
+    """At most `points` points, each for a run of steps: its last step, and its finite values' mean or highest."""
+    if values.size <= points:
+        return steps, values
+    edges = np.arange(points + 1) * values.size // points
+    finite = np.isfinite(values)
+    count = np.add.reduceat(finite.astype(np.int64), edges[:-1])
+    if peak:
+        y = np.maximum.reduceat(np.where(finite, values, -np.inf), edges[:-1])
+    else:
+        y = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1]) / np.maximum(count, 1)
+    return steps[edges[1:] - 1], np.where(count > 0, y, np.nan)
+
+
+def run_length(size: int, points: int) -> str:
+    """How many values `thin` puts into a point, in words: `3 to 4`."""
+    low, high = size // points, -(-size // points)
+    return f"{low}" if low == high else f"{low} to {high}"

@@ -1,0 +1,89 @@
+"""A phase of work, and its place: which lane of its track, how deep inside other phases, its time without theirs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Unix seconds as floats are good to about 0.2 us: a child may seem to end that much after its parent.
+TOLERANCE_SECONDS = 2e-6
+
+
+@dataclass(kw_only=True, slots=True)
+class Phase:
+    """One stretch of work, `{"name": "generate", "step": 3, "track": "rollout", "start": 1.7e9, "seconds": 12.5}`."""
+
+    name: str
+    step: int | None
+    """Step it works for; None for work outside of steps, such as start-up."""
+    track: str
+    """What runs by itself, such as `main` or `rollout`. Phases of one track nest; tracks overlap freely."""
+    start: float
+    """Unix seconds."""
+    seconds: float
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Phase:
+        """Raises KeyError, TypeError or ValueError where `record` is no phase."""
+        step = record["step"]
+        return cls(
+            name=str(record["name"]),
+            step=None if step is None else int(step),
+            track=str(record["track"]),
+            start=float(record["start"]),
+            seconds=float(record["seconds"]),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Placed:
+    """A phase and its place."""
+
+    phase: Phase
+    lane: int
+    """0 as long as the phases of a track nest; a phase that overlaps another without nesting moves to the next lane."""
+    depth: int
+    """How many phases of its lane contain it."""
+    self_seconds: float
+    """Its seconds less those of the phases directly inside: over a lane these add up to the time covered."""
+
+
+def place(phases: Iterable[Phase]) -> list[Placed]:
+    """Places every phase, tracks in the order of their first start, then by start.
+
+    Nesting is read off the times: two phases of one track of which one lies within the other count as nested.
+    """
+    by_track: dict[str, list[Phase]] = defaultdict(list)
+    for phase in sorted(phases, key=lambda phase: (phase.start, -phase.seconds)):
+        by_track[phase.track].append(phase)
+    return [placed for track in by_track.values() for placed in _place_track(track)]
+
+
+def _place_track(phases: list[Phase]) -> list[Placed]:
+    lanes: list[list[Placed]] = []  # per lane, the phases open at the present one's start, outermost first
+    result = []
+    for phase in phases:
+        lane = next((lane for lane, open_phases in enumerate(lanes) if _fits(phase, open_phases)), len(lanes))
+        if lane == len(lanes):
+            lanes.append([])
+        open_phases = lanes[lane]
+        placed = Placed(phase=phase, lane=lane, depth=len(open_phases), self_seconds=phase.seconds)
+        if open_phases:
+            parent = open_phases[-1]
+            parent.self_seconds = max(0.0, parent.self_seconds - phase.seconds)
+        open_phases.append(placed)
+        result.append(placed)
+    return result
+
+
+def _fits(phase: Phase, open_phases: list[Placed]) -> bool:
+    """Drops what ended before `phase` starts, then says whether the rest contains it."""
+    while open_phases and _end(open_phases[-1].phase) <= phase.start + TOLERANCE_SECONDS:
+        open_phases.pop()
+    return not open_phases or _end(phase) <= _end(open_phases[-1].phase) + TOLERANCE_SECONDS
+
+
+def _end(phase: Phase) -> float:
+    return phase.start + phase.seconds

@@ -1,0 +1,1 @@
+"""Ray placement, the training loop, saving and recovery."""

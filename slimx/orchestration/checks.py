@@ -1,0 +1,63 @@
+"""Everything about a run that can be known to be wrong before Ray, trainers or engines start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.data.prompts import read_prompts
+from slimx.data.records import Prompt
+from slimx.data.tokens import check_prompts, load_tokenizer
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.models.checkpoint_reader import CheckpointReader
+from slimx.models.families import ModelSpec, read_model
+from slimx.preflight.layout import check_layout
+from slimx.rollout.arguments import check_server_args
+from slimx.rollout.hooks import Hooks, load_hooks
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the checks had to read anyway."""
+
+    spec: ModelSpec
+    sizes: Sizes
+    hooks: Hooks
+    tokenizer: Any
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+
+
+def check_run(config: Config) -> Prepared:
+    """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first thing that cannot work."""
+    spec = read_model(config.model.path)
+    sizes = check_layout(config, spec)
+    CheckpointReader(config.initial_weights).check(spec.table.checkpoint())
+    hooks = load_hooks(config)
+    for group in config.rollout.engines:
+        check_server_args(group.sglang)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
+    eval_prompts = _prompts(config, config.eval.prompts, tokenizer, spec) if config.eval.prompts else []
+    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    if longest > spec.gpt["max_sequence_length"]:
+        raise SlimxError(
+            f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.sampling.max_new_tokens "
+            f"{config.rollout.sampling.max_new_tokens} exceed the model's {spec.gpt['max_sequence_length']} positions; lower one"
+        )
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    if rows < sizes.data:
+        raise SlimxError(
+            f"a step of {rows} rollouts (rollout.prompts_per_step x rollout.group_size) cannot feed {sizes.data} "
+            "data-parallel ranks; raise one of them or lower trainer.data"
+        )
+    return Prepared(spec, sizes, hooks, tokenizer, prompts, eval_prompts)
+
+
+def _prompts(config: Config, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:
+    prompts = read_prompts(path)
+    check_prompts(tokenizer, prompts, Path(path), config.rollout.max_prompt_tokens, spec.vocab_size)
+    return prompts

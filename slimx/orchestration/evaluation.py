@@ -1,0 +1,42 @@
+"""Held-out prompts, answered greedily by the engines' present weights."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import numpy as np
+
+from slimx.data.records import Prompt
+from slimx.errors import SlimxError
+from slimx.orchestration.run import Run
+from slimx.rollout.rollouts import Outcome
+
+
+async def evaluate(run: Run, *, when: Literal["before", "during", "after"]) -> dict[str, float]:
+    """Mean reward of one greedy answer per held-out prompt; {} where none is due.
+
+    A prompt whose evaluation fails counts as 0 and is counted in `eval/failed`; if all fail, the run stops.
+    """
+    due = {
+        "before": run.step == 0,
+        "during": run.due(run.config.eval.every),
+        "after": not run.due(run.config.eval.every),
+    }[when]
+    if not run.eval_prompts or not due:
+        return {}
+    with run.phase("eval"):
+        outcomes: list[Outcome] = await run.watched(
+            asyncio.gather(*(_answer(run, number, prompt) for number, prompt in enumerate(run.eval_prompts)))
+        )
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    if len(failed) == len(outcomes):
+        raise SlimxError(f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}")
+    rewards = [0.0 if outcome.failed else outcome.group.trajectories[0].reward for outcome in outcomes]
+    metrics = {"eval/accuracy": float(np.mean(rewards)), "eval/failed": float(len(failed))}
+    run.record_evaluation(metrics, [outcome.group for outcome in outcomes if not outcome.failed], alone=when != "during")
+    return metrics
+
+
+async def _answer(run: Run, number: int, prompt: Prompt) -> Outcome:
+    return await run.maker.make(prompt, group_id=f"eval{number}", number=number, evaluation=True)

@@ -1,0 +1,79 @@
+"""The training loop.
+
+    PromptSource --Prompt--> generate hook <--HTTP--> SGLang servers (behind sglang-router)
+                                  |  Trajectory (tokens, mask, log-probs, weight-version spans, routed experts)
+                                  v
+                            reward hook --> Group   (kept in ticket order until its step trains it)
+                                  |
+                                  v  TrainBatch: packed, balanced over DP by tokens, one object per DP rank
+                            trainers: log-probs -> loss -> backward -> optimizer
+                                  |
+                                  v  weight version v + 1
+                            Publisher: gather -> stage -> verify -> commit
+
+One loop serves every schedule. `schedule.max_staleness` says how many batches of groups may be in flight beyond the one
+that is waited for: with 0 the engines rest while the trainers train (synchronous), with 1 they generate the next batch
+meanwhile (one step off). A run without engines (supervised fine-tuning) goes round the same loop and publishes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+from slimx.data.batch import TrainBatch, loss_weights, make_rows, pack
+from slimx.data.records import Group
+from slimx.orchestration.evaluation import evaluate
+from slimx.orchestration.measure import group_metrics, probe_gap, staleness_metrics
+from slimx.orchestration.run import Run
+
+
+async def train(run: Run) -> None:
+    """Run the loop from `run.step` to `schedule.steps`."""
+    schedule, config = run.config.schedule, run.config
+    await run.publish()
+    await evaluate(run, when="before")
+    while run.step < schedule.steps:
+        began = time.perf_counter()
+        with run.phase("generate"):
+            batch = await run.watched(run.rollouts.next_batch())
+        with run.phase("prepare"):
+            train_batch = prepare(run, batch.groups)
+            metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version)
+        if schedule.colocate:
+            with run.phase("sleep"):
+                await run.engines.sleep()
+                await run.trainers.reload()
+        with run.phase("train"):
+            metrics |= await run.watched(run.trainers.train_step(train_batch, step=run.step, version=run.version))
+        run.step += 1
+        if schedule.colocate:
+            with run.phase("wake"):
+                await run.trainers.offload()
+                await run.engines.wake()
+        metrics |= await run.publish()
+        if run.engines is not None and not metrics["gap/tokens"]:
+            with run.phase("probe"):
+                metrics |= await run.watched(probe_gap(run, batch.groups))
+        metrics |= await evaluate(run, when="during")
+        seconds = time.perf_counter() - began
+        metrics["perf/tokens_per_second"] = train_batch.tokens / seconds
+        run.record(metrics, batch.groups, seconds)
+        if run.due(config.checkpoint.every):
+            await run.save()
+    await evaluate(run, when="after")
+    await run.save()
+    await run.export()
+
+
+def prepare(run: Run, groups: list[Group]) -> TrainBatch:
+    """Advantages, loss weights and packing of one step's groups."""
+    config = run.config
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    advantages = [value for group in groups for value in run.advantages(group)]
+    rows = make_rows(trajectories, advantages, loss_weights(trajectories, config.algorithm.aggregation))
+    return pack(
+        rows,
+        data_size=run.sizes.data,
+        max_tokens=config.trainer.max_tokens_per_microbatch,
+        multiple_of=run.sizes.tensor,
+    )

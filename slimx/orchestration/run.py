@@ -1,0 +1,221 @@
+"""One run: its parts, its position, and what it writes into its directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from slimx.algorithms.objective import group_advantages
+from slimx.config.schema import Config
+from slimx.data.records import Group, Prompt
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.observability.jsonl import JsonlFile
+from slimx.observability.live import LiveTable
+from slimx.observability.samples import Sample
+from slimx.observability.timeline import Timeline
+from slimx.observability.tracker import Tracker
+from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.saves import RunState, Saves
+from slimx.orchestration.trainers import TrainerGroup
+from slimx.reshard.publish import Publisher
+from slimx.rollout.client import GenerationClient
+from slimx.rollout.manager import RolloutManager
+from slimx.rollout.rollouts import GroupMaker, Outcome
+
+T = TypeVar("T")
+
+
+class Records:
+    """The files of a run directory that grow with every step."""
+
+    def __init__(self, tracker: Tracker, timeline: Timeline, samples: JsonlFile, drops: JsonlFile, table: LiveTable):
+        self.tracker, self.timeline, self.samples, self.drops, self.table = tracker, timeline, samples, drops, table
+
+    def close(self) -> None:
+        self.tracker.close()
+        self.timeline.close()
+        self.samples.close()
+        self.drops.close()
+
+
+class Run:
+    """All parts of a started run. `step` counts optimizer steps done, `version` is the engines' weight version."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        sizes: Sizes,
+        trainers: TrainerGroup,
+        engines: EngineGroup | None,
+        client: GenerationClient | None,
+        maker: GroupMaker,
+        rollouts: RolloutManager,
+        eval_prompts: list[Prompt],
+        tokenizer: Any,
+        saves: Saves,
+        records: Records,
+    ):
+        self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
+        self.trainers, self.engines, self.client, self.maker, self.rollouts = trainers, engines, client, maker, rollouts
+        self.eval_prompts, self.tokenizer, self.saves, self.records = eval_prompts, tokenizer, saves, records
+        self.publisher = Publisher(trainers, engines.engines, config.publish.deadline) if engines else None
+        self.step = 0
+        self.version = 0
+        self._lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._saved_step = -1
+
+    # Waiting ------------------------------------------------------------------------------------------------------------
+
+    def lose(self, error: SlimxError) -> None:
+        """An engine is gone: whoever waits in `watched` gets `error`."""
+        if not self._lost.done():
+            self._lost.set_exception(error)
+
+    async def watched(self, work: Awaitable[T]) -> T:
+        """Wait for `work`, but not beyond the loss of an engine."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+        if self._lost.done() and not (task.done() and task.exception() is None):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._lost.result()
+        return task.result()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A named part of the present step, in the timeline and the live table."""
+        self.records.table.phase(name)
+        with self.records.timeline.phase(name, step=self.step):
+            yield
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps happens after the present one."""
+        return every > 0 and self.step > 0 and self.step % every == 0
+
+    # Work ----------------------------------------------------------------------------------------------------------------
+
+    def advantages(self, group: Group) -> list[float]:
+        """One advantage per trajectory of the group."""
+        return group_advantages(self.config.algorithm, group)
+
+    async def publish(self) -> dict[str, float]:
+        """Bring the trainers' weights into the engines as version `step`; {} without engines."""
+        if self.publisher is None:
+            return {}
+        with self.phase("publish"):
+            done = await self.watched(self.publisher.publish(self.step))
+        self.version = self.maker.version = done.version
+        out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
+        return out | {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
+
+    async def save(self) -> None:
+        """Write a checkpoint of the present step, unless this step has one."""
+        if self._saved_step == self.step:
+            return
+        with self.phase("save"):
+            partial = self.saves.begin(self.step)
+            rollouts = self.rollouts.state()
+            await self.trainers.save(partial / "trainer")
+            layout = asdict(self.sizes)
+            path = await asyncio.to_thread(self.saves.commit, partial, RunState(self.step, self.version, layout, rollouts))
+        self._saved_step = self.step
+        self.records.table.note(f"checkpoint {path}")
+
+    async def restore(self, path: Path, state: RunState) -> None:
+        """Continue from the checkpoint in `path`."""
+        await self.trainers.restore(path / "trainer", same_layout=state.layout == asdict(self.sizes))
+        self.step, self.version = state.step, state.version
+        self._saved_step = state.step
+        self.maker.version = state.version
+        self.rollouts.restore(state.rollouts)
+
+    async def export(self) -> None:
+        """Write the final weights as a Hugging Face directory, if `checkpoint.export_hf` asks for it."""
+        if not self.config.checkpoint.export_hf:
+            return
+        with self.phase("export"):
+            target = self.directory / "hf"
+            partial = self.saves.begin_export(target)
+            await self.trainers.export(partial)
+            self.saves.commit_export(partial, target)
+        self.records.table.note(f"weights {target}")
+
+    # Records -------------------------------------------------------------------------------------------------------------
+
+    def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
+        """Log a finished step, show it, and keep a few of its samples."""
+        phases = self.records.timeline.seconds(self.step - 1)
+        for name, spent in self.records.timeline.seconds(self.step).items():
+            phases[name] = phases.get(name, 0.0) + spent  # what came after the optimizer step carries its new number
+        times = {f"time/{name}": spent for name, spent in phases.items()} | {"time/step": seconds}
+        self.records.tracker.log(self.step, metrics | times, version=self.version if self.engines else None)
+        self.records.table.row(self.step, metrics | times)
+        if (self.step - 1) % self.config.track.samples_every == 0 or self.step == self.config.schedule.steps:
+            self._write_samples(groups, evaluation=False)
+
+    def record_evaluation(self, metrics: dict[str, float], groups: list[Group], *, alone: bool) -> None:
+        """Keep samples of an evaluation; log its metrics if no step's record will carry them."""
+        if alone and self.step == 0:
+            self.records.tracker.log(0, metrics, version=self.version)
+        self.records.table.note(f"step {self.step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
+        self._write_samples(groups, evaluation=True)
+
+    def drop(self, outcome: Outcome) -> None:
+        """Write down a group that is not trained, with its reason."""
+        self.records.drops.write(
+            {"step": self.step + 1, "prompt": outcome.group.prompt.id, "reason": outcome.reason, "detail": outcome.detail}
+        )
+
+    def _write_samples(self, groups: list[Group], *, evaluation: bool) -> None:
+        for group in groups[: self.config.track.samples]:
+            trajectory = group.trajectories[0]
+            response = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
+            sample = Sample(
+                step=self.step,
+                prompt=_text(group.prompt),
+                answer=group.prompt.answer or "",
+                response=response,
+                reward=float("nan") if trajectory.reward is None else trajectory.reward,
+                version=self.version,
+                evaluation=evaluation,
+            )
+            self.records.samples.write(asdict(sample))
+
+
+def _text(prompt: Prompt) -> str:
+    if prompt.messages is None:
+        return f"{len(prompt.token_ids or [])} token ids"
+    return "\n".join(str(message.get("content", "")) for message in prompt.messages)
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    """The headline of a finished run, from its metrics.jsonl."""
+    rows = [json.loads(line)["metrics"] | {"_step": json.loads(line)["step"]} for line in (directory / "metrics.jsonl").open()]
+
+    def series(key: str) -> list[float]:
+        return [row[key] for row in rows if row.get(key) is not None]
+
+    out: dict[str, Any] = {"optimizer steps": max((row["_step"] for row in rows), default=0)}
+    rewards, accuracy, gap = series("reward/mean"), series("eval/accuracy"), series("gap/mean")
+    if rewards:
+        out["sampled reward, first step"] = round(rewards[0], 3)
+        out["sampled reward, mean of last 10 steps"] = round(float(np.mean(rewards[-10:])), 3)
+    if accuracy:
+        out["held-out greedy accuracy before"] = round(accuracy[0], 3)
+        out["held-out greedy accuracy after"] = round(accuracy[-1], 3)
+    if gap:
+        out["log-prob gap trainer/engine, mean over steps"] = float(f"{np.mean(gap):.2e}")
+        out["tokens with a gap above 1e-5 that no route explains"] = int(sum(series("gap/tokens_unexplained")))
+    if series("loss/sft"):
+        out["loss, last step"] = round(series("loss/sft")[-1], 4)
+    out["seconds of training"] = round(sum(series("time/step")), 1)
+    return out

@@ -1,0 +1,194 @@
+"""From a checked configuration to a finished run: start everything, run the loop, end everything, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from slimx.config.schema import Config
+from slimx.data.prompts import PromptSource
+from slimx.errors import SlimxError
+from slimx.observability.jsonl import JsonlFile
+from slimx.observability.live import RL_COLUMNS, SFT_COLUMNS, LiveTable
+from slimx.observability.report import write_report
+from slimx.observability.timeline import Timeline
+from slimx.observability.tracker import make_tracker
+from slimx.orchestration.checks import Prepared, check_run
+from slimx.orchestration.cluster import start_ray, stop_ray
+from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.loop import train
+from slimx.orchestration.run import Records, Run, summary
+from slimx.orchestration.saves import Saves, read_state
+from slimx.orchestration.trainers import TrainerGroup
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.manager import RolloutManager
+from slimx.rollout.rollouts import GroupMaker
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end; `signum` is its number."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def run_training(config: Config, console: Console) -> Path:
+    """Check, start, train, stop. Returns the run's directory; raises SlimxError, or Interrupted after an orderly stop."""
+    prepared = check_run(config)
+    directory = Path(config.run.dir)
+    saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
+    resume_from = _resume_point(config, directory, saves)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+    start_ray(config)
+    try:
+        asyncio.run(_interruptible(_session(config, prepared, saves, resume_from, console)))
+    finally:
+        stop_ray()
+    return directory
+
+
+def _resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
+    newest = saves.newest()
+    if config.run.resume == "must" and newest is None:
+        raise SlimxError(f"run.resume is must, but {directory}/checkpoints holds no complete checkpoint")
+    if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
+        raise SlimxError(f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it")
+    return newest
+
+
+async def _interruptible(work) -> None:
+    """Run `work`; SIGINT and SIGTERM cancel it, and its clean-up is waited for."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    received: list[int] = []
+
+    def stop(signum: int) -> None:
+        # A second signal while everything is being stopped changes nothing: the stop has its own deadlines.
+        if not received:
+            received.append(signum)
+            task.cancel()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop, signum)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if received:
+            raise Interrupted(received[0]) from None
+        raise
+
+
+async def _session(config: Config, prepared: Prepared, saves: Saves, resume_from: Path | None, console: Console) -> None:
+    directory = Path(config.run.dir)
+    state = read_state(resume_from) if resume_from else None
+    done = state.step if state else 0
+    logs = directory / "logs"
+    logs.mkdir(exist_ok=True)
+    async with AsyncExitStack() as stack:
+        table = stack.enter_context(
+            LiveTable(
+                config.schedule.steps,
+                done,
+                console,
+                RL_COLUMNS if config.rollout.engines else SFT_COLUMNS,
+            )
+        )
+        records = _open_records(config, directory, table, done + 1 if done else 0)
+        stack.callback(records.close)
+        table.phase("start")
+        device = _device(config)
+        trainers = TrainerGroup(config, prepared.sizes, device, logs)
+        stack.push_async_callback(trainers.stop)
+        engines = client = None
+        starting = [trainers.start()]
+        if config.rollout.engines:
+            engines = EngineGroup(config, device, logs, moe=prepared.spec.experts > 0)
+            stack.push_async_callback(engines.stop)
+            starting.append(engines.start())
+        await _together(starting)
+        if engines is not None:
+            client = GenerationClient(
+                engines.router.url, ModelShape.of(prepared.spec.hf), config.rollout.request_deadline
+            )
+            await stack.enter_async_context(client)
+        maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client)
+        source = PromptSource(prepared.prompts, config.run.seed)
+        rollouts = RolloutManager(config, source, maker)
+        stack.push_async_callback(rollouts.stop)
+        run = Run(
+            config,
+            sizes=prepared.sizes,
+            trainers=trainers,
+            engines=engines,
+            client=client,
+            maker=maker,
+            rollouts=rollouts,
+            eval_prompts=prepared.eval_prompts,
+            tokenizer=prepared.tokenizer,
+            saves=saves,
+            records=records,
+        )
+        rollouts.on_drop = run.drop
+        if engines is not None:
+            engines.watch(run.lose)
+        if state is not None and resume_from is not None:
+            await run.restore(resume_from, state)
+            table.note(f"resumed at step {state.step} from {resume_from}")
+        await train(run)
+
+
+def finish(config: Config, directory: Path) -> Path | None:
+    """Write the summary and, if configured, the report of a finished run."""
+    import json
+
+    (directory / "summary.json").write_text(json.dumps(summary(directory), indent=1))
+    if not config.track.report:
+        return None
+    report = directory / "report.html"
+    write_report([directory], report, config.run.name)
+    return report
+
+
+async def _together(starting: list) -> None:
+    """Wait for all; the first failure ends the wait and cancels the rest."""
+    tasks = [asyncio.ensure_future(work) for work in starting]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _open_records(config: Config, directory: Path, table: LiveTable, resume_step: int) -> Records:
+    track = config.track
+    tracker = make_tracker(
+        directory,
+        tensorboard=track.tensorboard,
+        wandb=track.wandb,
+        project=track.project,
+        name=config.run.name,
+        config=config.model_dump(mode="json"),
+        resume_step=resume_step,
+        warn=table.note,
+    )
+    return Records(
+        tracker,
+        Timeline(directory, resume_step=resume_step, warn=table.note),
+        JsonlFile(directory / "samples.jsonl", resume_step=resume_step),
+        JsonlFile(directory / "dropped.jsonl", resume_step=resume_step),
+        table,
+    )
+
+
+def _device(config: Config) -> str:
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if torch.cuda.is_available() else "cpu"

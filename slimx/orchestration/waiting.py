@@ -1,0 +1,60 @@
+"""Waiting for Ray actors with a deadline, and their failures in words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slimx.errors import DeadlineError, SlimxError
+
+
+async def gather(
+    references: Sequence[ray.ObjectRef], *, what: str, holders: Sequence[str], deadline_s: float, logs: Sequence[Path]
+) -> list[Any]:
+    """Results of all `references`. The first failure is raised at once: the other ranks would wait for the failed one.
+
+    Raises SlimxError with the failed holder's name and log, DeadlineError naming the holders that did not answer.
+    """
+    tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
+    try:
+        done, pending = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+        for holder, log, task in zip(holders, logs, tasks, strict=True):
+            if task in done and (error := task.exception()) is not None:
+                raise explain(error, what, holder, log)
+        if pending:
+            late = [holder for holder, task in zip(holders, tasks, strict=True) if task in pending]
+            raise DeadlineError(what, deadline_s, ", ".join(late))
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _result(reference: ray.ObjectRef) -> Any:
+    return await reference
+
+
+def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxError:
+    """A Ray failure as one sentence; a SlimxError raised inside an actor as it was."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, SlimxError):
+        return cause
+    if isinstance(error, ray.exceptions.RayActorError):
+        out = SlimxError(f"{holder} died during {what}; the end of {log}:\n{tail(log)}")
+    else:
+        out = SlimxError(f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}")
+    out.__cause__ = error
+    return out
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """The last lines of a log, at most 64 KiB."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, 2) - 65536))
+        return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,28 @@
+"""Whether a model can be split over the configured ranks."""
+
+from __future__ import annotations
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes, coordinates, sizes_of
+from slimx.layout.table import check_coverage
+from slimx.models.families import ModelSpec
+
+
+def check_layout(config: Config, spec: ModelSpec) -> Sizes:
+    """Whether the model can be split as configured: layers, experts, heads, vocabulary."""
+    sizes = sizes_of(config.trainer)
+    for key, size, what, count in (
+        ("trainer.pipeline", sizes.pipeline, "layers", spec.table.layers),
+        ("trainer.expert", sizes.expert, "experts", spec.experts),
+        ("trainer.tensor", sizes.tensor, "query groups (num_key_value_heads)", spec.transformer["num_query_groups"]),
+        ("trainer.tensor", sizes.tensor, "vocabulary entries", spec.vocab_size),
+        ("trainer.expert_tensor", sizes.expert_tensor, "columns of an expert", spec.transformer["moe_ffn_hidden_size"]),
+    ):
+        if count % size:
+            fitting = [n for n in range(1, count + 1) if count % n == 0 and n <= max(2 * size, 8)]
+            raise SlimxError(
+                f"{key}={size} does not divide the {count} {what} of {spec.path}; choose one of {', '.join(map(str, fitting))}"
+            )
+    check_coverage(spec.table, sizes, [coordinates(rank, sizes) for rank in range(sizes.world)])
+    return sizes

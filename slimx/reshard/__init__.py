@@ -1,0 +1,1 @@
+"""From trainer weights to engine weights: plan, kernels, publication."""

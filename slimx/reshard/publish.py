@@ -1,0 +1,153 @@
+"""Publication: the trainers' weights become a new version in every engine, proven equal, or the run stops.
+
+    pause -> for each bucket: gather, stage (bytes verified in the engine's staging) -> load in place -> verify what the
+    engine holds -> commit (version set) -> resume
+
+Before the first copy an abort changes nothing. From the first copy an engine is DIRTY and serves nothing until a complete
+publication is verified. This room knows no engine and no trainer: it is given both as the protocols below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slimx.errors import DeadlineError, SlimxError
+from slimx.reshard.gather import PackedBucket
+
+
+class Source(Protocol):
+    """The trainers."""
+
+    async def bucket_count(self) -> int: ...
+
+    async def gather(self, bucket: int) -> PackedBucket: ...
+
+    async def release(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """One engine."""
+
+    name: str
+
+    async def inventory(self) -> dict[str, str]: ...
+
+    async def pause(self) -> None: ...
+
+    async def stage(self, packed: PackedBucket, bucket: int) -> None: ...
+
+    async def abort(self) -> None: ...
+
+    async def load(self) -> None: ...
+
+    async def verify(self) -> int: ...
+
+    async def commit(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Publication:
+    """What one publication did."""
+
+    version: int
+    tensors: int = 0
+    """Tensors verified in every engine."""
+    nbytes: int = 0
+    """Bytes sent to each engine."""
+    buckets: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By stage: pause, gather, stage, load, verify, commit."""
+
+
+class Publisher:
+    """Publishes versions, one at a time. A failed publication leaves engines paused or DIRTY and raises."""
+
+    def __init__(self, source: Source, receivers: Sequence[Receiver], deadline_s: float):
+        self.source, self.receivers, self.deadline_s = source, list(receivers), deadline_s
+        self._checked: set[str] = set()
+        self._stage = "start"
+
+    async def publish(self, version: int) -> Publication:
+        """Bring the trainers' present weights into every engine as `version`."""
+        try:
+            return await asyncio.wait_for(self._publish(version), self.deadline_s)
+        except TimeoutError:
+            engines = ", ".join(receiver.name for receiver in self.receivers)
+            raise DeadlineError(
+                f"publication of version {version}, stage {self._stage}", self.deadline_s, f"engines {engines}"
+            ) from None
+
+    async def _publish(self, version: int) -> Publication:
+        out = Publication(version)
+        async with _Stage(self, out, "pause"):
+            await self._all("pause")
+        try:
+            for bucket in range(await self.source.bucket_count()):
+                async with _Stage(self, out, "gather"):
+                    packed = await self.source.gather(bucket)
+                async with _Stage(self, out, "stage"):
+                    await asyncio.gather(*(self._check_names(receiver, packed) for receiver in self.receivers))
+                    await self._all("stage", packed, bucket)
+                out.nbytes += packed.size
+                out.tensors += len(packed.tensors)
+                out.buckets += 1
+            async with _Stage(self, out, "load"):
+                await self._all("load")
+            async with _Stage(self, out, "verify"):
+                counts = await self._all("verify")
+            for receiver, count in zip(self.receivers, counts, strict=True):
+                if count != out.tensors:
+                    raise SlimxError(
+                        f"engine {receiver.name} verified {count} of {out.tensors} tensors of version {version}; "
+                        "it must not serve: restart it"
+                    )
+            async with _Stage(self, out, "commit"):
+                await self._all("commit", version)
+                await self._all("resume")
+        except BaseException:
+            # Best effort: the error that stopped the publication is the one to tell.
+            await asyncio.gather(*(receiver.abort() for receiver in self.receivers), return_exceptions=True)
+            raise
+        finally:
+            await self.source.release()
+        return out
+
+    async def _all(self, action: str, *arguments: object) -> list:
+        return await asyncio.gather(*(getattr(receiver, action)(*arguments) for receiver in self.receivers))
+
+    async def _check_names(self, receiver: Receiver, packed: PackedBucket) -> None:
+        """Names, shapes and dtypes against the engine's own list, before it is sent the first byte of a bucket."""
+        wanted = {t.name: f"{t.dtype}:{','.join(map(str, t.shape))}" for t in packed.tensors}
+        key = f"{receiver.name} {next(iter(wanted))}"
+        if key in self._checked:
+            return
+        known = await receiver.inventory()
+        for name, form in wanted.items():
+            if name not in known:
+                raise SlimxError(
+                    f"engine {receiver.name} has no tensor {name}; trainer and engine load different models"
+                )
+            if known[name] != form:
+                raise SlimxError(f"engine {receiver.name} holds {name} as {known[name]}, the trainer sends {form}")
+        self._checked.add(key)
+
+
+class _Stage:
+    """Times a stage of a publication and remembers its name for the deadline's error."""
+
+    def __init__(self, publisher: Publisher, out: Publication, name: str):
+        self.publisher, self.out, self.name = publisher, out, name
+
+    async def __aenter__(self) -> None:
+        self.publisher._stage = self.name
+        self.start = time.perf_counter()
+
+    async def __aexit__(self, *_: object) -> None:
+        seconds = self.out.seconds
+        seconds[self.name] = seconds.get(self.name, 0.0) + time.perf_counter() - self.start

@@ -1,0 +1,1 @@
+"""Engines that generate: server process, control, router, client."""

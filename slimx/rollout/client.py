@@ -1,0 +1,222 @@
+"""Generation through the router: token ids in, token ids out with log-probs, weight versions and experts.
+
+Token ids are those that the server sampled; they are never made again from text. What would end SGLang's scheduler (an id
+outside the vocabulary, min_p with a seed) is refused here, before it takes every other request down with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.control import message_of, parse_body
+
+SAMPLING = frozenset(
+    {"temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos"}
+)
+"""Sampling parameters that SGLang's seeded mode carries out; others are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the client must know of the model to check requests and read answers."""
+
+    vocab_size: int
+    layers: int = 0
+    """All layers, dense ones too: SGLang returns a row of experts for each."""
+    top_k: int = 0
+    """Experts per token; 0 for a dense model."""
+    experts: int = 0
+
+    @classmethod
+    def of(cls, hf_config: dict[str, Any]) -> ModelShape:
+        """From a Hugging Face config.json."""
+        return cls(
+            hf_config["vocab_size"],
+            hf_config["num_hidden_layers"],
+            hf_config.get("num_experts_per_tok") or 0,
+            hf_config.get("num_experts") or hf_config.get("n_routed_experts") or 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one request brought."""
+
+    token_ids: np.ndarray
+    """int32 [n]: the sampled tokens, with the end token if one was sampled."""
+    logprobs: np.ndarray
+    """float32 [n]: of each sampled token under softmax(logits / temperature), before top-p and top-k (temperature 0: 1)."""
+    versions: list[tuple[int, int, int]]
+    """(start, stop, version): runs of tokens sampled by one weight version, covering [0, n)."""
+    finish_reason: str
+    """"stop", "length" or "abort" (an aborted request returns what it has)."""
+    routed_experts: np.ndarray | None
+    """uint8 (uint16 above 256 experts) [prompt + n - 1, layers, k]: logical expert ids; None if not asked for."""
+    cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache."""
+    seconds: float
+    """Wall time of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probs of given tokens under an engine's current weights."""
+
+    logprobs: np.ndarray
+    """float32 [L - 1]: log softmax(logits) of tokens 1..L-1. SGLang scores inputs at temperature 1, whatever is asked."""
+    version: int
+    routed_experts: np.ndarray | None
+    """As in `Completion`, [L - 1, layers, k]."""
+
+
+def lost(status: int, answer: dict[str, Any]) -> bool:
+    """Whether no engine answered: connection failed, none registered, or the router lost the one that it had chosen."""
+    error = answer.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return status in (0, 502, 503) or (status == 500 and code == "call_upstream_request_error")
+
+
+class GenerationClient:
+    """Requests over one HTTP session; `async with` opens and closes it."""
+
+    def __init__(self, url: str, shape: ModelShape, deadline_s: float = 600.0, retry_s: float = 30.0) -> None:
+        """`url`: the router's, or a server's. `deadline_s`: seconds for one request, waiting in queues included.
+
+        `retry_s`: seconds during which a request is sent again while no engine answers it.
+        """
+        self.url, self.shape, self.deadline_s, self.retry_s = url.rstrip("/"), shape, deadline_s, retry_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> GenerationClient:
+        # No limit of connections: the caller bounds the rollouts in flight, and a hidden queue here would eat their deadline.
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self
+
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
+    ) -> Completion:
+        """Sample a continuation of `token_ids` [prompt]. The same seed and weights give the same tokens.
+
+        `sampling`: temperature, top_p, top_k, max_new_tokens, stop_token_ids, ... (`SAMPLING`).
+        """
+        if unknown := sorted(sampling.keys() - SAMPLING):
+            why = (
+                "min_p cannot be combined with a seed"
+                if unknown[0] == "min_p"
+                else f"known are {', '.join(sorted(SAMPLING))}"
+            )
+            raise SlimxError(f"sampling parameter {unknown[0]} is not supported by the engines; {why}")
+        start = time.monotonic()
+        parameters = {**sampling, "sampling_seed": seed}
+        meta = await self._post(self._body(token_ids, parameters, return_routed_experts))
+        sampled = meta["output_token_logprobs"]
+        count = len(sampled)
+        return Completion(
+            token_ids=np.array([entry[1] for entry in sampled], np.int32),
+            logprobs=np.array([entry[0] for entry in sampled], np.float32),
+            versions=self._versions(meta, count),
+            finish_reason=(meta["finish_reason"] or {"type": "abort"})["type"],
+            routed_experts=self._experts(meta, len(token_ids) + count - 1) if return_routed_experts else None,
+            cached_tokens=meta["cached_tokens"],
+            seconds=time.monotonic() - start,
+        )
+
+    async def score(self, token_ids: Sequence[int], return_routed_experts: bool = False) -> Scores:
+        """Log-probs of `token_ids` [L] themselves; nothing is sampled."""
+        body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, return_routed_experts) | {
+            "logprob_start_len": 0
+        }
+        meta = await self._post(body)
+        scored = meta["input_token_logprobs"]
+        if [entry[1] for entry in scored] != list(token_ids):
+            raise SlimxError(f"{self.url} scored {len(scored)} tokens that are not the {len(token_ids)} asked for")
+        return Scores(
+            logprobs=np.array([entry[0] for entry in scored[1:]], np.float32),
+            version=self._version(meta["weight_version"]),
+            routed_experts=self._experts(meta, len(token_ids) - 1) if return_routed_experts else None,
+        )
+
+    def _body(self, token_ids: Sequence[int], parameters: dict[str, Any], experts: bool) -> dict[str, Any]:
+        ids = [int(token) for token in token_ids]
+        if not ids or min(ids) < 0 or max(ids) >= self.shape.vocab_size:
+            wrong = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
+            what = "a prompt without tokens" if wrong is None else f"token id {wrong}"
+            raise SlimxError(
+                f"{what} cannot be generated from; ids are 0 to {self.shape.vocab_size - 1}: check the tokenizer"
+            )
+        body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": False}
+        # As a label, because the router drops the field itself; the slimx plugin in the server sets it again.
+        return body | ({"custom_labels": {"slimx": json.dumps({"return_routed_experts": True})}} if experts else {})
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The `meta_info` of one /generate request.
+
+        A request that is lost with its engine, or finds none, is sent again for `retry_s` seconds: it has no effects besides
+        its answer, the seed gives the same tokens again, and the engine's owner takes the lost engine out meanwhile.
+        """
+        url, give_up, pause = f"{self.url}/generate", time.monotonic() + self.retry_s, 0.1
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                while True:
+                    status, answer = await self._send(url, body)
+                    if status == 200 and "meta_info" in answer:
+                        return answer["meta_info"]
+                    if not lost(status, answer) or time.monotonic() + pause > give_up:
+                        raise SlimxError(f"POST {url} answered {status}: {message_of(answer)}")
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, 2.0)
+        except TimeoutError:
+            raise DeadlineError("a generation request", self.deadline_s, url) from None
+
+    async def _send(self, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and body of one attempt; status 0 if the connection failed."""
+        if self._session is None:
+            raise SlimxError("the generation client is closed; use it inside `async with`")
+        try:
+            async with self._session.post(url, json=body) as response:
+                return response.status, parse_body(await response.text())
+        except aiohttp.ClientError as error:
+            return 0, {"text": f"{type(error).__name__}: {error}"}
+
+    def _versions(self, meta: dict[str, Any], count: int) -> list[tuple[int, int, int]]:
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+        return [
+            (span["start"], span["end"], self._version(span["version"]))
+            for span in spans
+            if span["end"] > span["start"]
+        ]
+
+    def _version(self, version: str) -> int:
+        try:
+            return int(version)
+        except ValueError:
+            raise SlimxError(
+                f"{self.url} sampled with weights of version {version!r}: nothing was ever published to that server; publish first"
+            ) from None
+
+    def _experts(self, meta: dict[str, Any], rows: int) -> np.ndarray:
+        shape = (rows, self.shape.layers, self.shape.top_k)
+        wire = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
+        if wire.size != np.prod(shape):
+            raise SlimxError(
+                f"{self.url} returned {wire.size} expert ids where {shape} (tokens, layers, experts per token) were asked for; "
+                "start the engine with routed_experts"
+            )
+        return wire.reshape(shape).astype(np.uint8 if self.shape.experts <= 256 else np.uint16)

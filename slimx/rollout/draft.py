@@ -1,0 +1,99 @@
+"""Builds a trajectory token by token, keeping the provenance of each; what a generate hook works with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slimx.data.records import Span, Status, Trajectory
+from slimx.errors import SlimxError
+from slimx.rollout.client import Completion
+
+_STATUS: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+
+
+class Draft:
+    """A trajectory in the making: `add_sampled` what an engine returned, `add_inserted` what a tool or template said."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        id: str,
+        rollout_id: str,
+        group_id: str,
+        index: int,
+        seed: int,
+        sampling: dict[str, Any],
+    ):
+        self.id, self.rollout_id, self.group_id, self.index = id, rollout_id, group_id, index
+        self.sampling = {**sampling, "seed": seed}
+        self.turn = 0
+        self.timings = {"generate": 0.0}
+        self._ids: list[int] = list(prompt_ids)
+        self._logprobs: list[float] = [float("nan")] * len(self._ids)
+        self._trained: list[int] = [0] * len(self._ids)
+        self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
+        self._routes: np.ndarray | None = None
+        self._finish: str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far: what the next request continues."""
+        return list(self._ids)
+
+    def add_sampled(self, completion: Completion, *, train: bool = True) -> None:
+        """Append what an engine sampled. `train=False` keeps the tokens out of the loss."""
+        start = len(self._ids)
+        self._ids += completion.token_ids.tolist()
+        self._logprobs += completion.logprobs.tolist()
+        self._trained += [int(train)] * len(completion.token_ids)
+        for first, last, version in completion.versions:
+            self._spans.append(
+                Span(start=start + first, stop=start + last, source="sampled", turn=self.turn, version=version)
+            )
+        # A completion reports the experts of all its input positions: the last one covers the earlier turns too.
+        self._routes = completion.routed_experts
+        self._finish = completion.finish_reason
+        self.timings["generate"] += completion.seconds
+        self.turn += 1
+
+    def add_inserted(self, token_ids: Sequence[int], *, train: bool = False) -> None:
+        """Append tokens that no engine sampled: a tool's answer, the next user turn, or (trained) a demonstration."""
+        if len(token_ids) == 0:
+            return
+        start = len(self._ids)
+        self._ids += [int(token) for token in token_ids]
+        self._logprobs += [float("nan")] * len(token_ids)
+        self._trained += [int(train)] * len(token_ids)
+        self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
+
+    def finish(self, *, metadata: dict[str, Any] | None = None) -> Trajectory:
+        """The trajectory. Untrained tokens after the last sampled one teach nothing and have no routes: they are left off."""
+        end = max((i + 1 for i, trained in enumerate(self._trained) if trained), default=0)
+        end = max(end, max((span.stop for span in self._spans if span.source == "sampled"), default=0))
+        if end == 0:
+            raise SlimxError(
+                f"trajectory {self.id} has neither a sampled nor a trained token; the generate hook added none"
+            )
+        spans = [span for span in self._spans if span.start < end]
+        if self._routes is not None and len(self._routes) != end - 1:
+            raise SlimxError(f"trajectory {self.id}: routed experts of {len(self._routes)} positions for {end} tokens")
+        return Trajectory(
+            id=self.id,
+            rollout_id=self.rollout_id,
+            group_id=self.group_id,
+            index=self.index,
+            token_ids=np.array(self._ids[:end], np.int32),
+            loss_mask=np.array(self._trained[:end], np.uint8),
+            logprobs=np.array(self._logprobs[:end], np.float32),
+            spans=spans,
+            sampling=self.sampling,
+            routed_experts=self._routes,
+            status=_STATUS.get(self._finish or "stop", "completed"),
+            finish_reason=self._finish,
+            timings=self.timings,
+            metadata=metadata or {},
+        )

@@ -1,0 +1,163 @@
+"""A supervised process: a command with its output in a file, whose whole tree ends when it is stopped or its owner dies.
+
+    owner (a Ray worker) --starts--> guard (this file as a program) --starts--> command --starts--> its own children
+
+The guard adopts orphans of the command (Linux "subreaper"), watches the owner, and leaves nothing behind. A death signal
+(prctl) alone would not do: it fires when the *thread* that started the process ends, and grandchildren do not get it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from slimx.errors import DeadlineError, SlimxError
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_S = 0.2
+ORPHAN_GRACE_S = 5.0
+"""Seconds that the command gets to end by itself after its owner died."""
+KILL_WAIT_S = 10.0
+"""Seconds in which a killed tree must be gone."""
+
+
+class SupervisedProcess:
+    """One command under a guard. Not thread-safe: one owner starts and stops it."""
+
+    def __init__(self, name: str, argv: list[str], log_path: Path | str, env: dict[str, str] | None = None) -> None:
+        """`env` is added to this process's environment; stdout and stderr are appended to `log_path`."""
+        self.name, self.argv, self.log_path, self.env = name, argv, Path(log_path), env or {}
+        self._guard: subprocess.Popen | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard, the root of the tree; None before `start`."""
+        return self._guard and self._guard.pid
+
+    def start(self) -> None:
+        """Start the command in a session of its own, so that Ctrl-C reaches only the owner, which then stops it in order."""
+        if self._guard is not None and self._guard.poll() is None:
+            raise SlimxError(f"{self.name} is already running as process {self._guard.pid}; stop it first")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        guard = [sys.executable, "-m", "slimx.rollout.process", "--owner", str(os.getpid()), "--", *self.argv]
+        with self.log_path.open("ab") as log:
+            self._guard = subprocess.Popen(
+                guard,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **self.env},
+            )
+
+    def poll(self) -> int | None:
+        """None while it runs, else its exit status (128 + signal number if a signal ended it)."""
+        if self._guard is None:
+            raise SlimxError(f"{self.name} was never started")
+        return self._guard.poll()
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of its output; reads at most 64 KiB."""
+        if not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 65536))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End the whole tree: SIGTERM, up to `grace_s` seconds, then SIGKILL. Blocks; nothing is left when it returns."""
+        if self._guard is None or self._guard.poll() is not None:
+            return
+        self._guard.terminate()
+        try:
+            self._guard.wait(grace_s)
+            return
+        except subprocess.TimeoutExpired:
+            kill_descendants(self._guard.pid)
+        try:
+            self._guard.wait(KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            raise DeadlineError(
+                f"the end of {self.name} after SIGKILL", KILL_WAIT_S, f"process {self._guard.pid}"
+            ) from None
+
+
+def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when the thread that started it ends; exit if `parent` is gone already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def kill_descendants(pid: int) -> None:
+    """SIGKILL every descendant of `pid`, until a look finds none (a process may fork while it is being killed)."""
+    deadline = time.monotonic() + KILL_WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            alive = [p for p in psutil.Process(pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        except psutil.NoSuchProcess:
+            return
+        if not alive:
+            return
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(POLL_S / 4)  # not psutil.wait_procs: it would reap the guard's children behind its back
+    raise DeadlineError(f"the descendants of process {pid} to end", KILL_WAIT_S, ", ".join(map(str, alive)))
+
+
+def guard(owner: int, argv: list[str]) -> int:
+    """Run `argv` until it ends, SIGTERM arrives or `owner` dies; return its exit status when nothing of its tree is left."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
+    # The guard has one thread that lives as long as it does, so the death signal is safe here: it covers a killed guard.
+    myself = os.getpid()
+    command = subprocess.Popen(argv, preexec_fn=lambda: end_with_parent(myself))
+    told, kill_at = False, float("inf")
+    while (status := _reap(command.pid)) is None:
+        orphaned = os.getppid() != owner
+        if (asked or orphaned) and not told:
+            os.kill(command.pid, signal.SIGTERM)  # not command.terminate(): that may reap it behind our back
+            told = True
+        if orphaned:
+            kill_at = min(kill_at, time.monotonic() + ORPHAN_GRACE_S)
+        if time.monotonic() > kill_at:
+            kill_descendants(myself)
+        time.sleep(POLL_S)
+    kill_descendants(myself)
+    return status
+
+
+def _reap(pid: int) -> int | None:
+    """Collect all ended children (adopted ones too); the exit status of `pid` if it is among them."""
+    status = None
+    while True:
+        try:
+            ended, raw = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if ended == 0:
+            return status
+        if ended == pid:
+            code = os.waitstatus_to_exitcode(raw)
+            status = code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m slimx.rollout.process", description=__doc__.splitlines()[0])
+    parser.add_argument("--owner", type=int, required=True)
+    parser.add_argument("argv", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    sys.exit(guard(options.owner, options.argv[1:]))

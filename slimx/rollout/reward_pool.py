@@ -1,0 +1,104 @@
+"""Runs reward hooks in threads of their own, so that one that hangs or blocks cannot stop the others or the run.
+
+A Python thread cannot be ended. A call that outlives its deadline is abandoned: its thread is left to itself (a daemon,
+gone with the process) and a fresh one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from slimx.data.records import Trajectory
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.hooks import Reward, RewardContext
+
+
+class RewardPool:
+    """`workers` daemon threads, each with its own event loop per call."""
+
+    def __init__(self, reward: Reward, *, workers: int, deadline_s: float):
+        self.reward, self.deadline_s = reward, deadline_s
+        self.abandoned = 0
+        """Calls given up at their deadline."""
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None] | None, threading.Event | None]] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._start_worker()
+
+    async def judge(self, ctx: RewardContext, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
+        """(reward, its parts). Raises SlimxError for what the hook raised, returned wrongly, or did not return in time."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Any] = loop.create_future()
+        started, abandoned = asyncio.Event(), threading.Event()
+
+        def work() -> None:
+            loop.call_soon_threadsafe(started.set)
+            try:
+                value, error = asyncio.run(self.reward(ctx, trajectory)), None
+            except BaseException as caught:
+                value, error = None, caught
+            if not abandoned.is_set():
+                loop.call_soon_threadsafe(_settle, result, value, error)
+
+        self._calls.put((work, abandoned))
+        await started.wait()
+        try:
+            value = await asyncio.wait_for(result, self.deadline_s)
+        except TimeoutError:
+            abandoned.set()
+            self.abandoned += 1
+            self._start_worker()
+            raise DeadlineError(
+                f"the reward of trajectory {trajectory.id}", self.deadline_s, _name(self.reward)
+            ) from None
+        except Exception as error:
+            raise SlimxError(f"reward hook {_name(self.reward)} raised {type(error).__name__}: {error}") from error
+        return _checked(value, _name(self.reward))
+
+    def close(self) -> None:
+        """Let idle workers end."""
+        for _ in range(threading.active_count()):
+            self._calls.put((None, None))
+
+    def _start_worker(self) -> None:
+        threading.Thread(target=self._work, name="slimx-reward", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            call, abandoned = self._calls.get()
+            if call is None:
+                return
+            call()
+            if abandoned is not None and abandoned.is_set():
+                return  # a replacement was started when this call was given up
+
+
+def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if result.done():
+        return
+    if error is None:
+        result.set_result(value)
+    else:
+        result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+
+def _checked(value: Any, name: str) -> tuple[float, dict[str, float]]:
+    """A finite number, or a dict of finite numbers whose sum is the reward."""
+    parts = value if isinstance(value, dict) else {"reward": value}
+    for key, part in parts.items():
+        if isinstance(part, bool) or not isinstance(part, (int, float)) or not math.isfinite(part):
+            raise SlimxError(
+                f"reward hook {name} returned {part!r} for {key!r}; return a finite number or a dict of them"
+            )
+    if not parts:
+        raise SlimxError(f"reward hook {name} returned an empty dict; return a finite number or a dict of them")
+    numbers = {key: float(part) for key, part in parts.items()}
+    return sum(numbers.values()), numbers if isinstance(value, dict) else {}
+
+
+def _name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"

@@ -1,0 +1,174 @@
+"""One group from one prompt: generate, judge, filter. What fails is dropped with its reason, and never takes others along."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.data.records import Group, Prompt, Trajectory
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.hooks import Generator, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
+from slimx.rollout.reward_pool import RewardPool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a prompt: a group, or the reason why there is none."""
+
+    group: Group | None
+    reason: str | None = None
+    """Short, countable: "generate failed", "reward failed", "filter: ..."; None for a kept group."""
+    detail: str | None = None
+    """The first exception's text."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something broke, as opposed to a filter that said no."""
+        return self.reason is not None and not self.reason.startswith("filter")
+
+
+class GroupMaker:
+    """Makes groups with the run's hooks; bounded by `rollout.concurrency` rollouts at once."""
+
+    def __init__(self, config: Config, hooks: Hooks, tokenizer: Any, client: Generator | None):
+        self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
+        self.version = 0
+        """Newest published weight version; the loop keeps it."""
+        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._rewards = (
+            RewardPool(hooks.reward, workers=config.reward.workers, deadline_s=config.reward.deadline)
+            if hooks.reward
+            else None
+        )
+
+    async def make(self, prompt: Prompt, *, group_id: str, number: int, evaluation: bool = False) -> Outcome:
+        """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed run."""
+        size = 1 if evaluation else self.config.rollout.group_size
+        results = await asyncio.gather(
+            *(self._rollout(prompt, group_id, number, index, evaluation) for index in range(size))
+        )
+        trajectories = [trajectory for result in results for trajectory in result]
+        group = Group(id=group_id, prompt=prompt, trajectories=trajectories)
+        for trajectory in trajectories:
+            if trajectory.status == "failed":
+                return Outcome(group, trajectory.metadata["failed"], trajectory.finish_reason)
+        return self._filtered(group) if self.hooks.keep and not evaluation else Outcome(group)
+
+    def close(self) -> None:
+        """Let the reward threads end."""
+        if self._rewards:
+            self._rewards.close()
+
+    def _filtered(self, group: Group) -> Outcome:
+        try:
+            verdict = self.hooks.keep(group)
+        except Exception as error:
+            return Outcome(group, "keep failed", f"{type(error).__name__}: {error}")
+        if verdict is True:
+            return Outcome(group)
+        return Outcome(group, f"filter: {verdict}" if isinstance(verdict, str) else "filter")
+
+    async def _rollout(
+        self, prompt: Prompt, group_id: str, number: int, index: int, evaluation: bool
+    ) -> list[Trajectory]:
+        sampling = self._sampling(evaluation)
+        seed = seed_of(self.config.run.seed, number, index)
+        engine = RolloutEngine(self.client, sampling, seed, self.config.rollout.routed_experts and not evaluation)
+        ctx = RolloutContext(
+            engine=engine,
+            tokenizer=self.tokenizer,
+            version=self.version,
+            evaluation=evaluation,
+            seed=seed,
+            group_id=group_id,
+            index=index,
+        )
+        try:
+            async with self._slots:
+                async with asyncio.timeout(self.config.rollout.rollout_deadline):
+                    result = await self.hooks.generate(ctx, prompt)
+            trajectories = result if isinstance(result, list) else [result]
+            self._check(trajectories, ctx)
+        except TimeoutError:
+            limit = self.config.rollout.rollout_deadline
+            return [
+                _failed(
+                    ctx,
+                    "generate deadline",
+                    str(DeadlineError(f"rollout {group_id}/{index}", limit, self.config.rollout.generate)),
+                )
+            ]
+        except SlimxError as error:
+            return [_failed(ctx, "generate failed", str(error))]
+        except Exception as error:
+            return [
+                _failed(
+                    ctx, "generate failed", f"{self.config.rollout.generate} raised {type(error).__name__}: {error}"
+                )
+            ]
+        await asyncio.gather(*(self._judge(prompt, trajectory, evaluation) for trajectory in trajectories))
+        return trajectories
+
+    def _sampling(self, evaluation: bool) -> dict[str, Any]:
+        options = self.config.rollout.sampling
+        sampling: dict[str, Any] = {
+            "temperature": 0.0 if evaluation else options.temperature,
+            "max_new_tokens": options.max_new_tokens,
+        }
+        if not evaluation:
+            sampling |= {"top_p": options.top_p, "top_k": options.top_k}
+        if options.stop_token_ids:
+            sampling["stop_token_ids"] = list(options.stop_token_ids)
+        return sampling
+
+    def _check(self, trajectories: list[Trajectory], ctx: RolloutContext) -> None:
+        if not trajectories:
+            raise SlimxError(f"{self.config.rollout.generate} returned no trajectory for {ctx.group_id}/{ctx.index}")
+        for trajectory in trajectories:
+            if not isinstance(trajectory, Trajectory):
+                raise SlimxError(
+                    f"{self.config.rollout.generate} returned a {type(trajectory).__name__}; return a Trajectory"
+                )
+            if trajectory.status == "aborted":
+                raise SlimxError(f"rollout {trajectory.id} was aborted by the engine")
+            sampled = trajectory.versions() >= 0
+            if self.client is not None and not all(math.isfinite(x) for x in trajectory.logprobs[sampled]):
+                raise SlimxError(f"rollout {trajectory.id} has a sampled token without a finite log-prob")
+
+    async def _judge(self, prompt: Prompt, trajectory: Trajectory, evaluation: bool) -> None:
+        if self._rewards is None:
+            return
+        text = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
+        ctx = RewardContext(prompt, self.tokenizer, text, evaluation)
+        try:
+            trajectory.reward, trajectory.reward_parts = await self._rewards.judge(ctx, trajectory)
+        except DeadlineError as error:
+            _mark(trajectory, "reward deadline", str(error))
+        except SlimxError as error:
+            _mark(trajectory, "reward failed", str(error))
+
+
+def _mark(trajectory: Trajectory, reason: str, text: str) -> None:
+    trajectory.status, trajectory.finish_reason = "failed", text
+    trajectory.metadata["failed"] = reason
+
+
+def _failed(ctx: RolloutContext, reason: str, text: str) -> Trajectory:
+    """What stands in a group for a rollout that brought nothing."""
+    out = Trajectory(
+        id=f"{ctx.group_id}/{ctx.index}",
+        rollout_id=f"{ctx.group_id}/{ctx.index}",
+        group_id=ctx.group_id,
+        index=ctx.index,
+        token_ids=np.zeros(0, np.int32),
+        loss_mask=np.zeros(0, np.uint8),
+        logprobs=np.zeros(0, np.float32),
+        spans=[],
+    )
+    _mark(out, reason, text)
+    return out

@@ -1,0 +1,136 @@
+"""sglang-router in front of the engines: started as a supervised process, told which engines may serve.
+
+An engine that is paused for a publication may stay registered (its requests wait and resume), one that is DIRTY or DEAD must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.control import message_of, parse_body
+from slimx.rollout.process import SupervisedProcess
+
+Json = dict[str, Any]
+CALL_S = 30.0
+"""Seconds that one call to the router may take."""
+
+
+def router_argv(host: str, port: int, metrics_port: int, request_deadline_s: float) -> list[str]:
+    """The command that runs the router, without workers."""
+    options = {
+        "--host": host,
+        "--port": port,
+        "--prometheus-host": host,
+        # Its default port is fixed: two routers on a machine would fail on it.
+        "--prometheus-port": metrics_port,
+        "--policy": "cache_aware",
+        "--request-timeout-secs": int(request_deadline_s) + 1,
+        # No limit of its own: a request beyond it would be refused, not queued.
+        "--max-concurrent-requests": -1,
+        "--log-level": "warn",
+    }
+    # Engines are watched by their owner, and lost requests are repeated by the client, because here
+    # - the health check would ask a paused server, which cannot answer, and drop it;
+    # - the circuit breaker counts a client's mistakes (status 400): a few prompts too long would close healthy engines;
+    # - a retry goes to the same engine again (cache affinity) unless the circuit breaker is on.
+    flags = ["--disable-health-check", "--disable-circuit-breaker", "--disable-retries"]
+    return [
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        *[str(x) for pair in options.items() for x in pair],
+        *flags,
+    ]
+
+
+class Router:
+    """The router process and its list of workers."""
+
+    def __init__(
+        self,
+        port: int,
+        metrics_port: int,
+        log_path: Path | str,
+        host: str = "127.0.0.1",
+        request_deadline_s: float = 600.0,
+    ) -> None:
+        """`request_deadline_s`: seconds that one generation request may take."""
+        self.url = f"http://{host}:{port}"
+        self.process = SupervisedProcess("router", router_argv(host, port, metrics_port, request_deadline_s), log_path)
+
+    def start(self) -> None:
+        self.process.start()
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        await asyncio.to_thread(self.process.stop, grace_s)
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Wait until the router answers; it has no workers yet."""
+        await self._until(self.workers, deadline_s, f"the router at {self.url} to answer")
+
+    async def workers(self) -> list[Json]:
+        """The registered workers: {id, url, is_healthy, load, ...}."""
+        return (await self._call("GET", "/workers")).get("workers", [])
+
+    async def add(self, url: str, deadline_s: float = 60.0) -> None:
+        """Register a worker and wait until the router sends to it. (/health of the router is 200 before that.)
+
+        What the router knew of this URL is forgotten first: the engine behind it may be a new one.
+        """
+        await self.remove(url, deadline_s)
+        await self._call("POST", "/workers", {"url": url})
+
+        async def healthy() -> bool:
+            return any(worker["url"] == url and worker["is_healthy"] for worker in await self.workers())
+
+        await self._until(healthy, deadline_s, f"worker {url} to become healthy in the router")
+
+    async def remove(self, url: str, deadline_s: float = 30.0) -> None:
+        """Send no new request to a worker. Removing one that is not registered is no error."""
+        for worker in await self.workers():
+            if worker["url"] == url:
+                await self._call("DELETE", f"/workers/{worker['id']}")
+
+        async def gone() -> bool:
+            return all(worker["url"] != url for worker in await self.workers())
+
+        await self._until(gone, deadline_s, f"worker {url} to leave the router")
+
+    async def _until(self, look: Any, deadline_s: float, awaited: str) -> None:
+        """Repeat `look` until it returns something other than False without an error."""
+        start = time.monotonic()
+        while time.monotonic() - start < deadline_s:
+            if (status := self.process.poll()) is not None:
+                raise SlimxError(
+                    f"the router ended with status {status}; its log {self.process.log_path}:\n{self.process.tail(20)}"
+                )
+            try:
+                if await look() is not False:
+                    return
+            except SlimxError as error:
+                awaited = f"{awaited.partition(' (')[0]} ({error})"
+            await asyncio.sleep(0.1)
+        raise DeadlineError(awaited, deadline_s, f"the router, log {self.process.log_path}")
+
+    async def _call(self, method: str, path: str, body: Json | None = None) -> Json:
+        url = self.url + path
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as session,
+                session.request(method, url, json=body) as response,
+            ):
+                status, answer = response.status, parse_body(await response.text())
+        except TimeoutError:
+            raise DeadlineError(f"{method} {url}", CALL_S, "the router") from None
+        except aiohttp.ClientError as error:
+            raise SlimxError(f"router: {method} {url} failed: {type(error).__name__}: {error}") from None
+        if status >= 300:
+            raise SlimxError(f"router: {method} {url} answered {status}: {message_of(answer)}")
+        return answer

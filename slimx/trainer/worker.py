@@ -1,0 +1,127 @@
+"""The process entry of one trainer rank: adapters first, then torch.distributed, then the trainer.
+
+Imported by Ray's worker process; torch and megatron-core are imported in the constructor only, after the adapters.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+
+
+class TrainerWorker:
+    """One rank as a Ray actor. The group calls every method on all ranks together."""
+
+    def __init__(self, rank: int, config: dict[str, Any], log_path: str, device: str):
+        """`config`: a dumped `Config`; everything the process prints goes to `log_path`."""
+        _redirect_output(log_path)
+        self.rank, self.device = rank, device
+        self._values = config
+        self._trainer: Any = None
+        self._gatherer: Any = None
+
+    def rendezvous(self) -> str:
+        """Where the ranks meet, on this rank's node: an init_method for torch.distributed."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        host = "127.0.0.1" if self.device == "cpu" else socket.gethostbyname(socket.gethostname())
+        return f"tcp://{host}:{port}"
+
+    def start(self, init_method: str) -> dict[str, Any]:
+        """Join the other ranks, build the model, load the weights; returns this rank's pid and adapters in force."""
+        if self.device == "cpu":
+            # gloo would look up the host's name, which need not resolve; gloo's own variable.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        import torch
+
+        from slimx.adapters import megatron_cpu
+
+        adapters = megatron_cpu.install()
+        from slimx.adapters import megatron_layers
+
+        adapters += megatron_cpu.install_megatron()
+        adapters += ["torch_layers"] if megatron_layers.install() else []
+
+        from slimx.config.schema import Config
+        from slimx.layout.ranks import sizes_of
+        from slimx.models.families import read_model
+        from slimx.reshard.gather import Gatherer
+        from slimx.trainer.parallel import ParallelState
+        from slimx.trainer.trainer import Trainer
+
+        config = Config.model_validate(self._values)
+        torch.set_num_threads(config.trainer.threads)
+        device = torch.device(self.device)
+        parallel = ParallelState(
+            sizes_of(config.trainer),
+            rank=self.rank,
+            init_method=init_method,
+            device=device,
+            deadline_s=config.trainer.deadline,
+            seed=config.run.seed,
+        )
+        spec = read_model(config.model.path)
+        self._trainer = Trainer(config, spec, parallel)
+        self._gatherer = Gatherer(
+            spec.table,
+            parallel.sizes,
+            self.rank,
+            self._trainer.weights.parameters,
+            dtype=getattr(torch, config.numerics.dtype),
+            bucket_bytes=int(config.publish.bucket_mib * 2**20),
+            group=parallel.host_group,
+        )
+        return {"pid": os.getpid(), "adapters": adapters, "buckets": len(self._gatherer.buckets)}
+
+    def train_step(self, batches: Any, step: int, version: int) -> dict[str, float]:
+        return self._trainer.train_step(batches, step=step, version=version)
+
+    def logprobs(self, batches: Any) -> Any:
+        return self._trainer.logprobs(batches)
+
+    def measure_gap(self, batches: Any, version: int) -> dict[str, float]:
+        return self._trainer.measure_gap(batches, version=version)
+
+    def save(self, path: str) -> None:
+        self._trainer.save(path)
+
+    def restore(self, path: str, same_layout: bool) -> None:
+        self._trainer.restore(path, same_layout=same_layout)
+
+    def gather(self, bucket: int) -> Any:
+        """The packed bucket on the publishing rank, None elsewhere."""
+        return self._gatherer.gather(bucket)
+
+    def release(self) -> None:
+        self._gatherer.release()
+
+    def export_bucket(self, bucket: int, path: str) -> list[str] | None:
+        """Write one bucket as a safetensors file; its tensors' names on the publishing rank, None elsewhere."""
+        from slimx.models.checkpoint_writer import write_bucket
+
+        packed = self._gatherer.gather(bucket)
+        names = write_bucket(packed, path) if packed is not None else None
+        self._gatherer.release()
+        return names
+
+    def offload(self) -> None:
+        self._trainer.offload()
+
+    def reload(self) -> None:
+        self._trainer.reload()
+
+    def stop(self) -> None:
+        """Leave the process groups."""
+        if self._trainer is not None:
+            self._trainer.parallel.destroy()
+
+
+def _redirect_output(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+    os.close(log)

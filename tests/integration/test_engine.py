@@ -1,0 +1,317 @@
+"""A real SGLang server under slimx: identity, generation, publication that fails closed, router, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import aiohttp.web
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import Bucket, Weights, free_port, perturbed, publish
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+
+from slimx.errors import SlimxError
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.control import EngineControl
+from slimx.rollout.engine import Engine, State
+from slimx.rollout.router import Router
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [1, 20, 21, 15, 22, 23, 33, 2]
+SAMPLING = {"temperature": 0.7, "max_new_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture
+def shape(tiny_model: Path) -> ModelShape:
+    return ModelShape.of(json.loads((tiny_model / "config.json").read_text()))
+
+
+@pytest.fixture
+def oracle(tiny_model: Path) -> Qwen3MoeForCausalLM:
+    """transformers' model of the same shapes; tests load their weights into it."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def logprobs_of(model: Qwen3MoeForCausalLM, weights: Weights, ids: list[int], temperature: float = 1.0) -> np.ndarray:
+    """log softmax(logits / temperature) of ids[1:] in transformers, [L - 1]."""
+    model.load_state_dict(fused(model, weights))
+    with torch.no_grad():
+        rows = (model(torch.tensor([ids])).logits[0, :-1].float() / temperature).log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def fused(model: Qwen3MoeForCausalLM, weights: Weights) -> Weights:
+    """`weights` under the names of transformers' modules: version 5 holds all experts of a layer in two tensors."""
+    out = {}
+    for name, held in model.state_dict().items():
+        if name.endswith(".experts.gate_up_proj"):
+            part = [[weights[f"{name[:-13]}.{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in range(len(held))]
+            out[name] = torch.stack([torch.cat(pair) for pair in part])
+        elif name.endswith(".experts.down_proj"):
+            out[name] = torch.stack([weights[f"{name[:-10]}.{e}.down_proj.weight"] for e in range(len(held))])
+        else:
+            out[name] = weights[name]
+    return out
+
+
+def routes_of(model: Qwen3MoeForCausalLM, ids: list[int], top_k: int) -> np.ndarray:
+    """Experts of every token but the last in transformers, sorted, [L - 1, layers, k]."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits
+    return torch.stack([layer.topk(top_k).indices.sort().values for layer in logits], 1).numpy()
+
+
+async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, tiny_weights: Weights) -> None:
+    (rank,) = await engine.control.attest()
+    assert rank["hooks"] and all(rank["hooks"].values()) and rank["cpu"] and all(rank["cpu"].values())
+    assert (rank["model"], rank["dtype"], rank["device"]) == ("Qwen3MoeForCausalLM", "float32", "cpu")
+    shapes = {name: f"float32:{','.join(map(str, tensor.shape))}" for name, tensor in tiny_weights.items()}
+    assert await engine.control.inventory() == shapes
+
+
+async def test_a_server_without_the_plugin_is_refused() -> None:
+    async def stock(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        action = (await request.json())["action"]
+        return aiohttp.web.json_response({"success": False, "message": f"Unsupported action={action!r}"}, status=400)
+
+    app, port = aiohttp.web.Application(), free_port()
+    app.router.add_post("/weights_checker", stock)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        with pytest.raises(SlimxError, match=r"engine e at .* does not attest the slimx plugin; .*Unsupported action"):
+            await EngineControl(f"http://127.0.0.1:{port}", "e").attest()
+    finally:
+        await runner.cleanup()
+
+
+async def test_tokens_come_with_logprobs_versions_and_experts(
+    engine: Engine, tiny_weights: Weights, oracle: Qwen3MoeForCausalLM, shape: ModelShape
+) -> None:
+    await publish(engine, tiny_weights, 4)
+    async with GenerationClient(engine.spec.url, shape) as client:
+        completion = await client.generate(PROMPT, SAMPLING, seed=3, return_routed_experts=True)
+        ids = [*PROMPT, *completion.token_ids.tolist()]
+        scores = await client.score(ids, return_routed_experts=True)
+    assert completion.versions == [(0, 12, 4)] and completion.finish_reason == "length" and scores.version == 4
+    tempered = logprobs_of(oracle, tiny_weights, ids, SAMPLING["temperature"])[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(completion.logprobs, tempered, atol=1e-4)
+    np.testing.assert_allclose(scores.logprobs, logprobs_of(oracle, tiny_weights, ids), atol=1e-4)
+    for routed in (completion.routed_experts, scores.routed_experts):
+        assert routed.dtype == np.uint8
+        np.testing.assert_array_equal(np.sort(routed), routes_of(oracle, ids, shape.top_k))
+
+
+async def test_a_seed_repeats_its_tokens(engine: Engine, tiny_weights: Weights, shape: ModelShape) -> None:
+    await publish(engine, tiny_weights, 1)
+    async with GenerationClient(engine.spec.url, shape) as client:
+        runs = await asyncio.gather(*[client.generate(PROMPT, SAMPLING, seed) for seed in (1, 1, 2, 1)])
+        alone = await client.generate(PROMPT, SAMPLING, 1)
+    first, second, other, third = (run.token_ids.tolist() for run in runs)
+    assert first == second == third == alone.token_ids.tolist() != other
+
+
+async def test_requests_that_would_end_the_scheduler_are_refused(engine: Engine, shape: ModelShape) -> None:
+    async with GenerationClient(engine.spec.url, shape) as client:
+        with pytest.raises(SlimxError, match="min_p cannot be combined with a seed"):
+            await client.generate(PROMPT, {**SAMPLING, "min_p": 0.1}, 1)
+        with pytest.raises(SlimxError, match="token id 128 cannot be generated from; ids are 0 to 127"):
+            await client.generate([1, 128], SAMPLING, 1)
+        with pytest.raises(SlimxError, match="a prompt without tokens"):
+            await client.generate([], SAMPLING, 1)
+    await engine.control.health()
+
+
+async def test_a_flipped_byte_is_refused_and_changes_nothing(
+    engine: Engine, tiny_weights: Weights, shape: ModelShape
+) -> None:
+    await publish(engine, tiny_weights, 1)
+    async with GenerationClient(engine.spec.url, shape) as client:
+        before = (await client.score(PROMPT)).logprobs
+        with Bucket(perturbed(tiny_weights, 5)) as bucket:
+            wrong = bucket.tensors[7]
+            bucket.flip(wrong.offset + wrong.nbytes - 1)
+            with pytest.raises(SlimxError, match=f"tensor {wrong.name} of bucket 3 has checksum"):
+                await engine.stage(bucket.path, bucket.tensors, 3, bucket.size)
+        assert (await engine.control.status())["staged"] == 0
+        assert engine.state is State.READY
+        np.testing.assert_array_equal((await client.score(PROMPT)).logprobs, before)
+    await engine.verify()
+
+
+async def test_what_the_model_cannot_take_is_refused_before_any_change(engine: Engine, tiny_weights: Weights) -> None:
+    some = dict(list(tiny_weights.items())[:3])
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    cases = {
+        r"model.layers.9.x of bucket 0 is unknown to the model": {"model.layers.9.x": torch.zeros(2)},
+        r"the nearest that it holds is model.layers.0.mlp.experts.0.gate_proj.weight": {name + "s": torch.zeros(2)},
+        r"is bfloat16:64,128, the model loads float32:64,128": {name: tiny_weights[name].bfloat16()},
+        r"is float32:128,64, the model loads float32:64,128": {name: tiny_weights[name].T},
+    }
+    for message, weights in cases.items():
+        with Bucket(some | weights) as bucket, pytest.raises(SlimxError, match=message):
+            await engine.stage(bucket.path, bucket.tensors, 0, bucket.size)
+    with Bucket(some) as bucket:
+        await engine.stage(bucket.path, bucket.tensors, 0, bucket.size)
+        with pytest.raises(SlimxError, match=r"is staged already"):
+            await engine.stage(bucket.path, bucket.tensors, 1, bucket.size)
+        await engine.stage(bucket.path, bucket.tensors, 0, bucket.size)
+        await engine.pause()
+        with pytest.raises(SlimxError, match=r"66 tensors of the model are not staged"):
+            await engine.load()
+        assert engine.state is State.PAUSED
+        await engine.abort()
+        await engine.abort()
+        await engine.resume()
+    gone = f"/proc/{os.getpid()}/fd/{bucket.fd}"
+    with pytest.raises(SlimxError, match=r"cannot be opened|were announced"):
+        await engine.stage(gone, bucket.tensors, 0, bucket.size)
+
+
+async def test_a_publication_gives_the_new_models_logprobs(
+    engine: Engine, tiny_weights: Weights, oracle: Qwen3MoeForCausalLM, shape: ModelShape
+) -> None:
+    new = perturbed(tiny_weights, 11)
+    await publish(engine, tiny_weights, 7)
+    async with GenerationClient(engine.spec.url, shape) as client:
+        old = await client.score(PROMPT)
+        await publish(engine, new, 8)
+        scores = await client.score(PROMPT)
+    assert (old.version, scores.version, engine.version) == (7, 8, 8)
+    np.testing.assert_allclose(scores.logprobs, logprobs_of(oracle, new, PROMPT), atol=1e-4)
+    assert np.abs(scores.logprobs - old.logprobs).max() > 0.1
+    assert (await engine.verify())["checked"] == len(new)
+
+
+async def test_verify_names_a_tensor_changed_behind_its_back(
+    engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
+) -> None:
+    await publish(engine, tiny_weights, 1)
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    changed = {n: w.clone() for n, w in tiny_weights.items()}
+    changed[name][3, 4] += 1e-3
+    save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    await engine.control._call("POST", "/update_weights_from_disk", {"model_path": str(tmp_path)})
+    with pytest.raises(SlimxError, match=rf"1 tensors differ from the published ones, first {name}"):
+        await engine.verify()
+    await publish(engine, tiny_weights, 2)
+
+
+async def test_tokens_across_a_publication_carry_both_versions(
+    engine: Engine, tiny_weights: Weights, shape: ModelShape
+) -> None:
+    await publish(engine, tiny_weights, 20)
+    async with GenerationClient(engine.spec.url, shape) as client:
+        sampling = {**SAMPLING, "max_new_tokens": 400}
+        running = asyncio.create_task(client.generate(PROMPT, sampling, 1, return_routed_experts=True))
+        await asyncio.sleep(0.5)
+        await publish(engine, perturbed(tiny_weights, 2), 21)
+        completion = await running
+    (_, stop, first), (start, end, second) = completion.versions
+    assert (first, second, end) == (20, 21, 400) and 0 < start == stop < 400
+    assert len(completion.routed_experts) == len(PROMPT) + 400 - 1
+
+
+async def test_aborted_requests_return_what_they_have(engine: Engine, tiny_weights: Weights, shape: ModelShape) -> None:
+    await publish(engine, tiny_weights, 1)
+    async with GenerationClient(engine.spec.url, shape) as client:
+        running = asyncio.create_task(client.generate(PROMPT, {**SAMPLING, "max_new_tokens": 1500}, 1))
+        await asyncio.sleep(0.5)
+        await engine.control.abort_all()
+        completion = await running
+    assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 1500
+
+
+async def test_sleep_and_wake_end_in_a_verified_engine(
+    engine: Engine, tiny_weights: Weights, shape: ModelShape
+) -> None:
+    await engine.pause()
+    await engine.sleep(("kv_cache", "weights"))
+    with pytest.raises(SlimxError, match="is ASLEEP; resume needs PAUSED"):
+        await engine.resume()
+    await engine.wake(("weights",))
+    assert engine.state is State.DIRTY
+    with Bucket(tiny_weights) as bucket:
+        await engine.stage(bucket.path, bucket.tensors, 0, bucket.size)
+        await engine.load()
+    await engine.verify()
+    await engine.commit(30)
+    with pytest.raises(SlimxError, match="cannot resume while kv_cache is released"):
+        await engine.resume()
+    await engine.wake()
+    await engine.resume()
+    async with GenerationClient(engine.spec.url, shape) as client:
+        assert (await client.generate(PROMPT, SAMPLING, 1)).versions == [(0, 12, 30)]
+
+
+async def test_the_router_sends_to_registered_engines_only(
+    engine: Engine, tiny_weights: Weights, shape: ModelShape, tmp_path: Path
+) -> None:
+    await publish(engine, tiny_weights, 1)
+    router = Router(free_port(), free_port(), tmp_path / "router.log")
+    router.start()
+    try:
+        await router.wait_ready(30)
+        async with GenerationClient(router.url, shape, retry_s=0.5) as client:
+            with pytest.raises(SlimxError, match=f"POST {router.url}/generate answered 503"):
+                await client.generate(PROMPT, SAMPLING, 1)
+            await router.add(engine.spec.url)
+            assert (await client.generate(PROMPT, SAMPLING, 1, True)).routed_experts is not None
+            # A request in flight survives the removal of its worker.
+            running = asyncio.create_task(client.generate(PROMPT, {**SAMPLING, "max_new_tokens": 200}, 1))
+            await asyncio.sleep(0.2)
+            await router.remove(engine.spec.url)
+            assert len((await running).token_ids) == 200
+            with pytest.raises(SlimxError, match="answered 503"):
+                await client.generate(PROMPT, SAMPLING, 1)
+    finally:
+        await router.stop()
+
+
+OWNER = """
+import sys, time
+from slimx.rollout.engine import Engine, EngineSpec
+engine = Engine(EngineSpec("orphan", sys.argv[1], "float32", "cpu", int(sys.argv[2]), max_total_tokens=1024), sys.argv[3])
+engine.start()
+print(engine.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_owner_leaves_no_server_process(tiny_model: Path, tmp_path: Path) -> None:
+    """SIGKILL while the server is starting its children: the moment in which SGLang alone would leave orphans."""
+    log = tmp_path / "server.log"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tiny_model), str(free_port()), str(log)], stdout=subprocess.PIPE, text=True
+    )
+    tree: list[psutil.Process] = []
+    try:
+        guard = psutil.Process(int(owner.stdout.readline()))
+        deadline = time.monotonic() + 120
+        while len(tree) < 5:  # guard, server, resource tracker, scheduler, detokenizer
+            assert time.monotonic() < deadline and guard.is_running(), log.read_text()[-2000:]
+            time.sleep(0.2)
+            tree = [guard, *guard.children(recursive=True)]
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10)
+        _, alive = psutil.wait_procs(tree, timeout=15)
+        assert not alive
+    finally:
+        owner.kill()
+        for process in tree:
+            if process.is_running():
+                process.kill()

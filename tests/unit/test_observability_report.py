@@ -1,0 +1,309 @@
+"""The report: one file that needs nothing else, shows what the run directories hold and says what they lack."""
+
+import json
+import math
+import random
+import re
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from slimx.errors import SlimxError
+from slimx.observability.curves import curves
+from slimx.observability.metrics import StepRecord
+from slimx.observability.phase_charts import phase_charts
+from slimx.observability.phases import Phase
+from slimx.observability.report import write_report
+from slimx.observability.samples import Sample, compare
+
+START = 1_760_000_000.0
+
+
+def write_lines(path: Path, records: list) -> None:
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+
+
+def grpo_run(directory: Path, steps: int = 60) -> Path:
+    """A run that learns: reward and accuracy rise, the gap is zero at most steps, one loss is NaN, tracks overlap."""
+    directory.mkdir(parents=True)
+    rng = random.Random(0)
+    records, phases, now = [], [Phase(name="start-up", step=None, track="main", start=START, seconds=21.0)], START + 21
+    for step in range(steps):
+        share = 1 / (1 + math.exp(-(step - steps / 2) / (steps / 8)))
+        generate, train, publish = rng.uniform(9, 14), rng.uniform(5, 7), rng.uniform(0.6, 1.1)
+        metrics = {
+            "reward/mean": 0.2 + 0.55 * share + rng.gauss(0, 0.06),
+            "loss/policy": math.nan if step == 17 else rng.gauss(0, 0.01),
+            "kl/reference": 0.002 * step / steps + abs(rng.gauss(0, 1e-4)),
+            "gap/mean": 0.0 if step % 4 else rng.uniform(1e-9, 3e-7),
+            "gap/max": 0.0 if step % 4 else rng.uniform(1e-5, 3e-3),
+            "gap/tokens_above_1e-5": 0 if step % 4 else 5 + step // 8,
+            "gap/tokens_other_routes": 0 if step % 4 else 4 + step // 8,
+            "optim/grad_norm": 0.4 + abs(rng.gauss(0, 0.1)),
+            "optim/lr": 1e-6 * min(1.0, (step + 1) / 10),
+            "staleness/mean": rng.uniform(0, 0.6),
+            "staleness/max": rng.choice([0, 1, 1]),
+            "perf/tokens_per_second": rng.uniform(9e4, 1.1e5),
+            "time/generate": generate,
+        }
+        if step % 10 == 0 or step == steps - 1:
+            metrics["eval/accuracy"] = 0.25 + 0.5 * share
+        end = now + max(generate - 4, train) + publish + 1
+        for name, track, offset, seconds in (
+            ("step", "main", 0.0, end - now),
+            ("train", "main", 0.3, train),
+            ("log-probs", "main", 0.4, train * 0.25),
+            ("optimizer", "main", 0.3 + train * 0.8, train * 0.15),
+            ("publish", "main", end - now - publish - 0.2, publish),
+            ("generate", "rollout", -3.0, generate),
+            ("reward", "reward", generate - 5, 1.5),
+        ):
+            phases.append(Phase(name=name, step=step, track=track, start=now + offset, seconds=seconds))
+        now = end
+        records.append(StepRecord(step=step, version=step, time=now, metrics={k: float(v) for k, v in metrics.items()}))
+    samples = []
+    for step, rate in ((0, 0.3), (steps // 2, 0.6), (steps - 1, 0.9)):
+        for number in range(8):
+            right = rng.random() < rate
+            total = 14 + number * 3
+            samples.append(
+                Sample(
+                    step=step,
+                    prompt=f"A baker sells {number + 4} loaves in the morning and {total - number - 4} in the "
+                    "afternoon. How many loaves does she sell that day? Put the number after ####.",
+                    answer=str(total),
+                    response=f"She sells {number + 4} + {total - number - 4} = {total} loaves.\n#### {total}"
+                    if right
+                    else f"The baker has {number + 4} loaves and then she sells them again, so <b>{total + 2}</b>.\n\n"
+                    f"#### {total + 2}",
+                    reward=float(right),
+                    version=step,
+                    evaluation=True,
+                )
+            )
+    write_lines(directory / "metrics.jsonl", [record.to_json() for record in records])
+    write_lines(directory / "timeline.jsonl", [asdict(phase) for phase in phases])
+    write_lines(directory / "samples.jsonl", [asdict(sample) for sample in samples])
+    (directory / "config.yaml").write_text("run:\n  name: quickstart\nalgorithm:\n  name: grpo\n  kl: 0.001\n")
+    summary = {
+        "held-out accuracy before": 0.2731,
+        "held-out accuracy after": 0.7493,
+        "steps": steps,
+        "tokens trained": 7_340_032,
+        "largest log-prob gap": 2.8e-3,
+        "engine restarts": 0,
+        "weights proven equal at every publication": True,
+        "hardware": "2 CPU cores, no GPU",
+    }
+    (directory / "summary.json").write_text(json.dumps(summary))
+    return directory
+
+
+def sft_run(directory: Path, steps: int = 80) -> Path:
+    """A supervised warm start: losses only; no samples, no summary."""
+    directory.mkdir(parents=True)
+    rng = random.Random(1)
+    records, phases, now = [], [], START - 400
+    for step in range(steps):
+        seconds = rng.uniform(1.8, 2.4)
+        metrics = {
+            "loss/sft": 2.4 * math.exp(-step / 25) + 0.5 + rng.gauss(0, 0.03),
+            "optim/lr": 1e-4 * (1 - step / steps),
+            "optim/grad_norm": 1.5 * math.exp(-step / 30) + abs(rng.gauss(0, 0.1)),
+            "perf/tokens_per_second": rng.uniform(4e3, 5e3),
+        }
+        phases.append(Phase(name="train", step=step, track="main", start=now, seconds=seconds))
+        now += seconds + 0.1
+        records.append(StepRecord(step=step, version=None, time=now, metrics=metrics))
+    write_lines(directory / "metrics.jsonl", [record.to_json() for record in records])
+    write_lines(directory / "timeline.jsonl", [asdict(phase) for phase in phases])
+    (directory / "config.yaml").write_text("algorithm:\n  name: sft\n")
+    return directory
+
+
+class Page(HTMLParser):
+    """The tags and the visible text of a page, scripts and styles left out."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.text = ""
+        self._hidden = False
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._hidden = tag in ("script", "style")
+
+    def handle_endtag(self, tag):
+        self._hidden = False
+
+    def handle_data(self, data):
+        if not self._hidden:
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> str:
+    """A warm start and a GRPO run with hostile text in every place that a run controls."""
+    root = tmp_path_factory.mktemp("report")
+    runs = [sft_run(root / "warm-start"), grpo_run(root / "grpo")]
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    write_lines(runs[0] / "samples.jsonl", [asdict(sample(0, evil, evil, 0.0))])
+    write_lines(runs[0] / "timeline.jsonl", [asdict(Phase(name=evil, step=0, track=evil, start=START, seconds=1.0))])
+    (runs[0] / "summary.json").write_text(json.dumps({evil: evil}))
+    (runs[0] / "config.yaml").write_text(evil)
+    write_report(runs, root / "out" / "report.html", f"Warm start and GRPO {evil}")
+    return (root / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def sample(step: int, prompt: str, response: str, reward: float, evaluation: bool = True) -> Sample:
+    return Sample(
+        step=step, prompt=prompt, answer="4", response=response, reward=reward, version=step, evaluation=evaluation
+    )
+
+
+def test_a_report_loads_nothing_from_anywhere(report):
+    for tag, attributes in Page(report).tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base"), tag
+        for name in ("src", "href", "srcset", "data"):
+            assert not attributes.get(name) or attributes[name].startswith("#"), (tag, attributes)
+    policies = [tag[1]["content"] for tag in Page(report).tags if tag[1].get("http-equiv") == "Content-Security-Policy"]
+    assert len(policies) == 1 and policies[0].startswith("default-src 'none'")
+    assert "@import" not in report and "url(http" not in report
+
+
+def test_a_report_carries_plotly_once_and_stays_below_6_mb(report):
+    assert report.count("* plotly.js v") == 1
+    assert len(report.encode()) < 6e6
+
+
+def test_text_from_a_run_never_becomes_markup(report):
+    page = Page(report)
+    assert not [attributes for tag, attributes in page.tags if tag == "img"]
+    assert "<script>alert" not in report
+    assert page.text.count("<script>alert(1)</script>") >= 5  # title, summary twice, sample, configuration
+
+
+def test_each_run_has_its_section_in_the_order_given(report):
+    headings = re.findall(r"<h2>(.*?)</h2>", report)
+    assert headings == ["1. warm-start", "2. grpo"]
+
+
+def test_headline_numbers_keep_the_order_of_the_summary(report):
+    text = Page(report).text
+    places = [text.index(label) for label in ("held-out accuracy before", "tokens trained", "largest log-prob gap")]
+    assert places == sorted(places)
+    assert "7,340,032" in text and "0.0028" in text
+
+
+def test_what_is_missing_or_damaged_is_said(tmp_path):
+    run = grpo_run(tmp_path / "run", steps=3)
+    (run / "summary.json").write_text("{")
+    (run / "timeline.jsonl").unlink()
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "metr')
+    write_report([run], tmp_path / "report.html", "damaged")
+    text = Page((tmp_path / "report.html").read_text()).text
+    assert "Not in this run directory: timeline.jsonl." in text
+    assert "summary.json cannot be read" in text
+    assert "metrics.jsonl line 4 cannot be read" in text
+    assert "steps 0 to 2" in text
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(SlimxError, match="is no run directory"):
+        write_report([tmp_path], tmp_path / "report.html", "empty")
+    with pytest.raises(SlimxError, match="at least one"):
+        write_report([], tmp_path / "report.html", "none")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_samples_pair_the_same_held_out_prompt_at_the_first_and_last_step():
+    comparison = compare(
+        [
+            sample(0, "training only", "a", 0, evaluation=False),
+            sample(1, "p", "before", 0),
+            sample(1, "gone", "x", 0),
+            sample(5, "p", "between", 0),
+            sample(9, "new", "y", 1),
+            sample(9, "p", "after", 1),
+            sample(12, "training only", "b", 1, evaluation=False),
+        ]
+    )
+    assert (comparison.first, comparison.last, comparison.common) == (1, 9, 1)
+    shown = [
+        (pair.prompt, pair.before and pair.before.response, pair.after and pair.after.response)
+        for pair in comparison.pairs
+    ]
+    assert shown == [("p", "before", "after"), ("gone", "x", None), ("new", None, "y")]
+    assert compare([]) is None
+
+
+def test_samples_left_out_of_the_page_are_counted(tmp_path):
+    run = grpo_run(tmp_path / "run", steps=3)
+    write_lines(run / "samples.jsonl", [asdict(sample(0, f"p{i}", "x" * 5000, 0)) for i in range(40)])
+    write_report([run], tmp_path / "report.html", "many")
+    text = Page((tmp_path / "report.html").read_text()).text
+    assert "24 of 40 prompts are shown" in text and "[2,000 more characters]" in text
+
+
+def panel(charts, title):
+    return next(chart for chart in charts if chart.title.startswith(title))
+
+
+def records(values: list[float], key: str) -> list[StepRecord]:
+    return [StepRecord(step=i, version=i, time=START + i, metrics={key: value}) for i, value in enumerate(values)]
+
+
+def test_an_exact_zero_gap_is_drawn_on_the_log_axis():
+    charts, absent = curves(records([0.0, 1e-6, 0.0], "gap/mean"), points=100)
+    chart = panel(charts, "Log-prob gap")
+    zeros, positive = chart.figure.data
+    assert list(zeros.x) == [0, 2] and 0 < zeros.y[0] < 1e-6
+    assert [value for value in positive.y if not math.isnan(value)] == pytest.approx([1e-6])
+    assert "exactly 0 at 2 of 3 points" in chart.notes[0]
+    assert "Gradient norm" in absent
+
+
+def test_numbers_that_are_not_finite_are_named_by_step():
+    charts, _ = curves(records([1.0, math.inf, 2.0, math.nan], "loss/policy"), points=100)
+    (line,) = panel(charts, "Loss").figure.data
+    assert math.isnan(line.y[1]) and not line.connectgaps
+    assert panel(charts, "Loss").notes == ["loss/policy is not finite at 2 of 4 steps: 1, 3."]
+
+
+def test_a_long_curve_is_averaged_and_says_so():
+    charts, _ = curves(records([float(i % 2) for i in range(1000)] + [9.0], "optim/grad_norm"), points=300)
+    (line,) = panel(charts, "Gradient").figure.data
+    assert len(line.y) == 300 and line.x[-1] == 1000 and 2 < line.y[-1] < 4  # (0 + 1 + 0 + 9) / 4
+    assert panel(charts, "Gradient").notes == ["norm: each point is the mean of 3 to 4 logged steps."]
+    charts, _ = curves(records([0.0] * 500 + [3.0] + [0.0] * 500, "staleness/max"), points=100)
+    assert max(panel(charts, "Staleness").figure.data[0].y) == 3  # a peak survives
+
+
+def test_a_stacked_bar_adds_up_to_the_time_of_its_step():
+    phases = [
+        Phase(name="step", step=1, track="main", start=START, seconds=10.0),
+        Phase(name="train", step=1, track="main", start=START + 1, seconds=6.0),
+        Phase(name="optimizer", step=1, track="main", start=START + 2, seconds=2.0),
+    ]
+    bars, _ = phase_charts(phases, points=100)
+    assert {bar.name: bar.y[0] for bar in bars.figure.data} == pytest.approx(
+        {"step, rest": 4.0, "train, rest": 4.0, "optimizer": 2.0}, abs=1e-4
+    )
+
+
+def test_the_last_steps_are_drawn_by_track():
+    phases = [
+        Phase(name=name, step=step, track=track, start=START + 10 * step + offset, seconds=8.0)
+        for step in range(20)
+        for name, track, offset in (("generate", "rollout", 0), ("train", "main", 5))
+    ]
+    _, gantt = phase_charts(phases, points=100)
+    assert gantt.title == "Last 6 steps by track"
+    assert set(gantt.figure.layout.yaxis.ticktext) == {"rollout", "main"}
+    assert {step for bar in gantt.figure.data for step in bar.customdata} == set(range(14, 20))

@@ -1,0 +1,218 @@
+"""Prompts are read or refused by file and line; their stream is shuffled, endless and resumable; tokens are checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slimx.data.prompts import DataSource, PromptSource, read_prompts
+from slimx.data.records import Prompt
+from slimx.data.tokens import check_prompts, encode_prompt, load_tokenizer
+from slimx.errors import SlimxError
+
+TURN = {"role": "user", "content": "1+1="}
+
+
+def write(path: Path, *lines: object) -> Path:
+    """A JSONL file; strings go in as they are."""
+    texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
+    path.write_bytes("".join(text + "\n" for text in texts).encode())
+    return path
+
+
+def some_prompts(count: int) -> list[Prompt]:
+    return [Prompt(id=f"p{index}", token_ids=[index]) for index in range(count)]
+
+
+def take(source: DataSource, count: int) -> list[str]:
+    return [source.next().id for _ in range(count)]
+
+
+def test_a_file_is_read_in_order_with_every_field(tmp_path):
+    full = {"id": "a", "messages": [TURN], "answer": "2", "metadata": {"level": 1.5, "tags": ["é\u2028"]}}
+    path = write(tmp_path / "sums.jsonl", full, {"token_ids": [4, 5]}, "  ", {"messages": [TURN, TURN]})
+    assert read_prompts(path) == [
+        Prompt(id="a", messages=[TURN], answer="2", metadata={"level": 1.5, "tags": ["é\u2028"]}),
+        Prompt(id="sums:2", token_ids=[4, 5]),
+        Prompt(id="sums:4", messages=[TURN, TURN]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"messages": [', "not a JSON object"),
+        ("[1, 2]", "list"),
+        ('"text"', "str"),
+        ({"answer": "2"}, "neither messages nor token_ids"),
+        ({"messages": [TURN], "token_ids": [1]}, "both messages and token_ids"),
+        ({"messages": None, "token_ids": None}, "neither"),
+        ({"messages": []}, "empty list"),
+        ({"token_ids": []}, "empty list"),
+        ({"messages": "1+1="}, r"\$\.messages"),
+        ({"messages": ["1+1="]}, r"\$\.messages"),
+        ({"messages": [TURN, {"content": "x"}]}, r"messages\[1\]"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]"),
+        ({"messages": [{"role": 1, "content": "x"}]}, r"messages\[0\]"),
+        ({"token_ids": [1, 2.5]}, r"\$\.token_ids"),
+        ({"token_ids": [True]}, r"\$\.token_ids"),
+        ({"messages": [TURN], "answer": 2}, r"\$\.answer"),
+        ({"messages": [TURN], "id": 7}, r"\$\.id"),
+        ({"messages": [TURN], "id": None}, r"\$\.id"),
+        ({"messages": [TURN], "metadata": [1]}, r"\$\.metadata"),
+        ({"messages": [TURN], "anwser": "2"}, "'anwser'"),
+        ({"messages": [TURN], "id": "first"}, "'first' is that of line 1"),
+        ({"messages": [TURN], "id": "bad:1"}, None),
+    ],
+)
+def test_a_bad_line_is_refused_by_file_and_line(tmp_path, line, says):
+    path = write(tmp_path / "bad.jsonl", {"id": "first", "messages": [TURN]}, "", line)
+    if says is None:  # the control: a good third line is no error
+        assert len(read_prompts(path)) == 2
+        return
+    with pytest.raises(SlimxError, match=rf"bad\.jsonl, line 3: .*{says}"):
+        read_prompts(path)
+
+
+def test_an_id_equal_to_a_default_id_is_refused(tmp_path):
+    path = write(tmp_path / "bad.jsonl", {"token_ids": [1], "id": "bad:2"}, {"token_ids": [2]})
+    with pytest.raises(SlimxError, match=r"line 2: id 'bad:2' is that of line 1"):
+        read_prompts(path)
+
+
+def test_an_empty_missing_or_binary_file_is_named(tmp_path):
+    for content in (b"", b"\n \n"):
+        (tmp_path / "empty.jsonl").write_bytes(content)
+        with pytest.raises(SlimxError, match=r"empty\.jsonl: holds no prompt"):
+            read_prompts(tmp_path / "empty.jsonl")
+    for path in (tmp_path / "absent.jsonl", tmp_path):
+        with pytest.raises(SlimxError, match=f"{path.name}: cannot be read"):
+            read_prompts(path)
+    (tmp_path / "binary.jsonl").write_bytes(b'{"messages": [{"role": "\xff"}]}\n')
+    with pytest.raises(SlimxError, match=r"binary\.jsonl, line 1"):
+        read_prompts(tmp_path / "binary.jsonl")
+
+
+def test_every_epoch_holds_every_prompt_once_in_its_own_order():
+    source = PromptSource(some_prompts(50), seed=1)
+    epochs = [take(source, 50) for _ in range(4)]
+    assert all(sorted(epoch) == sorted(f"p{index}" for index in range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert epochs[0] != [f"p{index}" for index in range(50)]
+    assert take(PromptSource(some_prompts(50), seed=2), 50) != epochs[0]
+
+
+def test_the_order_of_a_seed_is_the_same_in_every_release():
+    expected = "p2 p4 p7 p5 p0 p6 p3 p1 p5 p6 p3 p0 p7 p2 p1 p4"
+    assert take(PromptSource(some_prompts(8), seed=1), 16) == expected.split()
+
+
+def test_a_restored_source_continues_as_the_uninterrupted_one():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        count, seed = int(rng.integers(1, 9)), int(rng.integers(0, 5))
+        served, more = int(rng.integers(0, 30)), int(rng.integers(1, 30))
+        source = PromptSource(some_prompts(count), seed)
+        take(source, served)
+        state = json.loads(json.dumps(source.state()))  # checkpoints keep it as JSON
+        restored = PromptSource(some_prompts(count), seed)
+        take(restored, int(rng.integers(0, 20)))
+        restored.restore(state)
+        assert restored.state() == state
+        assert take(restored, more) == take(source, more)
+
+
+def test_a_state_does_not_move_with_its_source():
+    source = PromptSource(some_prompts(3), seed=1)
+    state = source.state()
+    take(source, 5)
+    assert (state["epoch"], state["position"], state["count"]) == (0, 0, 3)
+    assert (source.state()["epoch"], source.state()["position"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seed", "says"),
+    [
+        (some_prompts(6), 1, "there were 5 prompts and now are 6"),
+        (some_prompts(5)[::-1], 1, "ids of the 5 prompts or their order"),
+        ([*some_prompts(4), Prompt(id="new", token_ids=[4])], 1, "ids of the 5 prompts"),
+        ([*some_prompts(4), Prompt(id="p4", token_ids=[9])], 1, "ids are the same, but"),
+        (some_prompts(5), 2, "the seed was 1 and is 2"),
+        (some_prompts(6), 2, "the seed was 1 and is 2 and there were 5"),
+    ],
+)
+def test_a_source_whose_prompts_changed_refuses_the_saved_cursor(prompts, seed, says):
+    state = PromptSource(some_prompts(5), 1).state()
+    source = PromptSource(prompts, seed)
+    before = take(source, 2), source.state()
+    with pytest.raises(SlimxError, match=says):
+        source.restore(state)
+    assert source.state() == before[1]
+
+
+def test_a_state_of_something_else_is_refused():
+    source = PromptSource(some_prompts(5), 1)
+    with pytest.raises(SlimxError, match="lacks epoch, position, seed"):
+        source.restore({"count": 5})
+    for wrong in ({"position": 6}, {"position": -1}, {"epoch": -1}, {"position": "2"}, {"epoch": None}):
+        with pytest.raises(SlimxError, match="does not exist"):
+            source.restore(source.state() | wrong)
+    with pytest.raises(SlimxError, match="no prompts"):
+        PromptSource([], 1)
+
+
+class FakeTokenizer:
+    """Tokens are code points; behaves as transformers 5 does when it is not told to return a list."""
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=False, return_dict=True):
+        ids = [ord(character) for message in messages for character in message["content"]]
+        if "!" in messages[0]["content"]:
+            raise Exception("no\nsuch role")
+        ids += [1] if add_generation_prompt else []
+        return SimpleNamespace(input_ids=ids) if return_dict else ids
+
+
+def prompt_of(content: str) -> Prompt:
+    return Prompt(id=content, messages=[{"role": "user", "content": content}])
+
+
+def test_a_prompt_is_encoded_up_to_the_reply_or_kept_as_it_is():
+    assert encode_prompt(FakeTokenizer(), prompt_of("ab")) == [97, 98, 1]
+    prompt = Prompt(id="p", token_ids=[5, 6])
+    ids = encode_prompt(FakeTokenizer(), prompt)
+    ids.append(7)
+    assert prompt.token_ids == [5, 6]
+
+
+def test_a_prompt_that_the_tokenizer_refuses_is_named():
+    with pytest.raises(SlimxError, match="prompt 'a!'.*no such role"):
+        encode_prompt(FakeTokenizer(), prompt_of("a!"))
+    with pytest.raises(SlimxError, match=r"^train\.jsonl: prompt 'a!'"):
+        check_prompts(FakeTokenizer(), [prompt_of("a!")], "train.jsonl", 9, 128)
+
+
+def test_the_first_prompt_that_is_too_long_or_outside_the_vocabulary_is_named():
+    def check(*prompts: Prompt) -> None:
+        check_prompts(FakeTokenizer(), prompts, "train.jsonl", max_prompt_tokens=4, vocab_size=128)
+
+    check(prompt_of("abc"), Prompt(id="ids", token_ids=[0, 127]))
+    with pytest.raises(SlimxError, match=r"train\.jsonl: prompt 'abcd' has 5 tokens, the limit is 4"):
+        check(prompt_of("abc"), prompt_of("abcd"), prompt_of("abcdefg"))
+    for wrong in (128, -1):
+        with pytest.raises(SlimxError, match=rf"train\.jsonl: prompt 'ids' \(2 tokens\).* {wrong}, .*128"):
+            check(Prompt(id="ids", token_ids=[1, wrong]))
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(SlimxError, match="absent: no such directory"):
+        load_tokenizer(tmp_path / "absent")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    with pytest.raises(SlimxError, match=f"{tmp_path.name}: holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(SlimxError, match=f"{tmp_path.name}: its tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)

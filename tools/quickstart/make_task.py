@@ -1,0 +1,84 @@
+"""Make the quickstart's task: sums of two numbers below 50, and imperfect demonstrations of them.
+
+    python tools/quickstart/make_task.py --out DIR --seed 1
+
+DIR gets three JSONL files of prompts:
+
+- train.jsonl: 2,300 of the 2,500 pairs (a, b) with 0 <= a, b < 50, as the prompt `a+b=` with the sum as answer;
+- heldout.jsonl: the other 200 pairs;
+- demonstrations.jsonl: 51,200 responses to training pairs drawn with replacement (22 per pair on average). 30% are
+  right; 70% are off by ten: sum + 10 or sum - 10 by a fair coin, + 10 where sum - 10 would be negative.
+
+A model that imitates them well is right three times in ten when it samples and hardly ever when it decodes greedily,
+since each error is likelier than the right answer. It has learned all that reinforcement learning needs to be right
+every time: the last digit is never wrong.
+
+Ids: `add-A-B` for prompts, `demo-00000` and up for demonstrations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+OPERANDS = 50
+HELD_OUT = 200
+DEMONSTRATIONS = 51_200
+RIGHT_SHARE = 0.3
+
+Pair = tuple[int, int]
+
+
+def make_task(out: str | Path, seed: int = 1) -> None:
+    """Write the three files into the directory `out`, which is made if need be; the same seed gives the same bytes."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    pairs = _shuffled(rng, [(a, b) for a in range(OPERANDS) for b in range(OPERANDS)])
+    train, heldout = sorted(pairs[HELD_OUT:]), sorted(pairs[:HELD_OUT])
+    _write(out / "train.jsonl", (_line(f"add-{a}-{b}", (a, b), a + b) for a, b in train))
+    _write(out / "heldout.jsonl", (_line(f"add-{a}-{b}", (a, b), a + b) for a, b in heldout))
+    right = int(DEMONSTRATIONS * RIGHT_SHARE)
+    labels = _shuffled(rng, [True] * right + [False] * (DEMONSTRATIONS - right))
+    demonstrations = []
+    for number, is_right in enumerate(labels):
+        pair = train[int(rng.random() * len(train))]
+        response = sum(pair) if is_right else _off_by_ten(rng, sum(pair))
+        demonstrations.append(_line(f"demo-{number:05d}", pair, response))
+    _write(out / "demonstrations.jsonl", demonstrations)
+
+
+def _shuffled(rng: random.Random, items: list[Any]) -> list[Any]:
+    # Python promises the same `random()` for a seed in every release, but not the same `shuffle()`.
+    return sorted(items, key=lambda _: rng.random())
+
+
+def _off_by_ten(rng: random.Random, answer: int) -> int:
+    wrong = answer + (10 if rng.random() < 0.5 else -10)
+    return wrong if wrong >= 0 else answer + 10
+
+
+def _line(identity: str, pair: Pair, response: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"{pair[0]}+{pair[1]}="}]
+    return {"id": identity, "messages": messages, "answer": str(response), "metadata": {}}
+
+
+def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="make the quickstart's task")
+    parser.add_argument("--out", required=True, type=Path, help="directory to write")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the split and of the demonstrations")
+    arguments = parser.parse_args()
+    make_task(arguments.out, arguments.seed)
+    print(f"{arguments.out}: train.jsonl, heldout.jsonl ({HELD_OUT}), demonstrations.jsonl ({DEMONSTRATIONS})")
+
+
+if __name__ == "__main__":
+    main()
