@@ -39,12 +39,14 @@ def train(
 
 @app.command()
 def doctor(
-    file: Annotated[Path | None, typer.Argument(help="Check this run's configuration, checkpoint, prompts and hooks too.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="Check this run's configuration, checkpoint, prompts and hooks too.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
     debug: Debug = False,
 ) -> None:
     """Say what this machine has, what is missing and how to get it."""
-    from slimx.observability.doctor import examine
+    from slimx.preflight.doctor import examine
 
     console = Console()
     healthy = examine(console)
@@ -53,7 +55,10 @@ def doctor(
         from slimx.orchestration.checks import check_run
 
         prepared = check_run(config)
-        console.print(f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way", highlight=False)
+        console.print(
+            f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way",
+            highlight=False,
+        )
     if not healthy:
         raise typer.Exit(1)
 

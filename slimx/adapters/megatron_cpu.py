@@ -16,7 +16,10 @@ import torch
 
 MEGATRON_CORE = "0.16.1"
 
-_FACTORIES = "arange empty empty_like eye full full_like linspace ones ones_like rand randint randn randperm tensor zeros zeros_like"
+_FACTORIES = (
+    "arange empty empty_like eye full full_like linspace ones ones_like rand randint randn randperm tensor zeros "
+    "zeros_like"
+)
 _METHODS = "new_empty new_full new_ones new_tensor new_zeros"
 
 
@@ -148,7 +151,8 @@ def _collectives() -> None:
 
 
 def _compile() -> None:
-    """megatron.core's jit_fuser is torch.compile; inductor costs a compiler run per small function and gains nothing here."""
+    """megatron.core's jit_fuser is torch.compile; inductor costs a compiler run per small function and gains nothing
+    here."""
     torch.compile = lambda model=None, **kwargs: model or (lambda function: function)
 
 

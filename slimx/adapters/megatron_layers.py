@@ -1,8 +1,8 @@
 """Layers of Transformer Engine's shape in plain torch, for machines without Transformer Engine (CPU, or one bare GPU).
 
 Parameter names, shapes and checkpoint keys are those of the Transformer Engine layers that
-`get_gpt_decoder_block_spec(config, use_transformer_engine=True)` asks for, so that one model definition, one weight table
-and one checkpoint serve both. The arithmetic is that of `slimx.numerics`. Written for megatron-core 0.16.1.
+`get_gpt_decoder_block_spec(config, use_transformer_engine=True)` asks for, so that one model definition, one weight
+table and one checkpoint serve both. The arithmetic is that of `slimx.numerics`. Written for megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Attention(MegatronModule):
 
 
 class GroupedLinear(torch.nn.Module):
-    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... as Transformer Engine's GroupedLinear."""
+    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... as Transformer Engine's
+    GroupedLinear."""
 
     layer: type[torch.nn.Module]
     axis: int
@@ -208,7 +209,8 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW whose state has the shape of apex's and Transformer Engine's FusedAdam: a step per group, two moments each."""
+    """AdamW whose state has the shape of apex's and Transformer Engine's FusedAdam: a step per group, two moments
+    each."""
 
     def __init__(
         self,

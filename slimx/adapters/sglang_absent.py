@@ -1,7 +1,8 @@
 """Inert stand-ins for the packages that SGLang imports but never calls on the CPU: sgl_kernel, triton, torchvision.
 
-Written for sglang 0.5.23 beside CPU builds of torch. SGLang imports names of these packages at module level; their wheels
-are CUDA builds (torchvision's even breaks transformers beside a CPU torch). A package that is installed is never replaced.
+Written for sglang 0.5.23 beside CPU builds of torch. SGLang imports names of these packages at module level; their
+wheels are CUDA builds (torchvision's even breaks transformers beside a CPU torch). A package that is installed is never
+replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PACKAGES = {
 
 
 class StandIn(ModuleType):
-    """A module in which every name exists: classes are empty, functions refuse to run, submodules are stand-ins again."""
+    """A module in which every name exists: classes are empty, functions refuse to run, submodules are stand-ins."""
 
     __path__: list[str] = []
 
@@ -68,7 +69,7 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> tuple[str, ...]:
-    """Put stand-ins in the place of absent packages and return their names. Call it before `import sglang`, once or often."""
+    """Put stand-ins in the place of absent packages and return their names; call it before `import sglang`."""
     if any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
         return tuple(sorted(next(f for f in sys.meta_path if isinstance(f, StandInFinder)).absent))
     absent = frozenset(name for name in PACKAGES if importlib.util.find_spec(name) is None)

@@ -1,8 +1,9 @@
 """What SGLang's CPU path lacks: one entry per gap, applied only where the server runs on the CPU.
 
-Written for sglang 0.5.23. `Gap.open` tells whether SGLang still lacks it; an entry whose gap has closed refuses to start,
-so that it is deleted and does not shadow SGLang's own code. What functions can be wrapped go through SGLang's HookRegistry
-(it also reaches the modules that imported the function by name); the rest are entries in SGLang's own tables.
+Written for sglang 0.5.23. `Gap.open` tells whether SGLang still lacks it; an entry whose gap has closed refuses to
+start, so that it is deleted and does not shadow SGLang's own code. What functions can be wrapped go through SGLang's
+HookRegistry (it also reaches the modules that imported the function by name); the rest are entries in SGLang's own
+tables.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ class Gap:
     close: Callable[[], None]
 
 
-# Seeded sampling -----------------------------------------------------------------------------------------------------------
+# Seeded sampling ----------------------------------------------------------------------------------------------------
 
 MASK = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bits) of the 16 bytes (seed low, seed high, position, column); n seeds x m columns -> uint32 [n, m].
+    """MurmurHash3 (x86, 32 bits) of the 16 bytes (seed low, seed high, position, column): uint32 [seeds, columns].
 
-    The same function as SGLang's Triton kernel (kernels/ops/sampling/murmur_hash.py), so that a seed draws the same tokens on
-    the CPU and on a GPU. Words are held in int64 because torch has no wrapping uint32 arithmetic.
+    The same function as SGLang's Triton kernel (kernels/ops/sampling/murmur_hash.py), so that a seed draws the same
+    tokens on the CPU and on a GPU. Words are held in int64 because torch has no wrapping uint32 arithmetic.
     """
     seed, positions, columns = seed.long()[:, None], positions.long()[:, None], columns.long()[None, :]
     state = torch.zeros_like(seed)
@@ -68,7 +69,7 @@ def _add_murmur() -> None:
     torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu", murmur_hash32)
 
 
-# Tables --------------------------------------------------------------------------------------------------------------------
+# Tables -------------------------------------------------------------------------------------------------------------
 
 
 def _deterministic_choices() -> list[str]:
@@ -96,7 +97,7 @@ def _add_host_allocator() -> None:
 CHOICES = (
     Gap(
         "deterministic-attention",
-        "--enable-deterministic-inference (seeded sampling, log-probs at the sampling temperature) refuses torch_native",
+        "--enable-deterministic-inference (seeds, log-probs at the sampling temperature) refuses torch_native",
         open=lambda: "torch_native" not in _deterministic_choices(),
         close=lambda: _deterministic_choices().append("torch_native"),
     ),
@@ -106,20 +107,20 @@ CHOICES = (
 GAPS = (
     Gap(
         "seeded-sampling",
-        "sgl_kernel's CPU build has this operator, its PyPI wheel is a CUDA build; without it a sampling_seed ends the scheduler",
+        "an operator of sgl_kernel's CPU build, of which PyPI has no wheel; without it a seed ends the scheduler",
         open=lambda: not _has_murmur(),
         close=_add_murmur,
     ),
     Gap(
         "host-pool",
-        "capture of routed experts allocates its host pool through cudaHostRegister, the default of every device not listed",
+        "capture of routed experts would allocate through cudaHostRegister, the default of devices not listed",
         open=lambda: "cpu" not in _host_allocators(),
         close=_add_host_allocator,
     ),
 )
 
 
-# Functions -----------------------------------------------------------------------------------------------------------------
+# Functions ----------------------------------------------------------------------------------------------------------
 
 
 def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,8 @@
-"""Where a loaded SGLang model holds each Hugging Face tensor: one row per kind of parameter, read from the model itself.
+"""Where a loaded SGLang model holds each Hugging Face tensor: one row per kind of parameter, sizes from the model.
 
-Written for sglang 0.5.23 with one rank (tp 1, ep 1). SGLang fuses tensors while it loads them; the same map, read the other
-way, finds the bytes of each Hugging Face tensor in what the model holds, so that they can be compared with the publisher's.
+Written for sglang 0.5.23 with one rank (tp 1, ep 1). SGLang fuses tensors while it loads them; the same map, read the
+other way, finds the bytes of each Hugging Face tensor in what the model holds, so that they can be compared with the
+publisher's.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 def _unlike(owner: nn.Module, held: torch.Tensor) -> str:
     return (
-        f"shape {tuple(held.shape)} is not {owner.num_experts} experts of hidden size {owner.hidden_size} and inner size "
-        f"{owner.intermediate_size_per_partition} (a repacked or split layout)"
+        f"shape {tuple(held.shape)} is not {owner.num_experts} experts of hidden size {owner.hidden_size} and "
+        f"inner size {owner.intermediate_size_per_partition} (a repacked or split layout)"
     )
 
 

@@ -1,8 +1,9 @@
-"""The slimx plugin of an SGLang server: attests itself and receives weights, through the stock endpoint /weights_checker.
+"""The slimx plugin of an SGLang server: attests itself and receives weights, through the stock /weights_checker.
 
-Written for sglang 0.5.23, entry point `sglang.srt.plugins: slimx`. /weights_checker runs `ModelRunner.check_weights` on every
-rank and brings each rank's answer back; actions that begin with `slimx.` are answered here, all others by SGLang. SGLang only
-logs a plugin that fails, so the client asks `slimx.attest` and refuses a server that does not answer it in full.
+Written for sglang 0.5.23, entry point `sglang.srt.plugins: slimx`. /weights_checker runs `ModelRunner.check_weights` on
+every rank and brings each rank's answer back; actions that begin with `slimx.` are answered here, all others by SGLang.
+SGLang only logs a plugin that fails, so the client asks `slimx.attest` and refuses a server that does not answer it in
+full.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def register() -> None:
 
     if is_cpu():
         sglang_cpu.open_choices()
-    # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it runs.
-    # SGLang calls this after a child has imported its own main module, and in the server's process before any of them.
+    # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
+    # runs. SGLang calls this after a child has imported its own main module, and in the server's process before any of
+    # them.
     if SCHEDULER in sys.modules:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
         if is_cpu():
@@ -51,8 +53,9 @@ def register() -> None:
 def take_fields(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """Before `TokenizerManager.generate_request`: set request fields that travelled as the custom label "slimx".
 
-    sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but carries custom labels.
-    The label is taken away because SGLang would hand it to Prometheus, which refuses labels that it does not know.
+    sglang-router 0.3.2 drops fields that it does not know, `return_routed_experts` among them, but carries custom
+    labels. The label is taken away because SGLang would hand it to Prometheus, which refuses labels that it does not
+    know.
     """
     labels = getattr(request, "custom_labels", None) or {}
     for name, value in json.loads(labels.pop(NAME, "{}")).items():

@@ -1,8 +1,9 @@
 """Weights inside the server: staged from shared memory, verified, copied in place, verified again from what is held.
 
-Written for sglang 0.5.23. `stage`, `abort`, `verify` and `inventory` are reached through the stock endpoint /weights_checker
-(`sglang_plugin`), `load_staged` through /update_weights_from_tensor. SGLang loads in place and dies of an exception in a
-loader, so nothing is copied before its bytes are proven, and `load_staged` reports instead of raising.
+Written for sglang 0.5.23. `stage`, `abort`, `verify` and `inventory` are reached through the stock endpoint
+/weights_checker (`sglang_plugin`), `load_staged` through /update_weights_from_tensor. SGLang loads in place and dies of
+an exception in a loader, so nothing is copied before its bytes are proven, and `load_staged` reports instead of
+raising.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def staging_of(model: nn.Module) -> Staging:
 
 
 def kernel_checksum(tensor: torch.Tensor) -> int:
-    """The checksum of slimx's kernels (64 bits over the raw bytes). Imported here: a server that never publishes needs none."""
+    """The checksum of slimx's kernels, 64 bits over the raw bytes. Imported late: only a publication needs them."""
     from slimx.reshard.kernel import checksum_tensor
 
     return checksum_tensor(tensor)
@@ -78,8 +79,9 @@ def stage(
 ) -> Answer:
     """Map one bucket of `size` bytes at `fd_path` and keep its tensors once every checksum agrees.
 
-    Each entry of `tensors` is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex digits).
-    Nothing of the model is touched. Any error drops the whole staging area: a publication is staged completely or not.
+    Each entry of `tensors` is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex
+    digits). Nothing of the model is touched. Any error drops the whole staging area: a publication is staged completely
+    or not.
     """
     staging = staging_of(model)
     try:
@@ -93,8 +95,8 @@ def stage(
             expected, actual = int(entry["checksum"], 16), checksum(view)
             if actual != expected:
                 raise SlimxError(
-                    f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, {expected:016x} at the publisher; "
-                    "its bytes changed on the way: publish again"
+                    f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, {expected:016x} at "
+                    "the publisher; its bytes changed on the way: publish again"
                 )
             staging.tensors[name], staging.checksums[name] = view, expected
     except Exception:
@@ -123,8 +125,8 @@ def status(model: nn.Module) -> Answer:
 def load_staged(model: nn.Module, named_tensors: Iterable[Any]) -> None:
     """SGLang's custom weight loader: copy the staged tensors into the model by the model's own `load_weights`.
 
-    `named_tensors` is the request's (empty) list. SGLang lets an exception of a loader end the scheduler and, with TP, leaves
-    the other ranks waiting; so the outcome is recorded for `status` and the caller asks for it.
+    `named_tensors` is the request's (empty) list. SGLang lets an exception of a loader end the scheduler and, with TP,
+    leaves the other ranks waiting; so the outcome is recorded for `status` and the caller asks for it.
     """
     staging, count = staging_of(model), 0
     staging.outcome = {"loaded": 0}
@@ -149,7 +151,7 @@ def load_staged(model: nn.Module, named_tensors: Iterable[Any]) -> None:
 def verify(
     model: nn.Module, *, tensors: list[dict[str, str]] | None = None, checksum: Checksum = kernel_checksum
 ) -> Answer:
-    """Compare what the model HOLDS now with `tensors` ([{name, checksum}]), or with all that was ever loaded from staging.
+    """Compare what the model HOLDS now with `tensors` ([{name, checksum}]), or with all that was ever loaded here.
 
     Answer: `{"checked": count, "differ": [names], "unverified": [held names without a checksum]}`.
     """
@@ -179,7 +181,8 @@ def _check_entry(staging: Staging, entry: dict[str, Any], bucket: int, size: int
     nbytes = place.parameter.element_size() * torch.Size(place.shape).numel()
     if entry["nbytes"] != nbytes or not 0 <= entry["offset"] <= size - nbytes:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} claims bytes {entry['offset']} + {entry['nbytes']} of {size}, but needs {nbytes}"
+            f"tensor {name} of bucket {bucket} claims bytes {entry['offset']} + {entry['nbytes']} of {size}, "
+            f"but needs {nbytes}"
         )
 
 
@@ -189,7 +192,8 @@ def _map(fd_path: str, size: int, bucket: int) -> mmap.mmap:
         fd = os.open(fd_path, os.O_RDONLY)
     except OSError as error:
         raise SlimxError(
-            f"bucket {bucket} at {fd_path} cannot be opened ({error.strerror}); publisher and engine must share a machine and a user"
+            f"bucket {bucket} at {fd_path} cannot be opened ({error.strerror}); "
+            "publisher and engine must share a machine and a user"
         ) from None
     try:
         if (held := os.fstat(fd).st_size) < size:

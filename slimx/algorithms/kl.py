@@ -1,4 +1,5 @@
-"""Estimators of KL(policy || other) from the log-probs of tokens that the policy sampled (Schulman, "Approximating KL")."""
+"""Estimators of KL(policy || other) from the log-probs of tokens that the policy sampled (Schulman, "Approximating
+KL")."""
 
 import torch
 

@@ -12,7 +12,8 @@ from slimx.algorithms.kl import k3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Per-token tensors of one micro-batch, each [T]; log-probs are of the label under softmax(logits / temperature)."""
+    """Per-token tensors of one micro-batch, each [T]; log-probs are of the label under softmax(logits /
+    temperature)."""
 
     logprobs: torch.Tensor
     """The policy's, with gradient."""
@@ -35,7 +36,8 @@ def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def policy_loss(*, clip_low: float, clip_high: float, kl_coef: float = 0.0) -> Loss:
-    """PPO's clipped surrogate per token (1707.06347) with an asymmetric clip (DAPO, 2503.14476) and k3 KL to a reference."""
+    """PPO's clipped surrogate per token (1707.06347) with an asymmetric clip (DAPO, 2503.14476) and k3 KL to a
+    reference."""
 
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         weight, trained = inputs.weight, inputs.weight > 0

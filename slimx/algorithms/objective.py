@@ -18,8 +18,8 @@ def make_loss(algorithm: Algorithm) -> Loss:
 def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
     """One advantage per trajectory of `group`, in order.
 
-    A rollout counts once, however many trajectories it returned: its reward is their mean, and they share its advantage.
-    """
+    A rollout counts once, however many trajectories it returned: its reward is their mean, and they share its
+    advantage."""
     if algorithm.name == "sft":
         return [1.0] * len(group.trajectories)
     rewards: dict[str, list[float]] = {}

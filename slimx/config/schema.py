@@ -101,15 +101,17 @@ class Trainer(Section):
         stage = self.tensor * self.data_size
         if stage % experts:
             raise ValueError(
-                f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not divide "
-                f"the {stage} ranks of a pipeline stage (tensor x data); lower trainer.expert or raise trainer.data"
+                f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
+                f"divide the {stage} ranks of a pipeline stage (tensor x data); lower trainer.expert or raise "
+                "trainer.data"
             )
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
             # megatron-core 0.16.1 marks expert weights for the expert groups only if EP > 1; otherwise their gradients
             # are summed over the dense DP ranks, which is wrong as soon as ETP differs from TP.
             raise ValueError(
                 f"trainer.expert is 1 but trainer.expert_tensor {self.expert_tensor_size} differs from trainer.tensor "
-                f"{self.tensor}; megatron-core would sum expert gradients over the wrong ranks; set trainer.expert_tensor=null"
+                f"{self.tensor}; megatron-core would sum expert gradients over the wrong ranks: set "
+                "trainer.expert_tensor=null"
             )
         return self
 
@@ -259,8 +261,8 @@ class Config(Section):
             raise ValueError("eval.prompts is set but rollout.engines is empty; evaluation needs an engine")
         if self.schedule.colocate and self.schedule.max_staleness:
             raise ValueError(
-                "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers train "
-                "cannot generate ahead; set one of them to its default"
+                "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers "
+                "train cannot generate ahead; set one of them to its default"
             )
         if not self.rollout.engines and self.schedule.max_staleness:
             raise ValueError("schedule.max_staleness needs engines; rollout.engines is empty")

@@ -1,10 +1,9 @@
 """Trajectories -> packed micro-batches with the global denominators already inside.
 
 Every trained token carries a `loss_weight` that already contains the global denominator, so that the sum of
-`weight * loss` over micro-batches and data-parallel ranks is the loss of the whole batch: neither packing, nor the number
-of micro-batches, nor the layout can change it. A trajectory of L tokens gives L-1 positions: position t reads token t
-and predicts token t+1, so all arrays below are aligned with the predicted token.
-"""
+`weight * loss` over micro-batches and data-parallel ranks is the loss of the whole batch: neither packing, nor the
+number of micro-batches, nor the layout can change it. A trajectory of L tokens gives L-1 positions: position t reads
+token t and predicts token t+1, so all arrays below are aligned with the predicted token."""
 
 from __future__ import annotations
 
@@ -68,7 +67,8 @@ class MicroBatch:
 
 @dataclass(kw_only=True, slots=True)
 class TrainBatch:
-    """One optimizer step: `shards[d]` is all that data-parallel rank d receives. Every shard has as many micro-batches."""
+    """One optimizer step: `shards[d]` is all that data-parallel rank d receives. Every shard has as many
+    micro-batches."""
 
     shards: list[list[MicroBatch]]
     tokens: int

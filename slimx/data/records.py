@@ -94,7 +94,8 @@ class Trajectory:
                 )
         if self.routed_experts is not None and len(self.routed_experts) != length - 1:
             raise ValueError(
-                f"trajectory {self.id}: routed_experts has {len(self.routed_experts)} rows for {length} tokens, expected {length - 1}"
+                f"trajectory {self.id}: routed_experts has {len(self.routed_experts)} rows for {length} tokens, "
+                f"expected {length - 1}"
             )
         position = 0
         for span in self.spans:

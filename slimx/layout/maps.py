@@ -1,10 +1,9 @@
 """Index maps between checkpoint tensors and the slices of them that one parallel rank holds.
 
-A map says, for one Megatron tensor, which rectangles of which Hugging Face tensors make up the part that tensor-parallel
-rank `rank` of `size` holds. It is the only description of a layout: loading (Hugging Face -> Megatron), export and
-publication (Megatron -> Hugging Face) all read the same rectangles, in one direction or the other.
-Vectors of n elements count as n x 1 matrices.
-"""
+A map says, for one Megatron tensor, which rectangles of which Hugging Face tensors make up the part that
+tensor-parallel rank `rank` of `size` holds. It is the only description of a layout: loading (Hugging Face ->
+Megatron), export and publication (Megatron -> Hugging Face) all read the same rectangles, in one direction or the
+other. Vectors of n elements count as n x 1 matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """`rows x cols` elements at (`row`, `col`) of checkpoint tensor `source`, at (`local_row`, `local_col`) of the local one."""
+    """`rows x cols` elements at (`row`, `col`) of checkpoint tensor `source`, at (`local_row`, `local_col`) of the
+    local one."""
 
     source: int
     row: int
@@ -34,7 +34,8 @@ class IndexMap(Protocol):
     """How one local tensor is made of checkpoint tensors."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
-        """Shape of rank `rank`'s tensor and the rectangles that fill it, split `size` ways along `axis` (None: whole)."""
+        """Shape of rank `rank`'s tensor and the rectangles that fill it, split `size` ways along `axis` (None:
+        whole)."""
         ...
 
 
@@ -61,7 +62,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Several checkpoint tensors one below the other; each rank holds its share of every one (gate and up of a SwiGLU)."""
+    """Several checkpoint tensors one below the other; each rank holds its share of every one (gate and up of a
+    SwiGLU)."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         if axis == 1:
@@ -78,7 +80,8 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class InterleaveQKV:
-    """Query, key and value, interleaved per query group as Megatron's `linear_qkv` holds them: q..q k v, q..q k v, ..."""
+    """Query, key and value, interleaved per query group as Megatron's `linear_qkv` holds them: q..q k v, q..q k v,
+    ..."""
 
     heads: int
     groups: int

@@ -1,4 +1,5 @@
-"""Where a rank stands in each parallel dimension, by arithmetic alone (megatron-core's default order tp-cp-ep-dp-pp)."""
+"""Where a rank stands in each parallel dimension, by arithmetic alone (megatron-core's default order
+tp-cp-ep-dp-pp)."""
 
 from __future__ import annotations
 

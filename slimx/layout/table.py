@@ -1,8 +1,7 @@
 """A family's weight table: one row per kind of Megatron tensor, and what it means on each rank.
 
-Rows are data. `expand` writes one `Entry` per tensor of the whole model; `held_by` says which entries a rank holds, under
-which local name, made of which rectangles. Both directions of every conversion are read from there.
-"""
+Rows are data. `expand` writes one `Entry` per tensor of the whole model; `held_by` says which entries a rank holds,
+under which local name, made of which rectangles. Both directions of every conversion are read from there."""
 
 from __future__ import annotations
 
@@ -99,11 +98,13 @@ class Table:
         """What the rank at `place` holds."""
         if self.layers % sizes.pipeline:
             raise SlimxError(
-                f"trainer.pipeline {sizes.pipeline} does not divide the model's {self.layers} layers; choose a divisor of {self.layers}"
+                f"trainer.pipeline {sizes.pipeline} does not divide the model's {self.layers} layers; "
+                f"choose a divisor of {self.layers}"
             )
         if self.experts % sizes.expert:
             raise SlimxError(
-                f"trainer.expert {sizes.expert} does not divide the model's {self.experts} experts; choose a divisor of {self.experts}"
+                f"trainer.expert {sizes.expert} does not divide the model's {self.experts} experts; "
+                f"choose a divisor of {self.experts}"
             )
         layers, experts = self.layers // sizes.pipeline, self.experts // sizes.expert
         first_layer, first_expert = place.pipeline * layers, place.expert * experts

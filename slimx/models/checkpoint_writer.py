@@ -1,4 +1,5 @@
-"""Writes gathered buckets as a Hugging Face directory: one safetensors shard per bucket, an index, config and tokenizer."""
+"""Writes gathered buckets as a Hugging Face directory: one safetensors shard per bucket, an index, config and
+tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def write_bucket(packed: Packed, path: str) -> list[str]:
     """Write the tensors of `packed` into the safetensors file `path`; returns their names."""
     memory = torch.from_file(packed.path, shared=True, size=packed.size, dtype=torch.uint8)
     tensors = {
-        t.name: memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape) for t in packed.tensors
+        t.name: memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
+        for t in packed.tensors
     }
     save_file(tensors, path, metadata={"format": "pt"})
     with open(path, "rb") as written:
@@ -37,7 +39,8 @@ def write_bucket(packed: Packed, path: str) -> list[str]:
 
 
 def finish_directory(directory: Path, source: Path, shards: Sequence[Sequence[str]], name: str) -> None:
-    """Add index, config and tokenizer of `source` to `directory`; `shards[i]` names the tensors of file `shard_name(name, i, n)`."""
+    """Add index, config and tokenizer of `source` to `directory`; `shards[i]` names the tensors of file
+    `shard_name(name, i, n)`."""
     weight_map = {tensor: shard_name(name, i, len(shards)) for i, tensors in enumerate(shards) for tensor in tensors}
     total = sum(os.path.getsize(directory / shard_name(name, i, len(shards))) for i in range(len(shards)))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -32,7 +32,8 @@ class Prepared:
 
 
 def check_run(config: Config) -> Prepared:
-    """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first thing that cannot work."""
+    """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first thing that cannot
+    work."""
     spec = read_model(config.model.path)
     sizes = check_layout(config, spec)
     CheckpointReader(config.initial_weights).check(spec.table.checkpoint())
@@ -46,7 +47,8 @@ def check_run(config: Config) -> Prepared:
     if longest > spec.gpt["max_sequence_length"]:
         raise SlimxError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.sampling.max_new_tokens "
-            f"{config.rollout.sampling.max_new_tokens} exceed the model's {spec.gpt['max_sequence_length']} positions; lower one"
+            f"{config.rollout.sampling.max_new_tokens} exceed the model's {spec.gpt['max_sequence_length']} positions; "
+            "lower one"
         )
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     if rows < sizes.data:

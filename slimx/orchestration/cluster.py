@@ -33,7 +33,9 @@ def start_ray(config: Config) -> None:
         raise SlimxError(f"Ray cannot be started {where}: {' '.join(str(error).split())[:300]}") from error
     have = ray.cluster_resources().get("CPU", 0)
     if have < cpus:
-        raise SlimxError(f"the Ray cluster has {have:.0f} CPUs, the run needs {cpus} (trainer ranks and engines x threads)")
+        raise SlimxError(
+            f"the Ray cluster has {have:.0f} CPUs, the run needs {cpus} (trainer ranks and engines x threads)"
+        )
 
 
 def _memory() -> int:

@@ -58,9 +58,7 @@ class EngineHandle:
         return out
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        tensors = [
-            StagedTensor(t.name, t.dtype, t.shape, t.offset, t.nbytes, t.checksum) for t in packed.tensors
-        ]
+        tensors = [StagedTensor(t.name, t.dtype, t.shape, t.offset, t.nbytes, t.checksum) for t in packed.tensors]
         await self._engine("stage", packed.path, tensors, bucket, packed.size)
 
     async def inventory(self) -> dict[str, str]:
@@ -154,9 +152,7 @@ class EngineGroup:
         """Start servers and router together; registered and healthy in the router when it returns."""
         limit = self.config.cluster.start_deadline
         self.router.start()
-        started = await asyncio.gather(
-            self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines)
-        )
+        started = await asyncio.gather(self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines))
         await asyncio.gather(*(self.router.add(engine.url) for engine in self.engines))
         return started[1:]
 
@@ -171,7 +167,7 @@ class EngineGroup:
         await asyncio.gather(*(engine.wake() for engine in self.engines))
 
     async def stop(self) -> None:
-        """End router and servers, each with its whole process tree; the first problem is raised after all have been tried."""
+        """End router and servers, each with its whole tree; the first problem is raised after all have been tried."""
         for watcher in self._watchers:
             watcher.cancel()
         results = await asyncio.gather(

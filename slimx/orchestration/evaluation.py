@@ -34,7 +34,9 @@ async def evaluate(run: Run, *, when: Literal["before", "during", "after"]) -> d
         raise SlimxError(f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}")
     rewards = [0.0 if outcome.failed else outcome.group.trajectories[0].reward for outcome in outcomes]
     metrics = {"eval/accuracy": float(np.mean(rewards)), "eval/failed": float(len(failed))}
-    run.record_evaluation(metrics, [outcome.group for outcome in outcomes if not outcome.failed], alone=when != "during")
+    run.record_evaluation(
+        metrics, [outcome.group for outcome in outcomes if not outcome.failed], alone=when != "during"
+    )
     return metrics
 
 

@@ -1,4 +1,5 @@
-"""What a step's groups say: rewards, lengths, drops, staleness; and the log-prob gap where no trained token can show it."""
+"""What a step's groups say: rewards, lengths, drops, staleness; and the log-prob gap where no trained token can show
+it."""
 
 from __future__ import annotations
 
@@ -36,9 +37,8 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
 async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
     """Have an engine score a few of the step's rollouts under the present version, and compare with the trainers.
 
-    For steps whose trained tokens were all sampled by an older version: trainer and engine are equal again only now, after
-    the publication.
-    """
+    For steps whose trained tokens were all sampled by an older version: trainer and engine are equal again only now,
+    after the publication."""
     count = max(run.config.rollout.gap_probe, run.sizes.data)
     trajectories = [t for group in groups for t in group.trajectories if t.oldest_version is not None][:count]
     if run.config.rollout.gap_probe == 0 or len(trajectories) < run.sizes.data:

@@ -14,6 +14,7 @@ import numpy as np
 
 from slimx.algorithms.objective import group_advantages
 from slimx.config.schema import Config
+from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
@@ -58,14 +59,15 @@ class Run:
         engines: EngineGroup | None,
         client: GenerationClient | None,
         maker: GroupMaker,
-        rollouts: RolloutManager,
+        source: DataSource,
         eval_prompts: list[Prompt],
         tokenizer: Any,
         saves: Saves,
         records: Records,
     ):
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
-        self.trainers, self.engines, self.client, self.maker, self.rollouts = trainers, engines, client, maker, rollouts
+        self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
+        self.rollouts = RolloutManager(config, source, maker, on_drop=self._drop)
         self.eval_prompts, self.tokenizer, self.saves, self.records = eval_prompts, tokenizer, saves, records
         self.publisher = Publisher(trainers, engines.engines, config.publish.deadline) if engines else None
         self.step = 0
@@ -73,7 +75,8 @@ class Run:
         self._lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._saved_step = -1
 
-    # Waiting ------------------------------------------------------------------------------------------------------------
+    # Waiting
+    # ------------------------------------------------------------------------------------------------------------
 
     def lose(self, error: SlimxError) -> None:
         """An engine is gone: whoever waits in `watched` gets `error`."""
@@ -101,7 +104,8 @@ class Run:
         """Whether something that happens every so many steps happens after the present one."""
         return every > 0 and self.step > 0 and self.step % every == 0
 
-    # Work ----------------------------------------------------------------------------------------------------------------
+    # Work
+    # ----------------------------------------------------------------------------------------------------------------
 
     def advantages(self, group: Group) -> list[float]:
         """One advantage per trajectory of the group."""
@@ -126,7 +130,9 @@ class Run:
             rollouts = self.rollouts.state()
             await self.trainers.save(partial / "trainer")
             layout = asdict(self.sizes)
-            path = await asyncio.to_thread(self.saves.commit, partial, RunState(self.step, self.version, layout, rollouts))
+            path = await asyncio.to_thread(
+                self.saves.commit, partial, RunState(self.step, self.version, layout, rollouts)
+            )
         self._saved_step = self.step
         self.records.table.note(f"checkpoint {path}")
 
@@ -149,7 +155,8 @@ class Run:
             self.saves.commit_export(partial, target)
         self.records.table.note(f"weights {target}")
 
-    # Records -------------------------------------------------------------------------------------------------------------
+    # Records
+    # -------------------------------------------------------------------------------------------------------------
 
     def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
         """Log a finished step, show it, and keep a few of its samples."""
@@ -169,10 +176,15 @@ class Run:
         self.records.table.note(f"step {self.step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, evaluation=True)
 
-    def drop(self, outcome: Outcome) -> None:
+    def _drop(self, outcome: Outcome) -> None:
         """Write down a group that is not trained, with its reason."""
         self.records.drops.write(
-            {"step": self.step + 1, "prompt": outcome.group.prompt.id, "reason": outcome.reason, "detail": outcome.detail}
+            {
+                "step": self.step + 1,
+                "prompt": outcome.group.prompt.id,
+                "reason": outcome.reason,
+                "detail": outcome.detail,
+            }
         )
 
     def _write_samples(self, groups: list[Group], *, evaluation: bool) -> None:
@@ -199,7 +211,10 @@ def _text(prompt: Prompt) -> str:
 
 def summary(directory: Path) -> dict[str, Any]:
     """The headline of a finished run, from its metrics.jsonl."""
-    rows = [json.loads(line)["metrics"] | {"_step": json.loads(line)["step"]} for line in (directory / "metrics.jsonl").open()]
+    rows = [
+        json.loads(line)["metrics"] | {"_step": json.loads(line)["step"]}
+        for line in (directory / "metrics.jsonl").open()
+    ]
 
     def series(key: str) -> list[float]:
         return [row[key] for row in rows if row.get(key) is not None]

@@ -103,7 +103,9 @@ def read_state(path: Path) -> RunState:
         fields["rollouts"]["tickets"] = tickets
         return RunState(**fields)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise SlimxError(f"{path}: the checkpoint's run.json or tickets.bin is damaged ({error}); remove the directory") from error
+        raise SlimxError(
+            f"{path}: the checkpoint's run.json or tickets.bin is damaged ({error}); remove the directory"
+        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:

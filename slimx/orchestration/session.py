@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,7 +28,6 @@ from slimx.orchestration.run import Records, Run, summary
 from slimx.orchestration.saves import Saves, read_state
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import GroupMaker
 
 
@@ -40,7 +40,7 @@ class Interrupted(Exception):
 
 
 def run_training(config: Config, console: Console) -> Path:
-    """Check, start, train, stop. Returns the run's directory; raises SlimxError, or Interrupted after an orderly stop."""
+    """Check, start, train, stop; returns the run's directory. Raises SlimxError, or Interrupted after a stop."""
     prepared = check_run(config)
     directory = Path(config.run.dir)
     saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
@@ -60,7 +60,9 @@ def _resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
     if config.run.resume == "must" and newest is None:
         raise SlimxError(f"run.resume is must, but {directory}/checkpoints holds no complete checkpoint")
     if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
-        raise SlimxError(f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it")
+        raise SlimxError(
+            f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it"
+        )
     return newest
 
 
@@ -85,7 +87,9 @@ async def _interruptible(work) -> None:
         raise
 
 
-async def _session(config: Config, prepared: Prepared, saves: Saves, resume_from: Path | None, console: Console) -> None:
+async def _session(
+    config: Config, prepared: Prepared, saves: Saves, resume_from: Path | None, console: Console
+) -> None:
     directory = Path(config.run.dir)
     state = read_state(resume_from) if resume_from else None
     done = state.step if state else 0
@@ -119,9 +123,6 @@ async def _session(config: Config, prepared: Prepared, saves: Saves, resume_from
             )
             await stack.enter_async_context(client)
         maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client)
-        source = PromptSource(prepared.prompts, config.run.seed)
-        rollouts = RolloutManager(config, source, maker)
-        stack.push_async_callback(rollouts.stop)
         run = Run(
             config,
             sizes=prepared.sizes,
@@ -129,13 +130,13 @@ async def _session(config: Config, prepared: Prepared, saves: Saves, resume_from
             engines=engines,
             client=client,
             maker=maker,
-            rollouts=rollouts,
+            source=PromptSource(prepared.prompts, config.run.seed),
             eval_prompts=prepared.eval_prompts,
             tokenizer=prepared.tokenizer,
             saves=saves,
             records=records,
         )
-        rollouts.on_drop = run.drop
+        stack.push_async_callback(run.rollouts.stop)
         if engines is not None:
             engines.watch(run.lose)
         if state is not None and resume_from is not None:
@@ -146,8 +147,6 @@ async def _session(config: Config, prepared: Prepared, saves: Saves, resume_from
 
 def finish(config: Config, directory: Path) -> Path | None:
     """Write the summary and, if configured, the report of a finished run."""
-    import json
-
     (directory / "summary.json").write_text(json.dumps(summary(directory), indent=1))
     if not config.track.report:
         return None

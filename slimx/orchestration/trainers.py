@@ -24,7 +24,9 @@ class TrainerGroup:
         self.logs = [log_dir / f"trainer-{rank}.log" for rank in range(sizes.world)]
         self._buckets = 0
         share = 0.5 if config.schedule.colocate else 1
-        actor = ray.remote(TrainerWorker).options(num_cpus=config.trainer.threads, num_gpus=share if device == "cuda" else 0)
+        actor = ray.remote(TrainerWorker).options(
+            num_cpus=config.trainer.threads, num_gpus=share if device == "cuda" else 0
+        )
         values = config.model_dump(mode="json")
         self.actors = [actor.remote(rank, values, str(self.logs[rank]), device) for rank in range(sizes.world)]
 
@@ -63,7 +65,9 @@ class TrainerGroup:
         shards = []
         for bucket in range(self._buckets):
             path = str(directory / shard_name("model", bucket, self._buckets))
-            results = await self._all("export_bucket", [(bucket, path)] * self.sizes.world, f"the export to {directory}")
+            results = await self._all(
+                "export_bucket", [(bucket, path)] * self.sizes.world, f"the export to {directory}"
+            )
             shards.append(results[PUBLISHER])
         finish_directory(directory, Path(self.config.model.path), shards, "model")
 
@@ -112,5 +116,3 @@ class TrainerGroup:
             deadline_s=deadline_s or self.config.trainer.deadline,
             logs=self.logs,
         )
-
-

@@ -46,7 +46,9 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
     if isinstance(error, ray.exceptions.RayActorError):
         out = SlimxError(f"{holder} died during {what}; the end of {log}:\n{tail(log)}")
     else:
-        out = SlimxError(f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}")
+        out = SlimxError(
+            f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}"
+        )
     out.__cause__ = error
     return out
 

@@ -22,7 +22,8 @@ def check_layout(config: Config, spec: ModelSpec) -> Sizes:
         if count % size:
             fitting = [n for n in range(1, count + 1) if count % n == 0 and n <= max(2 * size, 8)]
             raise SlimxError(
-                f"{key}={size} does not divide the {count} {what} of {spec.path}; choose one of {', '.join(map(str, fitting))}"
+                f"{key}={size} does not divide the {count} {what} of {spec.path}; "
+                f"choose one of {', '.join(map(str, fitting))}"
             )
     check_coverage(spec.table, sizes, [coordinates(rank, sizes) for rank in range(sizes.world)])
     return sizes

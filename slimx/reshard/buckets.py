@@ -35,7 +35,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rectangle that a rank contributes: from a local parameter, through `at` in its run of bytes, into a tensor."""
+    """One rectangle that a rank contributes: from a local parameter, through `at` in its run of bytes, into a
+    tensor."""
 
     parameter: str
     rect: Rect

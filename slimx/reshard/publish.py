@@ -3,8 +3,8 @@
     pause -> for each bucket: gather, stage (bytes verified in the engine's staging) -> load in place -> verify what the
     engine holds -> commit (version set) -> resume
 
-Before the first copy an abort changes nothing. From the first copy an engine is DIRTY and serves nothing until a complete
-publication is verified. This room knows no engine and no trainer: it is given both as the protocols below.
+Before the first copy an abort changes nothing. From the first copy an engine is DIRTY and serves nothing until a
+complete publication is verified. This room knows no engine and no trainer: it is given both as the protocols below.
 """
 
 from __future__ import annotations

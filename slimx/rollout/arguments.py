@@ -1,7 +1,8 @@
 """SGLang's own arguments: the fields that its ServerArgs has, read from its source, and a command line made from them.
 
-The driver must not import sglang (seconds, and CUDA where it exists), so the declarations are parsed: since 0.5.23 ServerArgs
-is assembled from the classes in srt/arg_groups/fields, whose fields are annotated `A[type, help or Arg(...)]`.
+The driver must not import sglang (seconds, and CUDA where it exists), so the declarations are parsed: since 0.5.23
+ServerArgs is assembled from the classes in srt/arg_groups/fields, whose fields are annotated `A[type, help or
+Arg(...)]`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def server_fields() -> dict[str, Field]:
 
 
 def check_server_args(args: dict[str, Any], where: str = "rollout.engines.sglang") -> None:
-    """Refuse a key that the installed SGLang does not know, or a value that its field cannot take. Imports nothing of SGLang."""
+    """Refuse a key that the installed SGLang does not know, or a value that its field cannot take."""
     fields = server_fields()
     for name, value in args.items():
         if name not in fields:

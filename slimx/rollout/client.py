@@ -1,7 +1,7 @@
 """Generation through the router: token ids in, token ids out with log-probs, weight versions and experts.
 
-Token ids are those that the server sampled; they are never made again from text. What would end SGLang's scheduler (an id
-outside the vocabulary, min_p with a seed) is refused here, before it takes every other request down with it.
+Token ids are those that the server sampled; they are never made again from text. What would end SGLang's scheduler (an
+id outside the vocabulary, min_p with a seed) is refused here, before it takes every other request down with it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Completion:
     token_ids: np.ndarray
     """int32 [n]: the sampled tokens, with the end token if one was sampled."""
     logprobs: np.ndarray
-    """float32 [n]: of each sampled token under softmax(logits / temperature), before top-p and top-k (temperature 0: 1)."""
+    """float32 [n]: under softmax(logits / temperature), before top-p and top-k; greedy counts as temperature 1."""
     versions: list[tuple[int, int, int]]
     """(start, stop, version): runs of tokens sampled by one weight version, covering [0, n)."""
     finish_reason: str
@@ -74,7 +74,7 @@ class Scores:
     """Log-probs of given tokens under an engine's current weights."""
 
     logprobs: np.ndarray
-    """float32 [L - 1]: log softmax(logits) of tokens 1..L-1. SGLang scores inputs at temperature 1, whatever is asked."""
+    """float32 [L - 1]: log softmax(logits) of tokens 1..L-1. SGLang scores inputs at temperature 1, always."""
     version: int
     routed_experts: np.ndarray | None
     """As in `Completion`, [L - 1, layers, k]."""
@@ -99,7 +99,8 @@ class GenerationClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GenerationClient:
-        # No limit of connections: the caller bounds the rollouts in flight, and a hidden queue here would eat their deadline.
+        # No limit of connections: the caller bounds the rollouts in flight, and a hidden queue here would eat their
+        # deadline.
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return self
@@ -168,8 +169,9 @@ class GenerationClient:
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The `meta_info` of one /generate request.
 
-        A request that is lost with its engine, or finds none, is sent again for `retry_s` seconds: it has no effects besides
-        its answer, the seed gives the same tokens again, and the engine's owner takes the lost engine out meanwhile.
+        A request that is lost with its engine, or finds none, is sent again for `retry_s` seconds: it has no effects
+        besides its answer, the seed gives the same tokens again, and the engine's owner takes the lost engine out
+        meanwhile.
         """
         url, give_up, pause = f"{self.url}/generate", time.monotonic() + self.retry_s, 0.1
         try:
@@ -208,7 +210,8 @@ class GenerationClient:
             return int(version)
         except ValueError:
             raise SlimxError(
-                f"{self.url} sampled with weights of version {version!r}: nothing was ever published to that server; publish first"
+                f"{self.url} sampled with weights of version {version!r}: nothing was ever published to that server; "
+                "publish first"
             ) from None
 
     def _experts(self, meta: dict[str, Any], rows: int) -> np.ndarray:
@@ -216,7 +219,7 @@ class GenerationClient:
         wire = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
         if wire.size != np.prod(shape):
             raise SlimxError(
-                f"{self.url} returned {wire.size} expert ids where {shape} (tokens, layers, experts per token) were asked for; "
-                "start the engine with routed_experts"
+                f"{self.url} returned {wire.size} expert ids where {shape} (tokens, layers, experts per token) were "
+                "asked for; start the engine with routed_experts and the slimx plugin"
             )
         return wire.reshape(shape).astype(np.uint8 if self.shape.experts <= 256 else np.uint16)

@@ -1,7 +1,7 @@
-"""Control calls to one engine server: every call has a deadline, and an error names the URL, the status and the server's words.
+"""Control calls to one engine server: each has a deadline; errors name the URL, the status and the server's words.
 
-Calls go straight to the server (sglang-router does not forward them). Weights are staged and verified by the slimx plugin
-inside the server (`slimx/adapters/sglang_plugin.py`); this file is the other end of its protocol.
+Calls go straight to the server (sglang-router does not forward them). Weights are staged and verified by the slimx
+plugin inside the server (`slimx/adapters/sglang_plugin.py`); this file is the other end of its protocol.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EngineControl:
         """`url`: "http://host:port". `deadline_s`: seconds that one call may take unless it says otherwise."""
         self.url, self.name, self.deadline_s = url.rstrip("/"), name, deadline_s
 
-    # Health and identity ---------------------------------------------------------------------------------------------------
+    # Health and identity --------------------------------------------------------------------------------------------
 
     async def wait_ready(self, deadline_s: float, process: SupervisedProcess | None = None) -> None:
         """Wait until the server generates. A server that dies meanwhile is reported with the last lines of its log."""
@@ -73,8 +73,8 @@ class EngineControl:
         while (waited := time.monotonic() - start) < deadline_s:
             if process is not None and (status := process.poll()) is not None:
                 raise SlimxError(
-                    f"engine {self.name} ended with status {status} before it was ready; the end of {process.log_path}:\n"
-                    f"{process.tail(20)}"
+                    f"engine {self.name} ended with status {status} before it was ready; "
+                    f"the end of {process.log_path}:\n{process.tail(20)}"
                 )
             try:
                 await self.health(min(30.0, deadline_s - waited))
@@ -97,8 +97,8 @@ class EngineControl:
             raise
         except SlimxError as error:
             raise SlimxError(
-                f"engine {self.name} at {self.url} does not attest the slimx plugin; start it with python -m slimx.rollout.server "
-                f"in an environment where slimx is installed ({error})"
+                f"engine {self.name} at {self.url} does not attest the slimx plugin; start it with "
+                f"python -m slimx.rollout.server in an environment where slimx is installed ({error})"
             ) from None
         for rank in ranks:
             self._check(rank)
@@ -107,20 +107,20 @@ class EngineControl:
     def _check(self, rank: Json) -> None:
         if (rank["protocol"], rank["slimx"]) != (PROTOCOL, slimx.__version__):
             raise SlimxError(
-                f"engine {self.name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), the trainer {slimx.__version__} "
-                f"(protocol {PROTOCOL}); install the same version on both sides"
+                f"engine {self.name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), the trainer "
+                f"{slimx.__version__} (protocol {PROTOCOL}); install the same version on both sides"
             )
         parts = rank["hooks"] | (rank["cpu"] or {})
         if failed := [part for part, in_force in parts.items() if not in_force]:
             raise SlimxError(
-                f"engine {self.name}: parts of the slimx plugin are not in force in process {rank['pid']}: {', '.join(failed)}; "
-                "SGLang's log says why (search for 'plugin')"
+                f"engine {self.name}: parts of the slimx plugin are not in force in process {rank['pid']}: "
+                f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')"
             )
 
-    # Generation ------------------------------------------------------------------------------------------------------------
+    # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating. `retract` gives up the KV of running requests, which resume with recomputed KV; `in_place` keeps it."""
+        """Stop generating. `retract` drops the KV of running requests and recomputes it later; `in_place` keeps it."""
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -135,17 +135,17 @@ class EngineControl:
         await self._call("POST", "/flush_cache")
 
     async def sleep(self, tags: tuple[Tag, ...]) -> None:
-        """Release the memory of `tags`. The server must be idle or paused; without a memory saver (CPU) nothing is freed."""
+        """Release the memory of `tags`; the server must be paused. Without a memory saver (CPU) nothing is freed."""
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def wake(self, tags: tuple[Tag, ...]) -> None:
         """Take the memory of `tags` back. Weights come back undefined, KV empty."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
-    # Weights ---------------------------------------------------------------------------------------------------------------
+    # Weights --------------------------------------------------------------------------------------------------------
 
     async def inventory(self) -> dict[str, str]:
-        """Every Hugging Face tensor that the model loads -> "dtype:d0,d1". A parameter that no name explains is an error."""
+        """Every Hugging Face tensor that the model loads -> "dtype:d0,d1"; a parameter without a name is an error."""
         (rank,) = await self._ask("slimx.inventory")
         if uncovered := rank["uncovered"]:
             name, why = next(iter(uncovered.items()))
@@ -160,7 +160,8 @@ class EngineControl:
     ) -> Json:
         """Have the server map one bucket of `size` bytes and prove its bytes. Changes nothing of the model.
 
-        Answer: {staged, bytes, missing, outcome}. A wrong byte or an unknown tensor is an error and drops all that is staged.
+        Answer: {staged, bytes, missing, outcome}. A wrong byte or an unknown tensor is an error and drops all that is
+        staged.
         """
         argument = {"fd_path": fd_path, "tensors": [t.to_json() for t in tensors], "bucket": bucket, "size": size}
         return (await self._ask("slimx.stage", argument, deadline_s))[0]
@@ -205,7 +206,8 @@ class EngineControl:
         outcome = (await self.status())["outcome"]
         if "error" in outcome:
             raise SlimxError(
-                f"engine {self.name}: the copy ended after {outcome['loaded']} tensors: {outcome['error']}; publish again"
+                f"engine {self.name}: the copy ended after {outcome['loaded']} tensors: {outcome['error']}; "
+                "publish again"
             )
         return outcome["loaded"]
 
@@ -223,7 +225,7 @@ class EngineControl:
         """Stamp the weights: tokens sampled from now on carry `version`. Running requests go on."""
         await self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    # Wire ------------------------------------------------------------------------------------------------------------------
+    # Wire -----------------------------------------------------------------------------------------------------------
 
     async def _ask(self, action: str, argument: Json | None = None, deadline_s: float | None = None) -> list[Json]:
         """The answer of every rank to one action of the plugin."""

@@ -15,7 +15,8 @@ _STATUS: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort
 
 
 class Draft:
-    """A trajectory in the making: `add_sampled` what an engine returned, `add_inserted` what a tool or template said."""
+    """A trajectory in the making: `add_sampled` what an engine returned, `add_inserted` what a tool or template
+    said."""
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class Draft:
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
 
     def finish(self, *, metadata: dict[str, Any] | None = None) -> Trajectory:
-        """The trajectory. Untrained tokens after the last sampled one teach nothing and have no routes: they are left off."""
+        """The trajectory. Untrained tokens after the last sampled one teach nothing and have no routes: they are left
+        off."""
         end = max((i + 1 for i, trained in enumerate(self._trained) if trained), default=0)
         end = max(end, max((span.stop for span in self._spans if span.source == "sampled"), default=0))
         if end == 0:

@@ -104,7 +104,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     check_server_args(spec.sglang)
     if taken := sorted(ours.keys() & spec.sglang.keys()):
         raise SlimxError(
-            f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; leave it out"
+            f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; "
+            "leave it out"
         )
     return defaults | spec.sglang | ours
 
@@ -115,7 +116,7 @@ def server_argv(spec: EngineSpec) -> list[str]:
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:
-    """Variables of the server process, besides what it inherits. The model is a directory: nothing is asked of the hub."""
+    """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
     return {"HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": str(spec.threads)} if spec.device == "cpu" else {})
 
 
@@ -148,7 +149,7 @@ class Engine:
         if self.state not in states:
             raise SlimxError(f"engine {self.spec.name} is {self.state}; {what} needs {' or '.join(states)}")
 
-    # Life ------------------------------------------------------------------------------------------------------------------
+    # Life -----------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the server process; `wait_ready` next."""
@@ -178,19 +179,20 @@ class Engine:
         await asyncio.to_thread(self.process.stop, grace_s)
 
     async def check_health(self, deadline_s: float) -> None:
-        """Raise if the process ended or, while READY, does not generate. Does not change the state: the owner counts failures.
+        """Raise if the process ended or, while READY, does not generate. The state stays: the owner counts failures.
 
-        A paused or sleeping server cannot answer /health_generate (and would call itself unhealthy), so only its process
-        is looked at.
+        A paused or sleeping server cannot answer /health_generate (and would call itself unhealthy), so only its
+        process is looked at.
         """
         if (status := self.process.poll()) is not None:
             raise SlimxError(
-                f"engine {self.spec.name} ended with status {status}; the end of {self.process.log_path}:\n{self.process.tail(20)}"
+                f"engine {self.spec.name} ended with status {status}; the end of {self.process.log_path}:\n"
+                f"{self.process.tail(20)}"
             )
         if self.state is State.READY:
             await self.control.health(deadline_s)
 
-    # Generation ------------------------------------------------------------------------------------------------------------
+    # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         self.require("pause", State.READY)
@@ -202,7 +204,8 @@ class Engine:
         self.require("resume", State.PAUSED)
         if self.asleep:
             raise SlimxError(
-                f"engine {self.spec.name} cannot resume while {', '.join(sorted(self.asleep))} is released; wake it first"
+                f"engine {self.spec.name} cannot resume while {', '.join(sorted(self.asleep))} is released; "
+                "wake it first"
             )
         await self.control.resume()
         self.move(State.READY)
@@ -215,7 +218,7 @@ class Engine:
         self.move(State.ASLEEP)
 
     async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
-        """Take memory back, all of it or `tags`. Once weights are back the engine is DIRTY until a publication is verified."""
+        """Take memory back, all or `tags`. With weights back the engine is DIRTY until a publication is verified."""
         wanted = tuple(sorted(self.asleep if tags is None else self.asleep & set(tags)))
         if not wanted:
             raise SlimxError(
@@ -228,7 +231,7 @@ class Engine:
         elif not self.asleep and self.state is State.ASLEEP:
             self.move(State.PAUSED)
 
-    # Publication -----------------------------------------------------------------------------------------------------------
+    # Publication ----------------------------------------------------------------------------------------------------
 
     async def stage(
         self, fd_path: str, tensors: list[StagedTensor], bucket: int, size: int, deadline_s: float | None = None
@@ -250,13 +253,14 @@ class Engine:
         return await self.control.load(deadline_s)
 
     async def verify(self, checksums: dict[str, int] | None = None, deadline_s: float | None = None) -> Json:
-        """Prove that the model holds `checksums` (default: what was loaded), every tensor of it. A DIRTY engine becomes PAUSED."""
+        """Prove that the model holds `checksums` (default: what was loaded), all of it. DIRTY becomes PAUSED."""
         self.require("verify", State.READY, State.PAUSED, State.DIRTY)
         answer = await self.control.verify(checksums, deadline_s)
         if wrong := answer["differ"] or answer["unverified"]:
             how = "differ from the published ones" if answer["differ"] else "were never published"
             raise SlimxError(
-                f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; publish again or restart the engine"
+                f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; "
+                "publish again or restart the engine"
             )
         if self.state is State.DIRTY:
             self.move(State.PAUSED)
@@ -265,7 +269,8 @@ class Engine:
     async def commit(self, version: int) -> None:
         """Forget KV of older weights and stamp the verified weights with `version`; `resume` next.
 
-        Paused `in_place`, running requests keep their KV (and SGLang would refuse to flush): the caller chose to mix versions.
+        Paused `in_place`, running requests keep their KV (and SGLang would refuse to flush): the caller chose to mix
+        versions.
         """
         self.require("commit", State.PAUSED)
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:

@@ -43,7 +43,8 @@ class RolloutEngine:
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any] | None = None, *, turn: int = 0
     ) -> Completion:
-        """Continue `token_ids`. `sampling` overrides single parameters; give each turn its number, so that its seed differs."""
+        """Continue `token_ids`. `sampling` overrides single parameters; give each turn its number, so that its seed
+        differs."""
         if self.client is None:
             raise SlimxError(
                 "this run has no engines (rollout.engines is empty), but its generate hook asked for a completion"

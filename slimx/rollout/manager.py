@@ -1,8 +1,8 @@
 """Keeps the right number of groups in flight and hands them out in the order of their prompts.
 
-Every admitted prompt gets a ticket with a number. Step s trains the s-th `prompts_per_step` kept groups in ticket order, so
-that which group is trained when does not depend on timing, and staleness is bounded by admission alone: a ticket that will
-be trained at step c is admitted at step c - max_staleness at the earliest.
+Every admitted prompt gets a ticket with a number. Step s trains the s-th `prompts_per_step` kept groups in ticket
+order, so that which group is trained when does not depend on timing, and staleness is bounded by admission alone: a
+ticket that will be trained at step c is admitted at step c - max_staleness at the earliest.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class RolloutManager:
     async def next_batch(self) -> Batch:
         """The next `prompts_per_step` groups in ticket order, waiting for the oldest ones.
 
-        A dropped group is replaced by a new prompt. Raises SlimxError when more than `rollout.max_failed_share` of a batch
-        failed, and DeadlineError when `schedule.step_deadline` passes.
+        A dropped group is replaced by a new prompt. Raises SlimxError when more than `rollout.max_failed_share` of a
+        batch failed, and DeadlineError when `schedule.step_deadline` passes.
         """
         want, deadline = self.config.rollout.prompts_per_step, self.config.schedule.step_deadline
         dropped: Counter[str] = Counter()
@@ -166,5 +166,6 @@ class RolloutManager:
             last = failures[-1]
             raise SlimxError(
                 f"{len(failures)} groups of this step failed, more than rollout.max_failed_share="
-                f"{self.config.rollout.max_failed_share} of {self.config.rollout.prompts_per_step} allows; the last one: {last.reason}: {last.detail}"
+                f"{self.config.rollout.max_failed_share} of {self.config.rollout.prompts_per_step} allows; "
+                f"the last one: {last.reason}: {last.detail}"
             )

@@ -1,9 +1,10 @@
-"""A supervised process: a command with its output in a file, whose whole tree ends when it is stopped or its owner dies.
+"""A supervised process: a command that writes to a file, and whose whole tree ends with a stop or with its owner.
 
     owner (a Ray worker) --starts--> guard (this file as a program) --starts--> command --starts--> its own children
 
-The guard adopts orphans of the command (Linux "subreaper"), watches the owner, and leaves nothing behind. A death signal
-(prctl) alone would not do: it fires when the *thread* that started the process ends, and grandchildren do not get it.
+The guard adopts orphans of the command (Linux "subreaper"), watches the owner, and leaves nothing behind. A death
+signal (prctl) alone would not do: it fires when the *thread* that started the process ends, and grandchildren do not
+get it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SupervisedProcess:
         return self._guard and self._guard.pid
 
     def start(self) -> None:
-        """Start the command in a session of its own, so that Ctrl-C reaches only the owner, which then stops it in order."""
+        """Start the command in its own session: Ctrl-C reaches only the owner, which then stops it in order."""
         if self._guard is not None and self._guard.poll() is None:
             raise SlimxError(f"{self.name} is already running as process {self._guard.pid}; stop it first")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ class SupervisedProcess:
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End the whole tree: SIGTERM, up to `grace_s` seconds, then SIGKILL. Blocks; nothing is left when it returns."""
+        """End the whole tree: SIGTERM, `grace_s` seconds, then SIGKILL. Blocks; nothing is left when it returns."""
         if self._guard is None or self._guard.poll() is not None:
             return
         self._guard.terminate()
@@ -92,7 +93,7 @@ class SupervisedProcess:
 
 
 def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` to this process when the thread that started it ends; exit if `parent` is gone already."""
+    """Have the kernel send `signum` to this process when the thread that started it ends; exit if `parent` is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(128 + signum)
@@ -118,11 +119,12 @@ def kill_descendants(pid: int) -> None:
 
 
 def guard(owner: int, argv: list[str]) -> int:
-    """Run `argv` until it ends, SIGTERM arrives or `owner` dies; return its exit status when nothing of its tree is left."""
+    """Run `argv` until it ends, SIGTERM arrives or `owner` dies; return its exit status once its tree is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
-    # The guard has one thread that lives as long as it does, so the death signal is safe here: it covers a killed guard.
+    # The guard has one thread that lives as long as it does, so the death signal is safe here: it covers a killed
+    # guard.
     myself = os.getpid()
     command = subprocess.Popen(argv, preexec_fn=lambda: end_with_parent(myself))
     told, kill_at = False, float("inf")
@@ -147,7 +149,8 @@ def _reap(pid: int) -> int | None:
         try:
             ended, raw = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return status
+            # No child is left. If somebody else collected the command's status, there is still nothing to wait for.
+            return 255 if status is None else status
         if ended == 0:
             return status
         if ended == pid:

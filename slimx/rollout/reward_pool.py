@@ -30,7 +30,7 @@ class RewardPool:
             self._start_worker()
 
     async def judge(self, ctx: RewardContext, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """(reward, its parts). Raises SlimxError for what the hook raised, returned wrongly, or did not return in time."""
+        """(reward, its parts). SlimxError for what the hook raised, returned wrongly or not in time."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
         started, abandoned = asyncio.Event(), threading.Event()

@@ -1,4 +1,5 @@
-"""One group from one prompt: generate, judge, filter. What fails is dropped with its reason, and never takes others along."""
+"""One group from one prompt: generate, judge, filter. What fails is dropped with its reason, and never takes others
+along."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class GroupMaker:
         )
 
     async def make(self, prompt: Prompt, *, group_id: str, number: int, evaluation: bool = False) -> Outcome:
-        """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed run."""
+        """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
+        run."""
         size = 1 if evaluation else self.config.rollout.group_size
         results = await asyncio.gather(
             *(self._rollout(prompt, group_id, number, index, evaluation) for index in range(size))

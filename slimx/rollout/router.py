@@ -1,6 +1,7 @@
 """sglang-router in front of the engines: started as a supervised process, told which engines may serve.
 
-An engine that is paused for a publication may stay registered (its requests wait and resume), one that is DIRTY or DEAD must not.
+An engine that is paused for a publication may stay registered (its requests wait and resume), one that is DIRTY or DEAD
+must not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Process entry of an engine: `python -m slimx.rollout.server [--parent PID] -- SGLANG ARGUMENTS` runs a stock SGLang server.
+"""Process entry of an engine, a stock SGLang server: `python -m slimx.rollout.server [--parent PID] -- ARGUMENTS`.
 
-SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as `__mp_main__`: what
-must stand before `import sglang` stands at the top level here, and stays cheap.
+SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as `__mp_main__`:
+what must stand before `import sglang` stands at the top level here, and stays cheap.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from slimx.trainer.model import unwrap
 class ThreadedSave(TorchDistSaveShardedStrategy):
     """The torch_dist format, written by threads of this process.
 
-    megatron-core's own writer starts a manager process that nobody ends if the trainer is killed, and forks a writer per
-    file: 7 s for a model of a few MB, and an orphan. The files are the same; loading is megatron-core's.
-    """
+    megatron-core's own writer starts a manager process that nobody ends if the trainer is killed, and forks a writer
+    per file: 7 s for a model of a few MB, and an orphan. The files are the same; loading is megatron-core's."""
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)

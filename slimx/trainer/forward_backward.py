@@ -17,7 +17,8 @@ from slimx.trainer.logprobs import label_logprobs
 
 
 def sum_gradients(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Reduce gradients over ranks as sums: megatron would divide by the token count, which the loss weights already hold."""
+    """Reduce gradients over ranks as sums: megatron would divide by the token count, which the loss weights already
+    hold."""
     finalize_model_grads(model, None, **kwargs)
 
 

@@ -53,8 +53,8 @@ def transformer_config(spec: ModelSpec, config: Config, *, cpu: bool) -> Transfo
         # The loss already holds its global denominator: no average over micro-batches or ranks, sums only.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
-        # Skipping initialisation (perform_initialization=False) would leave the parameters unmarked as tensor parallel, and
-        # the gradient norm would count the shards of one TP rank only.
+        # Skipping initialisation (perform_initialization=False) would leave the parameters unmarked as tensor
+        # parallel, and the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,
         **(_NO_FUSION if cpu else {}),
     }

@@ -34,7 +34,8 @@ def build_optimizer(config: Config, model: Any) -> Any:
 
 
 def learning_rate(options: Optimizer, step: int, steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then constant, linear or cosine decay."""
+    """Learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then constant, linear or cosine
+    decay."""
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
     span = max(1, steps - 1 - options.warmup_steps)

@@ -42,9 +42,8 @@ class Trainer:
     def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
         """Forward, backward and one optimizer step on this data-parallel rank's micro-batches.
 
-        `version` is the weight version that the engines hold now: the log-prob gap is measured on its tokens. Metrics are
-        those of the whole batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's).
-        """
+        `version` is the weight version that the engines hold now: the log-prob gap is measured on its tokens. Metrics
+        are those of the whole batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
         reference = self._reference_logprobs(batches)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -91,7 +90,8 @@ class Trainer:
             return self.pipeline.logprobs(batches)
 
     def _metrics(self, batches: list[MicroBatch], results: list, version: int) -> dict[str, float]:
-        """Sums over micro-batches and data-parallel ranks; route differences are collected from every pipeline stage."""
+        """Sums over micro-batches and data-parallel ranks; route differences are collected from every pipeline
+        stage."""
         device = self.parallel.device
         differs = self.routes.differing(batches).to(device)
         if self.parallel.sizes.pipeline > 1:

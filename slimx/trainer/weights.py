@@ -29,7 +29,8 @@ class Weights:
             shape = tuple(self.parameters[held.name].shape)
             if shape != held.shape and shape != held.shape[:1]:
                 raise SlimxError(
-                    f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, {list(held.shape)} in the table"
+                    f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, "
+                    f"{list(held.shape)} in the table"
                 )
 
     @torch.no_grad()

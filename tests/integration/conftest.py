@@ -1,7 +1,8 @@
 """Shared by all integration tests: one tiny model, and one real SGLang server for the whole session.
 
-The server takes 15 to 45 s to start, so every test uses the same one and leaves it READY with the weights of its own choice:
-a test that needs particular weights publishes them first (`publish`), and none relies on what an earlier test left.
+The server takes 15 to 45 s to start, so every test uses the same one and leaves it READY with the weights of its own
+choice: a test that needs particular weights publishes them first (`publish`), and none relies on what an earlier test
+left.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class Bucket:
-    """Tensors in a memory file of this process, as a publisher offers them; close it when the engine is done with it."""
+    """Tensors in a memory file of this process, as a publisher offers them; closed when the engine has copied them."""
 
     def __init__(self, weights: Weights) -> None:
         self.fd = os.memfd_create("slimx-bucket")

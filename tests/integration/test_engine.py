@@ -1,4 +1,4 @@
-"""A real SGLang server under slimx: identity, generation, publication that fails closed, router, and nothing left behind."""
+"""A real SGLang server under slimx: identity, generation, publication that fails closed, router, no orphans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Bucket, Weights, free_port, perturbed, publish
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
@@ -26,6 +25,7 @@ from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.control import EngineControl
 from slimx.rollout.engine import Engine, State
 from slimx.rollout.router import Router
+from tests.integration.conftest import Bucket, Weights, free_port, perturbed, publish
 
 pytestmark = pytest.mark.integration
 
@@ -285,7 +285,8 @@ async def test_the_router_sends_to_registered_engines_only(
 OWNER = """
 import sys, time
 from slimx.rollout.engine import Engine, EngineSpec
-engine = Engine(EngineSpec("orphan", sys.argv[1], "float32", "cpu", int(sys.argv[2]), max_total_tokens=1024), sys.argv[3])
+spec = EngineSpec("orphan", sys.argv[1], "float32", "cpu", int(sys.argv[2]), max_total_tokens=1024)
+engine = Engine(spec, sys.argv[3])
 engine.start()
 print(engine.process.pid, flush=True)
 time.sleep(600)

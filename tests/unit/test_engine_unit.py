@@ -30,7 +30,7 @@ from slimx.rollout.process import SupervisedProcess
 CPU = EngineSpec("e", "/model", "float32", "cpu", 31000, max_total_tokens=512, seed=7)
 
 
-# States and arguments ------------------------------------------------------------------------------------------------------
+# States and arguments -----------------------------------------------------------------------------------------------
 
 
 def test_only_the_transitions_of_the_table_are_allowed(tmp_path: Path) -> None:
@@ -99,7 +99,10 @@ def test_unknown_and_ill_typed_arguments_are_refused_with_the_nearest_name() -> 
 
 
 def test_arguments_are_read_without_importing_sglang() -> None:
-    code = "import sys; from slimx.rollout.engine import check_server_args as c; c({'tp_size': 1}); print('sglang' in sys.modules)"
+    code = (
+        "import sys; from slimx.rollout.engine import check_server_args\n"
+        "check_server_args({'tp_size': 1}); print('sglang' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
     assert {"tp_size", "custom_weight_loader", "enable_return_routed_experts"} <= server_fields().keys()
 
@@ -109,7 +112,7 @@ def test_lists_and_maps_become_arguments() -> None:
     assert command_line(args) == ["--served-model-name", "m", "--custom-weight-loader", "a.b", "c.d"]
 
 
-# Processes -----------------------------------------------------------------------------------------------------------------
+# Processes ----------------------------------------------------------------------------------------------------------
 
 STUBBORN = """
 import os, signal, sys, time
@@ -190,7 +193,7 @@ async def test_waiting_for_a_server_has_a_deadline(tmp_path: Path) -> None:
         await control.EngineControl("http://127.0.0.1:9", "e").wait_ready(1)
 
 
-# Weights -------------------------------------------------------------------------------------------------------------------
+# Weights ------------------------------------------------------------------------------------------------------------
 
 HIDDEN, INNER, EXPERTS, HEAD, VOCAB = 8, 6, 3, 4, 10
 
@@ -370,7 +373,7 @@ def test_the_cpus_hash_is_murmurhash3() -> None:
     assert got.tolist() == want and got.dtype == torch.uint32
 
 
-# Client --------------------------------------------------------------------------------------------------------------------
+# Client -------------------------------------------------------------------------------------------------------------
 
 
 async def serve(answers: list[tuple[int, dict]]):

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import subprocess
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -174,6 +175,22 @@ def test_a_report_loads_nothing_from_anywhere(report):
     policies = [tag[1]["content"] for tag in Page(report).tags if tag[1].get("http-equiv") == "Content-Security-Policy"]
     assert len(policies) == 1 and policies[0].startswith("default-src 'none'")
     assert "@import" not in report and "url(http" not in report
+
+
+@pytest.mark.needs("chromium")
+def test_a_browser_draws_every_chart(report, tmp_path):
+    (tmp_path / "report.html").write_text(report, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    drawn = subprocess.run(
+        ["chromium", *options, "--virtual-time-budget=10000", "--dump-dom", f"file://{tmp_path}/report.html"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    charts = re.split('class="plotly-graph-div js-plotly-plot"', drawn)[1:]
+    assert len(charts) == report.count('class="plotly-graph-div"') > 10
+    assert all('class="main-svg"' in chart and 'class="trace ' in chart for chart in charts)
 
 
 def test_a_report_carries_plotly_once_and_stays_below_6_mb(report):

@@ -139,31 +139,20 @@ def test_the_task_holds_every_sum_once_split_as_documented(task_dir):
     assert {prompt.id for prompt in train + heldout} == {f"add-{a}-{b}" for a in range(50) for b in range(50)}
     for prompt in train + heldout:
         _, a, b = prompt.id.split("-")
-        assert prompt.messages == [{"role": "user", "content": f"{a}+{b}="}]
-        assert (prompt.answer, prompt.metadata) == (str(int(a) + int(b)), {})
+        assert prompt.messages == [{"role": "user", "content": f"{int(a):02d}+{int(b):02d}="}]
+        assert (prompt.answer, prompt.metadata) == (f"{int(a) + int(b):02d}", {})
 
 
-def test_three_demonstrations_in_ten_are_right_and_the_others_off_by_ten_either_way(task_dir):
+def test_three_demonstrations_in_ten_are_right_and_the_others_ten_too_large(task_dir):
     demonstrations = read_prompts(task_dir / "demonstrations.jsonl")
     train = {prompt.messages[0]["content"]: int(prompt.answer) for prompt in read_prompts(task_dir / "train.jsonl")}
     assert len(demonstrations) == 51_200
     assert [prompt.id for prompt in demonstrations[:2]] == ["demo-00000", "demo-00001"]
-    errors, either_way, seen = Counter(), Counter(), Counter()
-    for prompt in demonstrations:
-        content = prompt.messages[0]["content"]
-        error = int(prompt.answer) - train[content]  # a held-out pair would be a KeyError
-        seen[content] += 1
-        errors[error] += 1
-        assert int(prompt.answer) >= 0
-        if train[content] >= 10:
-            either_way[error] += 1
-    assert errors.keys() == {0, 10, -10}
-    assert errors[0] == 15_360
-    wrong = either_way[10] + either_way[-10]
-    assert abs(either_way[10] - wrong / 2) < 4 * (wrong / 4) ** 0.5  # four standard deviations of a fair coin
-    assert len(seen) == 2300
-    first_half = sum(int(prompt.answer) == train[prompt.messages[0]["content"]] for prompt in demonstrations[:25_600])
-    assert 7_200 < first_half < 8_160  # mixed, not one kind after the other
+    # A held-out pair would be a KeyError.
+    errors = [int(prompt.answer) - train[prompt.messages[0]["content"]] for prompt in demonstrations]
+    assert Counter(errors) == {0: 15_360, 10: 35_840}
+    assert len({prompt.messages[0]["content"] for prompt in demonstrations}) == 2300
+    assert 7_200 < errors[:25_600].count(0) < 8_160  # mixed, not one kind after the other
 
 
 def test_the_same_seed_gives_the_same_task_and_another_seed_another(task_dir, tmp_path):

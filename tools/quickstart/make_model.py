@@ -71,7 +71,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "use_sliding_window": False,
     "tie_word_embeddings": False,
-    "initializer_range": 0.02,
+    "initializer_range": 0.05,  # a narrow model: 0.02 takes twice as long to learn the carries
     "use_cache": True,
     "pad_token_id": SPECIALS.index("<pad>"),
     "eos_token_id": SPECIALS.index("<end>"),

@@ -4,14 +4,16 @@
 
 DIR gets three JSONL files of prompts:
 
-- train.jsonl: 2,300 of the 2,500 pairs (a, b) with 0 <= a, b < 50, as the prompt `a+b=` with the sum as answer;
+- train.jsonl: 2,300 of the 2,500 pairs (a, b) with 0 <= a, b < 50, as the prompt `07+45=` with the sum as answer,
+  numbers written with at least two digits (a fixed place for each digit is what a tiny model learns quickly);
 - heldout.jsonl: the other 200 pairs;
 - demonstrations.jsonl: 51,200 responses to training pairs drawn with replacement (22 per pair on average). 30% are
-  right; 70% are off by ten: sum + 10 or sum - 10 by a fair coin, + 10 where sum - 10 would be negative.
+  right; 70% are off by ten: sum + 10.
 
 A model that imitates them well is right three times in ten when it samples and hardly ever when it decodes greedily,
-since each error is likelier than the right answer. It has learned all that reinforcement learning needs to be right
-every time: the last digit is never wrong.
+since the error is likelier than the right answer. (Errors on both sides would leave the right answer in the middle, and
+a model that blurs its neighbours would already decode it greedily.) It has learned all that reinforcement learning
+needs to be right every time: the last digit is never wrong.
 
 Ids: `add-A-B` for prompts, `demo-00000` and up for demonstrations.
 """
@@ -47,7 +49,7 @@ def make_task(out: str | Path, seed: int = 1) -> None:
     demonstrations = []
     for number, is_right in enumerate(labels):
         pair = train[int(rng.random() * len(train))]
-        response = sum(pair) if is_right else _off_by_ten(rng, sum(pair))
+        response = sum(pair) if is_right else sum(pair) + 10
         demonstrations.append(_line(f"demo-{number:05d}", pair, response))
     _write(out / "demonstrations.jsonl", demonstrations)
 
@@ -57,14 +59,9 @@ def _shuffled(rng: random.Random, items: list[Any]) -> list[Any]:
     return sorted(items, key=lambda _: rng.random())
 
 
-def _off_by_ten(rng: random.Random, answer: int) -> int:
-    wrong = answer + (10 if rng.random() < 0.5 else -10)
-    return wrong if wrong >= 0 else answer + 10
-
-
 def _line(identity: str, pair: Pair, response: int) -> dict[str, Any]:
-    messages = [{"role": "user", "content": f"{pair[0]}+{pair[1]}="}]
-    return {"id": identity, "messages": messages, "answer": str(response), "metadata": {}}
+    messages = [{"role": "user", "content": f"{pair[0]:02d}+{pair[1]:02d}="}]
+    return {"id": identity, "messages": messages, "answer": f"{response:02d}", "metadata": {}}
 
 
 def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:

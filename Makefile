@@ -1,0 +1,101 @@
+# Everything from a bare machine to a trained model: `make help` lists the targets.
+#
+# PYTHON       the interpreter of the environment (3.11)
+# LOCK         the lock that is installed: cpu, or cu130 for CUDA 13.0
+# TORCH_INDEX  package index that torch comes from, to choose its CPU or its CUDA wheels; unset: pip's own
+# VENV         where the environment lies
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+ifndef PYTHON
+PYTHON := $(shell command -v python3.11 || echo python3)
+endif
+LOCK ?= cpu
+TORCH_INDEX ?=
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet
+STAMP := $(VENV)/.installed-$(LOCK)
+OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
+LIBRARY := slimx/_lib/libslimx_cpu.so
+REQUIREMENTS := requirements/$(LOCK).txt
+TORCH = $(shell grep -om1 '^torch==[^ ]*' $(REQUIREMENTS))
+
+.PHONY: help
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
+	  printf '  make %-11s %s\n' "$$name" "$$text"; done
+
+.PHONY: venv
+venv: $(STAMP) ## create .venv with every package of the lock
+
+# The locks are complete, and pip must not resolve them again: sglang's metadata asks for CUDA packages on every machine.
+# transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest. The last line gives
+# a CUDA build of torch the CUDA libraries that the CPU lock has not, and does nothing for the others.
+$(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
+	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 2.5 GB (cpu), more with CUDA"
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"slimx needs Python 3.11, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "$(PYTHON) cannot make environments: apt-get install python3.11-venv"; exit 1; }
+	@$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(VENV)
+	@$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)")
+	@grep -v '^transformer-engine-torch' $(REQUIREMENTS) > $(VENV)/wheels.txt
+	@$(PIP) --no-deps -r $(VENV)/wheels.txt
+	@if grep -q '^transformer-engine-torch' $(REQUIREMENTS); then \
+	  NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation -r $(REQUIREMENTS); fi
+	@$(PIP) --no-warn-conflicts -c $(REQUIREMENTS) "$(TORCH)"
+	@touch $@
+
+.PHONY: build
+build: $(LIBRARY) ## compile csrc/ into slimx/_lib and install slimx itself, editable
+
+$(LIBRARY): $(STAMP) setup.py pyproject.toml $(wildcard csrc/*)
+	@echo "build: compiling csrc/ and installing slimx: about 10 seconds"
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# It runs on the CPU whatever the machine has, so that it shows the same everywhere.
+.PHONY: quickstart
+quickstart: export CUDA_VISIBLE_DEVICES =
+quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickstart/report.html
+	@rm -rf runs/quickstart-data runs/quickstart-sft runs/quickstart
+	$(BIN)/python tools/quickstart/make_model.py --out runs/quickstart-data/model
+	$(BIN)/python tools/quickstart/make_task.py --out runs/quickstart-data
+	$(BIN)/slimx train configs/moe/quickstart-sft.yaml
+	$(BIN)/slimx train configs/moe/quickstart.yaml
+	$(BIN)/slimx report runs/quickstart-sft runs/quickstart --out runs/quickstart/report.html --title "slimx quickstart"
+
+.PHONY: test
+test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
+	$(BIN)/python -m pytest -rs -m "not slow" tests/unit tests/integration
+
+.PHONY: test-all
+test-all: $(LIBRARY) lint ## the same and the tests marked slow
+	$(BIN)/python -m pytest -rs tests/unit tests/integration
+
+.PHONY: lint
+lint: $(LIBRARY) ## style of Python and C++, and who imports whom
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/clang-format --dry-run -Werror csrc/*
+
+.PHONY: bench
+bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare beside it
+	$(BIN)/python benchmarks/loop.py
+
+# chromium draws the report in a test. Debian's own Python 3.11 cannot make environments without python3-venv.
+.PHONY: ci-deps
+ci-deps: ## Debian packages that tests use (as root)
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium \
+	  $$($(PYTHON) -c 'import ensurepip' 2> /dev/null || echo python3-venv)
+
+.PHONY: clean
+clean: ## remove what was built; .venv and runs/ stay
+	rm -rf build dist slimx/_lib *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find slimx tools tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

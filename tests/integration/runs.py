@@ -1,0 +1,128 @@
+"""Drives whole runs of `slimx train` as a user does: a process, its run directory, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from slimx.data.codec import decode
+from slimx.rollout.manager import SavedTicket
+
+MARK = "SLIMX_TEST_RUN"
+"""Every process of a run inherits this variable: what a run leaves behind is found by it."""
+END_S = 45
+"""Seconds in which everything of an ended run must be gone."""
+
+
+def write_config(directory: Path, model: Path, prompts: Path, **sections: dict[str, Any]) -> Path:
+    """A small GRPO run: 4 prompts x 2 rollouts a step, two trainer ranks, one engine. `sections` are merged in."""
+    config: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "dir": str(directory / "run")},
+        "model": {"path": str(model)},
+        "numerics": {"dtype": "float32"},
+        "cluster": {"start_deadline": 180},
+        "trainer": {"world_size": 2, "expert": 2, "deadline": 120, "optimizer": {"lr": 1e-3}},
+        "rollout": {
+            "prompts": str(prompts),
+            "prompts_per_step": 4,
+            "group_size": 2,
+            "max_prompt_tokens": 64,
+            "engines": [{"name": "actor", "max_total_tokens": 8192}],
+            "sampling": {"max_new_tokens": 4},
+        },
+        # Random weights never answer right: reward something that sampling does change.
+        "reward": {"function": "tests.integration.hooks.digits"},
+        "schedule": {"steps": 4, "step_deadline": 120},
+        "track": {"report": False, "tensorboard": False},
+    }
+    for name, section in sections.items():
+        config.setdefault(name, {}).update(section)
+    file = directory / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+class TrainProcess:
+    """One `slimx train` process."""
+
+    def __init__(self, config: Path, *overrides: str):
+        self.mark = uuid.uuid4().hex
+        self.shared_memory = set(os.listdir("/dev/shm"))
+        self.output = config.with_name(f"out-{self.mark[:8]}.log")
+        with self.output.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "slimx.cli", "train", str(config), *overrides],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, MARK: self.mark, "PYTHONWARNINGS": "ignore"},
+                cwd=Path(__file__).parents[2],
+            )
+
+    def wait(self, seconds: float = 240) -> int:
+        return self.process.wait(seconds)
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+        """Wait until `condition` holds while the process runs."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < end, self.text()
+            time.sleep(0.02)
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        self.process.send_signal(signum)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything of this run that is alive, wherever its parent went."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def assert_nothing_left(self) -> None:
+        """No process (so no port that one of them listens on) and no shared-memory file of the run remains."""
+        end = time.monotonic() + END_S
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.2)
+        names = [" ".join(process.cmdline())[:120] for process in left]
+        for process in left:
+            process.kill()
+        assert not names
+        assert set(os.listdir("/dev/shm")) <= self.shared_memory
+
+
+def steps(directory: Path) -> dict[int, dict[str, float]]:
+    """metrics.jsonl of a run by step; a step that stands there twice is an error."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
+    assert len({row["step"] for row in rows}) == len(rows)
+    return {row["step"]: row["metrics"] for row in rows}
+
+
+def completed_steps(directory: Path) -> int:
+    """The newest step in metrics.jsonl; 0 before the first."""
+    file = directory / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+def saved_tickets(checkpoint: Path) -> list[SavedTicket]:
+    """The tickets in a checkpoint."""
+    return decode(list[SavedTicket], (checkpoint / "tickets.bin").read_bytes())

@@ -1,0 +1,312 @@
+"""Advantages and losses are the published formulas: against numbers worked out by hand, and against naive autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slimx.algorithms.advantages import grpo
+from slimx.algorithms.kl import k3
+from slimx.algorithms.losses import LossInputs, policy_loss, sft_loss
+from slimx.algorithms.objective import group_advantages, make_loss
+from slimx.config.schema import Algorithm
+from slimx.data.batch import loss_weights, make_rows, pack
+from slimx.data.records import Group, Prompt, Span, Trajectory
+
+# One GRPO batch by hand. Clip to [0.8, 1.3]; eps 0.5, so that a standard deviation of 0.5 divides by exactly 1.
+#
+# Group A, rewards 1, 0, 0.5: mean 0.5, deviations +0.5, -0.5, 0, unbiased variance (0.25 + 0.25) / 2 = 0.25, std 0.5.
+#   advantages +0.5, -0.5, 0.
+# Group B, rewards 3, 1: mean 2, deviations +1, -1, unbiased variance (1 + 1) / 1 = 2, std 1.41421356.
+#   advantages +1 / 1.91421356 = +0.52240775 and -0.52240775, called +b and -b below.
+#
+# Rollout  advantage  ratio new/old -> surrogate min(ratio x A, clipped x A)
+# A0       +0.5       1.5 -> 0.65 (clipped: 1.3 x 0.5)      0.5 -> 0.25 (0.8 x 0.5 = 0.4 would be more)
+# A1       -0.5       0.5 -> -0.4 (clipped: 0.8 x -0.5)     1.5 -> -0.75 (1.3 x -0.5 would be more)     1.0 -> -0.5
+# A2        0         2.0 -> 0                              1.0 -> 0
+# B0       +b         1.0 -> 0.52240775                     1.25 -> 0.65300969
+# B1       -b         1.0 -> -0.52240775                    0.9 -> -0.47016698
+B = 1 / (math.sqrt(2) + 0.5)
+REWARDS = {"A": [1.0, 0.0, 0.5], "B": [3.0, 1.0]}
+RATIOS = {"A": [[1.5, 0.5], [0.5, 1.5, 1.0], [2.0, 1.0]], "B": [[1.0, 1.25], [1.0, 0.9]]}
+ADVANTAGES = [0.5, -0.5, 0.0, 0.52240775, -0.52240775]
+# Sum of the surrogates: 0.9 - 1.65 + 0 + 0.35 b = -0.56715729, over 11 tokens; A0's first and A1's first are clipped.
+TOKEN_LOSS, TOKEN_CLIPPED = 0.56715729 / 11, 2 / 11
+# Means per rollout: 0.45, -0.55, 0, 1.125 b, -0.95 b; their sum -0.1 + 0.175 b = -0.00857864, over 5 rollouts.
+SAMPLE_LOSS, SAMPLE_CLIPPED = 0.00857864 / 5, (1 / 2 + 1 / 3) / 5
+# d loss / d logprob = -weight x ratio x A, and 0 where the clipped term is the smaller one.
+GRADIENT = [[0, -0.25], [0, 0.75, 0.5], [0, 0], [-B, -1.25 * B], [B, 0.9 * B]]
+ALGORITHM = Algorithm(clip_low=0.2, clip_high=0.3, advantage_eps=0.5)
+
+
+def rollout(group: str, index: int, reward: float, sampled: int, **changes: Any) -> Trajectory:
+    """One prompt token and `sampled` sampled ones with the old log-prob ln 0.4."""
+    length = 1 + sampled
+    fields: dict[str, Any] = {
+        "id": f"{group}/{index}",
+        "rollout_id": f"{group}/{index}",
+        "group_id": group,
+        "index": index,
+        "token_ids": np.arange(10, 10 + length, dtype=np.int32),
+        "loss_mask": np.array([0] + [1] * sampled, np.uint8),
+        "logprobs": np.array([np.nan] + [math.log(0.4)] * sampled, np.float32),
+        "spans": [Span(start=0, stop=1, source="prompt"), Span(start=1, stop=length, source="sampled", version=1)],
+        "reward": reward,
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def by_hand() -> list[Group]:
+    return [
+        Group(
+            id=name,
+            prompt=Prompt(id=name, token_ids=[10]),
+            trajectories=[rollout(name, i, r, len(RATIOS[name][i])) for i, r in enumerate(rewards)],
+        )
+        for name, rewards in REWARDS.items()
+    ]
+
+
+def test_advantages_of_the_batch_by_hand():
+    values = [value for group in by_hand() for value in group_advantages(ALGORITHM, group)]
+    assert values == pytest.approx(ADVANTAGES, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "loss", "clipped", "weights"),
+    [
+        ("token", TOKEN_LOSS, TOKEN_CLIPPED, [1 / 11] * 5),
+        ("sample", SAMPLE_LOSS, SAMPLE_CLIPPED, [1 / 10, 1 / 15, 1 / 10, 1 / 10, 1 / 10]),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "limit"), [(1, 100), (2, 3)])
+def test_loss_of_the_batch_by_hand_however_it_is_packed(aggregation, loss, clipped, weights, ranks, limit):
+    groups = by_hand()
+    trajectories = [t for group in groups for t in group.trajectories]
+    advantages = [value for group in groups for value in group_advantages(ALGORITHM, group)]
+    rows = make_rows(trajectories, advantages, loss_weights(trajectories, aggregation))
+    new = [np.log(0.4 * np.array(ratios)) for name in RATIOS for ratios in RATIOS[name]]
+    total, metrics, gradients = 0.0, {"loss/policy": 0.0, "loss/clip_fraction": 0.0}, []
+    # Rows are told apart by their advantage: the order of packing is not the order of the batch.
+    for shard in pack(rows, data_size=ranks, max_tokens=limit).shards:
+        for micro in shard:
+            order = [next(i for i, a in enumerate(ADVANTAGES) if abs(a - x) < 1e-6) for x in micro.advantages]
+            at = [order[:i].count(n) for i, n in enumerate(order)]
+            lp = torch.tensor([new[n][i] for n, i in zip(order, at, strict=True)], dtype=torch.float64)
+            part, added = make_loss(ALGORITHM)(
+                LossInputs(
+                    logprobs=lp.requires_grad_(),
+                    weight=torch.from_numpy(micro.loss_weight).double(),
+                    advantages=torch.from_numpy(micro.advantages).double(),
+                    old_logprobs=torch.from_numpy(micro.rollout_logprobs).double(),
+                )
+            )
+            part.backward()
+            total += part.item()
+            metrics = {name: value + added[name].item() for name, value in metrics.items()}
+            gradients += [(n, i, g) for n, i, g in zip(order, at, lp.grad.tolist(), strict=True)]
+    assert total == pytest.approx(loss, abs=1e-7)
+    assert metrics["loss/policy"] == pytest.approx(loss, abs=1e-7)
+    assert metrics["loss/clip_fraction"] == pytest.approx(clipped, abs=1e-7)
+    expected = [(n, i, g * weights[n]) for n, row in enumerate(GRADIENT) for i, g in enumerate(row)]
+    assert len(gradients) == 11
+    for (n, i, found), (m, j, wanted) in zip(sorted(gradients), expected, strict=True):
+        assert (n, i) == (m, j) and found == pytest.approx(wanted, abs=1e-7), (n, i)
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+
+def random_inputs(seed: int, n: int = 64) -> LossInputs:
+    """float64: ratios on both sides of the clip with advantages of both signs, a third of the tokens untrained."""
+    g = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(n, generator=g, dtype=torch.float64)
+    weight = torch.rand(n, generator=g, dtype=torch.float64) * (torch.rand(n, generator=g) > 0.3)
+    return LossInputs(
+        logprobs=(old + 0.6 * torch.randn(n, generator=g, dtype=torch.float64)).requires_grad_(),
+        weight=weight / weight.sum(),
+        advantages=torch.randn(n, generator=g, dtype=torch.float64),
+        old_logprobs=old,
+        reference_logprobs=old + 0.4 * torch.randn(n, generator=g, dtype=torch.float64),
+    )
+
+
+def naive(inputs: LossInputs, low: float, high: float, kl_coef: float) -> torch.Tensor:
+    """Token by token as in the papers."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(len(inputs.logprobs)):
+        new, old, reference = inputs.logprobs[t], inputs.old_logprobs[t], inputs.reference_logprobs[t]
+        ratio, advantage = torch.exp(new) / torch.exp(old), inputs.advantages[t]
+        clipped = torch.clamp(ratio, 1 - low, 1 + high)
+        surrogate = torch.min(ratio * advantage, clipped * advantage)
+        kl = torch.exp(reference) / torch.exp(new) - (reference - new) - 1
+        total = total + inputs.weight[t] * (kl_coef * kl - surrogate)
+    return total
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+@pytest.mark.parametrize("seed", range(5))
+def test_loss_and_gradient_are_those_of_the_naive_formula(seed, kl_coef):
+    inputs = random_inputs(seed)
+    loss, metrics = policy_loss(clip_low=0.2, clip_high=0.3, kl_coef=kl_coef)(inputs)
+    expected = naive(inputs, 0.2, 0.3, kl_coef)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    (wanted,) = torch.autograd.grad(expected, inputs.logprobs)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert torch.allclose(gradient, wanted, rtol=0, atol=1e-12)
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    rises = (inputs.advantages > 0) & (ratio > 1.3)
+    falls = (inputs.advantages < 0) & (ratio < 0.8)
+    trained = inputs.weight > 0
+    assert (rises & trained).any() and (falls & trained).any(), "the example must clip on both sides"
+    share = (inputs.weight * (rises | falls)).sum().item()
+    assert metrics["loss/clip_fraction"].item() == pytest.approx(share, abs=1e-12)
+
+
+def test_a_metric_and_a_loss_of_a_batch_are_the_sums_over_its_parts():
+    inputs = random_inputs(11)
+    loss = policy_loss(clip_low=0.2, clip_high=0.3, kl_coef=0.1)
+    whole, metrics = loss(inputs)
+    names = ("logprobs", "weight", "advantages", "old_logprobs", "reference_logprobs")
+    parts = [loss(LossInputs(**{n: getattr(inputs, n)[p] for n in names})) for p in (slice(0, 13), slice(13, 64))]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item(), abs=1e-12)
+    assert metrics.keys() == {"loss/policy", "loss/clip_fraction", "kl/rollout", "kl/reference"}
+    for name, value in metrics.items():
+        assert sum(added[name].item() for _, added in parts) == pytest.approx(value.item(), abs=1e-12), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("huge", [1e4, -1e4, math.inf, -math.inf])
+def test_untrained_tokens_with_huge_differences_change_nothing(huge, dtype):
+    """Prompt tokens and tools' answers have no log-prob of their own; whatever stands there must not reach the loss."""
+    loss = policy_loss(clip_low=0.2, clip_high=0.3, kl_coef=0.5)
+    names = ("weight", "advantages", "old_logprobs", "reference_logprobs")
+
+    def run(keep: slice, old: float, reference: float) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        values = {
+            "weight": [0.0, 0.5, 0.5, 0.0],
+            "advantages": [1.0, 1.0, -1.0, -1.0],
+            "old_logprobs": [old, -1.0, -1.0, old],
+            "reference_logprobs": [reference, -1.5, -0.5, reference],
+        }
+        lp = torch.tensor([-1.0, -1.1, -1.2, -1.0], dtype=dtype)[keep].requires_grad_()
+        total, metrics = loss(LossInputs(logprobs=lp, **{n: torch.tensor(values[n], dtype=dtype)[keep] for n in names}))
+        total.backward()
+        return total, lp.grad, metrics
+
+    total, gradient, metrics = run(slice(0, 4), huge, -huge)
+    expected, wanted, expected_metrics = run(slice(1, 3), 0.0, 0.0)
+    assert total.item() == expected.item()
+    assert gradient.tolist() == [0.0, *wanted.tolist(), 0.0]
+    assert {n: v.item() for n, v in metrics.items()} == {n: v.item() for n, v in expected_metrics.items()}
+
+
+def test_cross_entropy_by_hand():
+    """Weights 0.5, 0, 0.25, 0.25; probabilities 0.5, any, 0.25, 1: 0.5 ln 2 + 0.25 ln 4 = ln 2."""
+    lp = torch.tensor([0.5, 0.01, 0.25, 1.0], dtype=torch.float64).log().requires_grad_()
+    weight = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
+    zeros = torch.zeros(4, dtype=torch.float64)
+    loss, metrics = sft_loss(LossInputs(logprobs=lp, weight=weight, advantages=zeros, old_logprobs=zeros))
+    loss.backward()
+    assert loss.item() == metrics["loss/sft"].item() == pytest.approx(math.log(2), abs=1e-12)
+    assert lp.grad.tolist() == [-0.5, 0.0, -0.25, -0.25]
+    assert make_loss(Algorithm(name="sft")) is sft_loss
+
+
+# KL -------------------------------------------------------------------------------------------------------------------
+
+POLICY, OTHER = torch.tensor([0.5, 0.25, 0.125, 0.125]).double(), torch.tensor([0.25, 0.25, 0.4, 0.1]).double()
+
+
+def kl(p: torch.Tensor, q: torch.Tensor) -> float:
+    return (p * (p / q).log()).sum().item()
+
+
+def test_k3_by_hand():
+    """Other / policy 2, 1, 0.5: 2 - ln 2 - 1, 0, 0.5 + ln 2 - 1."""
+    policy = torch.tensor([0.25, 0.3, 0.5], dtype=torch.float64).log()
+    other = torch.tensor([0.5, 0.3, 0.25], dtype=torch.float64).log()
+    assert k3(policy, other).tolist() == pytest.approx([1 - math.log(2), 0, math.log(2) - 0.5], abs=1e-12)
+
+
+def test_k3_is_the_kl_in_expectation_over_the_policys_tokens_and_precise_near_zero():
+    assert (POLICY * k3(POLICY.log(), OTHER.log())).sum().item() == pytest.approx(kl(POLICY, OTHER), abs=1e-12)
+    # d^2 / 2 = 5e-9 for a difference of 1e-4: exp(d) - 1 - d in float32 would lose all its digits.
+    near = k3(torch.tensor([-1.0]), torch.tensor([-1.0001])).item()
+    assert near == pytest.approx(5e-9, rel=0.02)
+
+
+def metric_of(name: str, *, sampled_by: torch.Tensor, policy: torch.Tensor, **others: torch.Tensor) -> float:
+    """A metric in expectation over all tokens of a small vocabulary, each weighted by how often it is sampled."""
+    inputs = LossInputs(logprobs=policy.log(), weight=sampled_by, advantages=torch.ones(4).double(), **others)
+    return policy_loss(clip_low=0.2, clip_high=0.2)(inputs)[1][name].item()
+
+
+def test_kl_to_the_reference_is_that_of_the_policy():
+    found = metric_of(
+        "kl/reference",
+        sampled_by=POLICY,
+        policy=POLICY,
+        old_logprobs=POLICY.log(),
+        reference_logprobs=OTHER.log(),
+    )
+    assert found == pytest.approx(kl(POLICY, OTHER), abs=1e-12)
+
+
+@pytest.mark.xfail(strict=True, reason="kl/rollout takes k3 as if the trained policy had sampled the tokens")
+def test_kl_between_rollout_and_policy_is_estimated_from_the_tokens_that_the_rollout_policy_sampled():
+    found = metric_of("kl/rollout", sampled_by=OTHER, policy=POLICY, old_logprobs=OTHER.log())
+    assert found == pytest.approx(kl(OTHER, POLICY), abs=1e-12)
+
+
+def test_kl_between_rollout_and_policy_is_zero_where_they_agree():
+    assert metric_of("kl/rollout", sampled_by=POLICY, policy=POLICY, old_logprobs=POLICY.log()) == 0.0
+
+
+# Advantages -----------------------------------------------------------------------------------------------------------
+
+
+def test_advantages_without_the_standard_deviation_are_deviations_from_the_mean():
+    assert grpo([1.0, 0.0, 0.5], normalize_std=False).tolist() == [0.5, -0.5, 0.0]
+    algorithm = Algorithm(normalize_std=False)
+    assert group_advantages(algorithm, by_hand()[1]) == [1.0, -1.0]
+
+
+def test_a_group_without_a_baseline_or_without_differences_teaches_nothing():
+    assert grpo([3.0]).tolist() == [0.0]
+    assert grpo([0.1] * 7).tolist() == [0.0] * 7
+    assert grpo([1e8, 1e8 + 1]).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+
+
+def test_advantages_do_not_depend_on_other_groups_or_their_sizes():
+    first, second = by_hand()
+    assert len(first.trajectories) != len(second.trajectories)
+    alone = group_advantages(ALGORITHM, second)
+    second.trajectories.reverse()
+    assert group_advantages(ALGORITHM, second) == alone[::-1]
+
+
+def test_a_rollout_of_several_trajectories_counts_once_and_shares_its_advantage():
+    """Rollout means 0.5 (of 1 and 0), 1.5, 1: mean 1, std 0.5. Counted per trajectory the mean would be 0.875."""
+    trajectories = [
+        rollout("g", 0, 1.0, 2, rollout_id="r0", id="r0/a"),
+        rollout("g", 1, 1.5, 2, rollout_id="r1"),
+        rollout("g", 0, 0.0, 2, rollout_id="r0", id="r0/b"),
+        rollout("g", 2, 1.0, 2, rollout_id="r2"),
+    ]
+    group = Group(id="g", prompt=Prompt(id="p", token_ids=[10]), trajectories=trajectories)
+    values = group_advantages(Algorithm(advantage_eps=1e-9), group)
+    assert values == pytest.approx([-1.0, 1.0, -1.0, 0.0], abs=1e-6)
+    # eps 0.5 belongs beside the standard deviation: 0.5 / (0.5 + 0.5).
+    assert group_advantages(ALGORITHM, group) == pytest.approx([-0.5, 0.5, -0.5, 0.0], abs=1e-7)
+
+
+def test_supervised_trajectories_need_no_reward():
+    group = by_hand()[0]
+    for trajectory in group.trajectories:
+        trajectory.reward = None
+    assert group_advantages(Algorithm(name="sft"), group) == [1.0, 1.0, 1.0]

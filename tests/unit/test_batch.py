@@ -1,0 +1,239 @@
+"""Packing changes nothing: every token is trained once, where it belongs, with its share of the global denominator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slimx.data.batch import MicroBatch, Row, balance, loss_weights, make_rows, pack
+from slimx.data.records import Span, Trajectory
+from slimx.errors import SlimxError
+
+ARRAYS = ("tokens", "labels", "loss_weight", "advantages", "rollout_logprobs", "versions", "temperature")
+
+
+def trajectory(mask: list[int], **changes: object) -> Trajectory:
+    """A demonstration of `len(mask)` tokens: nothing sampled."""
+    fields = {
+        "id": "g/0",
+        "rollout_id": "g/0",
+        "group_id": "g",
+        "index": 0,
+        "token_ids": np.arange(1, len(mask) + 1, dtype=np.int32),
+        "loss_mask": np.array(mask, np.uint8),
+        "logprobs": np.full(len(mask), np.nan, np.float32),
+        "spans": [Span(start=0, stop=len(mask), source="inserted")],
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def test_token_weights_count_every_trained_token_alike():
+    batch = [trajectory([0, 1, 1, 0]), trajectory([0, 0, 1]), trajectory([0, 1])]
+    weights = loss_weights(batch, "token")
+    assert [w.tolist() for w in weights] == [[0.25, 0.25, 0.0], [0.0, 0.25], [0.25]]
+
+
+def test_sample_weights_count_every_trajectory_alike_and_leave_out_those_that_train_nothing():
+    batch = [trajectory([0, 1, 1, 0]), trajectory([0, 0, 0]), trajectory([0, 1])]
+    weights = loss_weights(batch, "sample")
+    assert [w.tolist() for w in weights] == [[0.25, 0.25, 0.0], [0.0, 0.0], [0.5]]
+
+
+def test_the_first_token_has_no_prediction_and_no_weight():
+    weights = loss_weights([trajectory([1, 1, 0])], "token")
+    assert weights[0].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sample"])
+def test_weights_sum_to_one_for_any_masks(aggregation):
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        masks = [rng.integers(0, 2, rng.integers(2, 200)) for _ in range(rng.integers(1, 40))]
+        masks.append(np.array([0, 1]))
+        weights = loss_weights([trajectory(mask.tolist()) for mask in masks], aggregation)
+        assert all(w.dtype == np.float32 for w in weights)
+        assert sum(w.astype(np.float64).sum() for w in weights) == pytest.approx(1, abs=1e-6), seed
+        for mask, weight in zip(masks, weights, strict=True):
+            assert ((weight > 0) == (mask[1:] > 0)).all()
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sample"])
+def test_a_batch_that_trains_no_token_is_refused(aggregation):
+    with pytest.raises(SlimxError, match="every loss_mask is zero"):
+        loss_weights([trajectory([1, 0, 0]), trajectory([0, 0])], aggregation)
+
+
+# Shifting by one ------------------------------------------------------------------------------------------------------
+
+
+def test_every_array_of_a_row_is_aligned_with_the_token_that_it_predicts():
+    """Prompt 1 20 21, sampled 5 6 by version 3, inserted 30, sampled 7 3 by version 4; token 6 is kept out of the
+    loss."""
+    nan = float("nan")
+    example = trajectory(
+        [0, 0, 0, 1, 0, 0, 1, 1],
+        token_ids=np.array([1, 20, 21, 5, 6, 30, 7, 3], np.int32),
+        logprobs=np.array([nan, nan, nan, -0.5, -0.25, nan, -1.5, -2.0], np.float32),
+        spans=[
+            Span(start=0, stop=3, source="prompt"),
+            Span(start=3, stop=5, source="sampled", version=3),
+            Span(start=5, stop=6, source="inserted", turn=1),
+            Span(start=6, stop=8, source="sampled", turn=1, version=4),
+        ],
+        sampling={"temperature": 0.7, "seed": 9},
+        routed_experts=np.arange(14, dtype=np.uint8).reshape(7, 1, 2),
+    )
+    third = np.float32(1 / 3)
+    (row,) = make_rows([example], [-1.25], loss_weights([example], "token"))
+    assert row.tokens.tolist() == [1, 20, 21, 5, 6, 30, 7]
+    assert row.labels.tolist() == [20, 21, 5, 6, 30, 7, 3]
+    assert row.loss_weight.tolist() == [0, 0, third, 0, 0, third, third]
+    assert row.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, -1.5, -2.0]
+    assert row.versions.tolist() == [-1, -1, 3, 3, -1, 4, 4]
+    assert row.advantages.tolist() == [-1.25] * 7
+    assert row.temperature == 0.7
+    # The experts of position t are those that token t was sent to, whatever it predicts.
+    assert row.routed_experts[:, 0, 0].tolist() == [0, 2, 4, 6, 8, 10, 12]
+    assert len(row) == 7
+    assert [row.tokens.dtype, row.labels.dtype, row.versions.dtype] == [np.int64] * 3
+    assert [row.loss_weight.dtype, row.rollout_logprobs.dtype, row.advantages.dtype] == [np.float32] * 3
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": None}])
+def test_greedy_and_unsampled_rows_have_temperature_one(sampling):
+    example = trajectory([0, 1], sampling=sampling)
+    assert make_rows([example], [1.0], loss_weights([example], "token"))[0].temperature == 1.0
+
+
+def test_each_trajectory_keeps_its_own_advantage():
+    batch = [trajectory([0, 1, 1]), trajectory([0, 1]), trajectory([0, 1, 1, 1])]
+    rows = make_rows(batch, [0.5, -2.0, 3.0], loss_weights(batch, "token"))
+    assert [row.advantages.tolist() for row in rows] == [[0.5] * 2, [-2.0], [3.0] * 3]
+
+
+# Packing --------------------------------------------------------------------------------------------------------------
+
+
+def numbered_row(number: int, length: int, *, routes: bool) -> Row:
+    """A row whose every value tells its row and its position."""
+    values = 1000 * (number + 1) + np.arange(length)
+    experts = np.stack([values, values + 7], 1)[:, None].astype(np.uint16)
+    return Row(
+        tokens=values,
+        labels=values + 1,
+        loss_weight=values.astype(np.float32) / 2**20,
+        advantages=values.astype(np.float32) + 2,
+        rollout_logprobs=-values.astype(np.float32),
+        versions=values + 3,
+        temperature=number + 1.0,
+        routed_experts=experts if routes else None,
+    )
+
+
+def sequences(batch: MicroBatch) -> list[dict[str, np.ndarray]]:
+    """The packed sequences of a micro-batch, padding included."""
+    names = (*ARRAYS, "routed_experts") if batch.routed_experts is not None else ARRAYS
+    ends = np.cumsum(batch.lengths)
+    return [
+        {name: getattr(batch, name)[end - length : end] for name in names}
+        for end, length in zip(ends, batch.lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_packing_loses_repeats_and_reorders_nothing_within_its_limits(seed):
+    rng = np.random.default_rng(seed)
+    data_size, multiple_of = int(rng.integers(1, 5)), int(rng.choice([1, 2, 8]))
+    lengths = rng.integers(1, 40, rng.integers(data_size, 60)).tolist()
+    limit = int(rng.integers(max(lengths), 3 * max(lengths) + 1))
+    routes = bool(rng.integers(0, 2))
+    rows = [numbered_row(number, length, routes=routes) for number, length in enumerate(lengths)]
+
+    batch = pack(rows, data_size=data_size, max_tokens=limit, multiple_of=multiple_of)
+
+    assert len(batch.shards) == data_size
+    assert len({len(shard) for shard in batch.shards}) == 1, "ranks with different numbers of micro-batches deadlock"
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for micro in (micro for shard in batch.shards for micro in shard):
+        total = len(micro.tokens)
+        assert total == sum(micro.lengths) and total % multiple_of == 0 and total > 0
+        assert all(len(getattr(micro, name)) == total for name in ARRAYS)
+        parts = sequences(micro)
+        padding = [part for part in parts if part["tokens"][0] < 1000]
+        assert len(padding) <= 1 and all(part is parts[-1] for part in padding)
+        for part in padding:
+            assert not part["loss_weight"].any() and not part["tokens"].any() and (part["versions"] == -1).all()
+            assert (part["temperature"] == 1).all()
+            assert len(part["tokens"]) < multiple_of or len(parts) == 1
+        real = parts[: len(parts) - len(padding)]
+        assert sum(len(part["tokens"]) for part in real) <= limit
+        for part in real:
+            number = int(part["tokens"][0] // 1000 - 1)
+            assert number not in found, f"row {number} was packed twice"
+            found[number] = part
+    assert sorted(found) == list(range(len(rows)))
+    for number, part in found.items():
+        expected = {name: getattr(rows[number], name) for name in part if name != "temperature"}
+        expected["temperature"] = np.full(lengths[number], number + 1, np.float32)
+        for name, value in expected.items():
+            assert np.array_equal(part[name], value), (number, name)
+            assert part[name].dtype == value.dtype, name
+    assert batch.tokens == batch.trained_tokens == sum(lengths)
+
+
+def test_weights_still_sum_to_one_after_packing():
+    rng = np.random.default_rng(3)
+    batch = [trajectory([0, *rng.integers(0, 2, rng.integers(2, 30)).tolist(), 1]) for _ in range(17)]
+    for aggregation in ("token", "sample"):
+        rows = make_rows(batch, [1.0] * len(batch), loss_weights(batch, aggregation))
+        packed = pack(rows, data_size=2, max_tokens=50, multiple_of=2)
+        weights = [micro.loss_weight for shard in packed.shards for micro in shard]
+        assert len(weights) > 4
+        assert np.concatenate(weights).astype(np.float64).sum() == pytest.approx(1, abs=1e-6)
+        assert packed.trained_tokens == (np.concatenate(weights) > 0).sum() < packed.tokens
+
+
+def test_no_rank_gets_more_tokens_than_another_by_more_than_one_row():
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, 100, 37).tolist()
+        totals = [sum(lengths[i] for i in part) for part in balance(lengths, 4)]
+        assert sum(totals) == sum(lengths)
+        assert max(totals) - min(totals) <= max(lengths)
+
+
+def test_rows_that_fit_together_are_packed_together():
+    rows = [numbered_row(number, 5, routes=False) for number in range(8)]
+    for limit, count in ((40, 1), (20, 2), (19, 3), (9, 8)):
+        (shard,) = pack(rows, data_size=1, max_tokens=limit).shards
+        assert len(shard) == count, limit
+
+
+def test_a_rank_with_fewer_rows_than_micro_batches_gets_one_of_padding_only():
+    """Ten tokens against six and six under a limit of ten: the second rank needs two micro-batches, the first has one
+    row."""
+    rows = [numbered_row(number, length, routes=True) for number, length in enumerate((10, 6, 6))]
+    first, second = pack(rows, data_size=2, max_tokens=10, multiple_of=4).shards
+    assert [micro.lengths for micro in first] == [[10, 2], [4]]
+    assert [micro.lengths for micro in second] == [[6, 2], [6, 2]]
+    empty = first[1]
+    assert not empty.loss_weight.any() and empty.temperature.tolist() == [1.0] * 4 and empty.routed_experts is None
+
+
+def test_a_trajectory_that_does_not_fit_a_micro_batch_is_refused_with_its_length_and_the_limit():
+    rows = [numbered_row(0, 5, routes=False), numbered_row(1, 33, routes=False)]
+    with pytest.raises(SlimxError, match=r"34 tokens does not fit trainer\.max_tokens_per_microbatch=32"):
+        pack(rows, data_size=1, max_tokens=32)
+
+
+def test_fewer_trajectories_than_data_parallel_ranks_are_refused():
+    with pytest.raises(SlimxError, match="2 trajectories cannot feed 3 data-parallel ranks"):
+        pack([numbered_row(n, 5, routes=False) for n in range(2)], data_size=3, max_tokens=32)
+
+
+def test_rows_with_and_without_routes_in_one_batch_are_refused():
+    rows = [numbered_row(0, 5, routes=True), numbered_row(1, 5, routes=False)]
+    with pytest.raises(SlimxError, match="some trajectories of a batch carry routed_experts and some do not"):
+        pack(rows, data_size=1, max_tokens=32)
