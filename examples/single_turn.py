@@ -18,7 +18,7 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     draft = ctx.draft(prompt)
 
     # Ask an engine to continue them. Sampling parameters come from `rollout.sampling`; override single ones by a dict:
-    #     await ctx.engine.generate(draft.token_ids, {"temperature": 0.7, "max_new_tokens": 32})
+    #     await ctx.engine.generate(draft.token_ids, {"max_new_tokens": 32})
     completion = await ctx.engine.generate(draft.token_ids)
 
     # The completion carries the sampled ids with their log-probs, the weight versions that sampled them and, for an MoE

@@ -50,7 +50,9 @@ def doctor(
 
     console = Console()
     healthy = examine(console)
-    if file is not None:
+    if file is not None and not healthy:
+        console.print(f"{file} is not checked: it needs what is missing", highlight=False)
+    elif file is not None:
         config = load_config(file, overrides or [])
         from slimx.orchestration.checks import check_run
 

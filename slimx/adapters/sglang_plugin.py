@@ -8,12 +8,16 @@ full.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 import slimx
 from slimx.adapters import sglang_cpu, sglang_receiver
@@ -24,6 +28,9 @@ PROTOCOL = 1
 NAME = "slimx"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+LOADS_PATH = "sglang.srt.managers.load_snapshot.shm_path_for"
+LOADS = "slimx-loads"
+"""Name of the memory file that replaces it."""
 CHECK_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
 ANSWER, ERROR = "slimx", "error"
 """Keys of the payload's `checksums`: our JSON answer, or the text of an error."""
@@ -43,11 +50,29 @@ def register() -> None:
     # them.
     if SCHEDULER in sys.modules:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
+        HookRegistry.register(LOADS_PATH, loads_path, HookType.REPLACE)
         if is_cpu():
             sglang_cpu.register_hooks(HookRegistry, HookType)
             sglang_cpu.close_gaps()
     elif DETOKENIZER not in sys.modules:
         HookRegistry.register(GENERATE, take_fields, HookType.BEFORE)
+        os.memfd_create(LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
+        HookRegistry.register(LOADS_PATH, loads_path, HookType.REPLACE)
+
+
+def loads_path(ipc_name: str) -> str:
+    """Where the scheduler tells its load to the server, in place of `load_snapshot.shm_path_for`.
+
+    SGLang's file in /dev/shm is never removed. This one is a memory file of the server's first process, found through
+    /proc by that process and its children: it has no name to leave behind, however the server ends.
+    """
+    for process in (psutil.Process(), *psutil.Process().parents()):
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            # A file may be closed between the listing and the look, the listing's own among them.
+            with contextlib.suppress(FileNotFoundError):
+                if LOADS in os.readlink(link):
+                    return str(link)
+    raise SlimxError("the server's first process holds no memory file for its load; start it with slimx.rollout.server")
 
 
 def take_fields(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -264,8 +264,8 @@ class Config(Section):
                 "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers "
                 "train cannot generate ahead; set one of them to its default"
             )
-        if not self.rollout.engines and self.schedule.max_staleness:
-            raise ValueError("schedule.max_staleness needs engines; rollout.engines is empty")
+        if not self.rollout.engines and (self.schedule.max_staleness or self.schedule.colocate):
+            raise ValueError("schedule.max_staleness and schedule.colocate need engines; rollout.engines is empty")
         return self
 
     @property

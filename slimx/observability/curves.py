@@ -109,6 +109,9 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
             lines.append(_Line(f"mean of {RUNNING_MEAN_STEPS} steps", line.colour, x, y, series.sparse))
     if panel.log:
         _logarithmic(chart, lines)
+    elif constant := _constant(lines):
+        # plotly would put a constant in the middle of an axis from -1 to 1, where 2e-4 looks like 0.
+        chart.figure.update_yaxes(range=sorted((0.0, 2 * constant)))
     for line in lines:
         _draw(chart.figure, line)
     return chart
@@ -165,6 +168,12 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
             )
             line.y = np.where(zeros, np.nan, line.y)
     chart.figure.update_yaxes(type="log", tickvals=list(ticks), ticktext=list(ticks.values()))
+
+
+def _constant(lines: Sequence[_Line]) -> float | None:
+    """The one value that all lines have everywhere; None if they have several, or only 0."""
+    values = np.unique(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]))
+    return float(values[0]) if values.size == 1 and values[0] else None
 
 
 def _draw(figure: go.Figure, line: _Line) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
 
 import numpy as np
 
@@ -13,17 +12,12 @@ from slimx.orchestration.run import Run
 from slimx.rollout.rollouts import Outcome
 
 
-async def evaluate(run: Run, *, when: Literal["before", "during", "after"]) -> dict[str, float]:
-    """Mean reward of one greedy answer per held-out prompt; {} where none is due.
+async def evaluate(run: Run) -> dict[str, float]:
+    """Mean reward of one greedy answer per held-out prompt; {} without such prompts.
 
     A prompt whose evaluation fails counts as 0 and is counted in `eval/failed`; if all fail, the run stops.
     """
-    due = {
-        "before": run.step == 0,
-        "during": run.due(run.config.eval.every),
-        "after": not run.due(run.config.eval.every),
-    }[when]
-    if not run.eval_prompts or not due:
+    if not run.eval_prompts:
         return {}
     with run.phase("eval"):
         outcomes: list[Outcome] = await run.watched(
@@ -34,9 +28,7 @@ async def evaluate(run: Run, *, when: Literal["before", "during", "after"]) -> d
         raise SlimxError(f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}")
     rewards = [0.0 if outcome.failed else outcome.group.trajectories[0].reward for outcome in outcomes]
     metrics = {"eval/accuracy": float(np.mean(rewards)), "eval/failed": float(len(failed))}
-    run.record_evaluation(
-        metrics, [outcome.group for outcome in outcomes if not outcome.failed], alone=when != "during"
-    )
+    run.record_evaluation(metrics, [outcome.group for outcome in outcomes if not outcome.failed])
     return metrics
 
 

@@ -31,9 +31,10 @@ async def train(run: Run) -> None:
     """Run the loop from `run.step` to `schedule.steps`."""
     schedule, config = run.config.schedule, run.config
     await run.publish()
-    await evaluate(run, when="before")
+    if run.step == 0:
+        run.record_start(await evaluate(run))
     while run.step < schedule.steps:
-        began = time.perf_counter()
+        began, run.current = time.perf_counter(), run.step + 1
         with run.phase("generate"):
             batch = await run.watched(run.rollouts.next_batch())
         with run.phase("prepare"):
@@ -54,13 +55,13 @@ async def train(run: Run) -> None:
         if run.engines is not None and not metrics["gap/tokens"]:
             with run.phase("probe"):
                 metrics |= await run.watched(probe_gap(run, batch.groups))
-        metrics |= await evaluate(run, when="during")
+        if run.due(config.eval.every) or run.step == schedule.steps:
+            metrics |= await evaluate(run)
         seconds = time.perf_counter() - began
         metrics["perf/tokens_per_second"] = train_batch.tokens / seconds
         run.record(metrics, batch.groups, seconds)
         if run.due(config.checkpoint.every):
             await run.save()
-    await evaluate(run, when="after")
     await run.save()
     await run.export()
 

@@ -71,6 +71,8 @@ class Run:
         self.eval_prompts, self.tokenizer, self.saves, self.records = eval_prompts, tokenizer, saves, records
         self.publisher = Publisher(trainers, engines.engines, config.publish.deadline) if engines else None
         self.step = 0
+        self.current = 0
+        """Number of the step in progress, from 1; 0 before the first."""
         self.version = 0
         self._lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._saved_step = -1
@@ -97,7 +99,7 @@ class Run:
     def phase(self, name: str) -> Iterator[None]:
         """A named part of the present step, in the timeline and the live table."""
         self.records.table.phase(name)
-        with self.records.timeline.phase(name, step=self.step):
+        with self.records.timeline.phase(name, step=self.current):
             yield
 
     def due(self, every: int) -> bool:
@@ -138,7 +140,14 @@ class Run:
 
     async def restore(self, path: Path, state: RunState) -> None:
         """Continue from the checkpoint in `path`."""
-        await self.trainers.restore(path / "trainer", same_layout=state.layout == asdict(self.sizes))
+        layout = asdict(self.sizes)
+        if (state.layout["expert"] > 1) != (layout["expert"] > 1):
+            raise SlimxError(
+                f"{path} was written with trainer.expert={state.layout['expert']}; megatron-core cannot bring its "
+                f"optimizer state to trainer.expert={layout['expert']} (only between sizes above 1): keep the size, or "
+                "start a new run from exported weights (checkpoint.export_hf)"
+            )
+        await self.trainers.restore(path / "trainer", same_layout=state.layout == layout)
         self.step, self.version = state.step, state.version
         self._saved_step = state.step
         self.maker.version = state.version
@@ -160,19 +169,21 @@ class Run:
 
     def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
         """Log a finished step, show it, and keep a few of its samples."""
-        phases = self.records.timeline.seconds(self.step - 1)
-        for name, spent in self.records.timeline.seconds(self.step).items():
-            phases[name] = phases.get(name, 0.0) + spent  # what came after the optimizer step carries its new number
+        phases = self.records.timeline.seconds(self.step)
         times = {f"time/{name}": spent for name, spent in phases.items()} | {"time/step": seconds}
         self.records.tracker.log(self.step, metrics | times, version=self.version if self.engines else None)
         self.records.table.row(self.step, metrics | times)
-        if (self.step - 1) % self.config.track.samples_every == 0 or self.step == self.config.schedule.steps:
+        due = (self.step - 1) % self.config.track.samples_every == 0 or self.step == self.config.schedule.steps
+        if self.engines is not None and due:
             self._write_samples(groups, evaluation=False)
 
-    def record_evaluation(self, metrics: dict[str, float], groups: list[Group], *, alone: bool) -> None:
-        """Keep samples of an evaluation; log its metrics if no step's record will carry them."""
-        if alone and self.step == 0:
+    def record_start(self, metrics: dict[str, float]) -> None:
+        """Log what was measured before the first step, as step 0."""
+        if metrics:
             self.records.tracker.log(0, metrics, version=self.version)
+
+    def record_evaluation(self, metrics: dict[str, float], groups: list[Group]) -> None:
+        """Keep samples of an evaluation and say its result."""
         self.records.table.note(f"step {self.step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, evaluation=True)
 

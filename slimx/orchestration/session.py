@@ -25,7 +25,7 @@ from slimx.orchestration.cluster import start_ray, stop_ray
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.loop import train
 from slimx.orchestration.run import Records, Run, summary
-from slimx.orchestration.saves import Saves, read_state
+from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.rollouts import GroupMaker
@@ -45,6 +45,9 @@ def run_training(config: Config, console: Console) -> Path:
     directory = Path(config.run.dir)
     saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
     resume_from = _resume_point(config, directory, saves)
+    if resume_from is not None and _finished(config, directory, read_state(resume_from)):
+        console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
+        return directory
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
     start_ray(config)
@@ -64,6 +67,11 @@ def _resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
             f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it"
         )
     return newest
+
+
+def _finished(config: Config, directory: Path, state: RunState) -> bool:
+    exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
+    return state.step >= config.schedule.steps and exported
 
 
 async def _interruptible(work) -> None:

@@ -19,14 +19,12 @@ from slimx.trainer.worker import TrainerWorker
 class TrainerGroup:
     """`trainer.world_size` Ray actors, called together, each call with a deadline."""
 
-    def __init__(self, config: Config, sizes: Sizes, device: str, log_dir: Path):
+    def __init__(self, config: Config, sizes: Sizes, device: str, log_dir: Path, worker: type = TrainerWorker):
         self.config, self.sizes = config, sizes
         self.logs = [log_dir / f"trainer-{rank}.log" for rank in range(sizes.world)]
-        self._buckets = 0
+        self._buckets: list[dict[str, str]] = []
         share = 0.5 if config.schedule.colocate else 1
-        actor = ray.remote(TrainerWorker).options(
-            num_cpus=config.trainer.threads, num_gpus=share if device == "cuda" else 0
-        )
+        actor = ray.remote(worker).options(num_cpus=config.trainer.threads, num_gpus=share if device == "cuda" else 0)
         values = config.model_dump(mode="json")
         self.actors = [actor.remote(rank, values, str(self.logs[rank]), device) for rank in range(sizes.world)]
 
@@ -63,8 +61,8 @@ class TrainerGroup:
     async def export(self, directory: Path) -> None:
         """Write the present weights into `directory`, an empty one, as Hugging Face files."""
         shards = []
-        for bucket in range(self._buckets):
-            path = str(directory / shard_name("model", bucket, self._buckets))
+        for bucket in range(len(self._buckets)):
+            path = str(directory / shard_name("model", bucket, len(self._buckets)))
             results = await self._all(
                 "export_bucket", [(bucket, path)] * self.sizes.world, f"the export to {directory}"
             )
@@ -79,8 +77,11 @@ class TrainerGroup:
 
     # Source of weights (slimx.reshard.publish) ------------------------------------------------------------------------
 
+    async def tensors(self) -> dict[str, str]:
+        return {name: form for bucket in self._buckets for name, form in bucket.items()}
+
     async def bucket_count(self) -> int:
-        return self._buckets
+        return len(self._buckets)
 
     async def gather(self, bucket: int) -> PackedBucket:
         results = await self._all("gather", [(bucket,)] * self.sizes.world, f"the gather of bucket {bucket}")

@@ -152,7 +152,7 @@ def packages() -> Iterator[Finding]:
             f" {lock} {pinned}" if pinned else ""
         )
         if installed is None:
-            yield Finding(name, text, f"not installed; run `make venv` or `pip install {name}{needed}`")
+            yield Finding(name, text, "not installed; run `make venv`")
         elif not _fits(installed, needed):
             yield Finding(name, text, f"{installed} is not in {needed}; run `make venv`")
         elif pinned and installed.partition("+")[0] != pinned and name in MAIN:
@@ -179,7 +179,7 @@ def adapters() -> Iterator[Finding]:
         yield Finding("megatron_layers", "not in force: Transformer Engine is installed")
     else:
         why = "Transformer Engine is not installed, so its layers are built from plain torch"
-        problem = "training on a GPU is slow without it; install the extra: pip install 'slimx[cuda]'" if cuda else None
+        problem = "training on a GPU is slow without it; run `make venv LOCK=cu130`" if cuda else None
         yield Finding("megatron_layers", f"in force: {why}", problem, needed=False)
     absent = [name for name in STAND_INS if not _found(name)]
     if cuda:
@@ -296,16 +296,11 @@ def _fits(version: str, needed: str) -> bool:
 
 
 def _lock() -> tuple[str, dict[str, str]]:
-    """Name and pins of the lock for this torch; no pins where slimx is installed without its repository."""
-    try:
-        import torch
-
-        name = "cu130" if torch.version.cuda else "cpu"
-    except ImportError:
-        name = "cpu"
-    file = ROOT / "requirements" / f"{name}.txt"
-    pins = re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE) if file.is_file() else []
-    return f"{name}.txt", dict(pins)
+    """Name and pins of the lock that `make venv` installed here; no pins for an environment made otherwise."""
+    for file in sorted((ROOT / "requirements").glob("*.txt")):
+        if Path(sys.prefix, f".installed-{file.stem}").exists():
+            return file.name, dict(re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE))
+    return "", {}
 
 
 class _Plain:

@@ -75,6 +75,11 @@ class Gatherer:
         dist.gather(send, received, dst=PUBLISHER, group=self.group)
         return self._assemble(bucket, received) if received is not None else None
 
+    def forms(self) -> list[dict[str, str]]:
+        """Per bucket the tensors that it brings: name -> "dtype:d0,d1"."""
+        name = str(self.dtype).removeprefix("torch.")
+        return [{t.name: f"{name}:{','.join(map(str, t.shape))}" for t in bucket.tensors} for bucket in self.buckets]
+
     def release(self) -> None:
         """Give the memory files back; receivers that still map one keep it alive for themselves."""
         for file in self._files:

@@ -1,10 +1,11 @@
 """Publication: the trainers' weights become a new version in every engine, proven equal, or the run stops.
 
-    pause -> for each bucket: gather, stage (bytes verified in the engine's staging) -> load in place -> verify what the
+    for each bucket: gather, stage (bytes verified in the engine's staging) -> pause -> load in place -> verify what the
     engine holds -> commit (version set) -> resume
 
-Before the first copy an abort changes nothing. From the first copy an engine is DIRTY and serves nothing until a
-complete publication is verified. This room knows no engine and no trainer: it is given both as the protocols below.
+Engines serve while buckets are staged. Before the first copy an abort changes nothing. From the first copy an engine is
+DIRTY and serves nothing until a complete publication is verified. This room knows no engine and no trainer: it is given
+both as the protocols below.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from slimx.reshard.gather import PackedBucket
 class Source(Protocol):
     """The trainers."""
 
+    async def tensors(self) -> dict[str, str]:
+        """Every tensor that will be sent: name -> "dtype:d0,d1"."""
+        ...
+
     async def bucket_count(self) -> int: ...
 
     async def gather(self, bucket: int) -> PackedBucket: ...
@@ -34,7 +39,9 @@ class Receiver(Protocol):
 
     name: str
 
-    async def inventory(self) -> dict[str, str]: ...
+    async def inventory(self) -> dict[str, str]:
+        """Every tensor that the engine loads, in the form of `Source.tensors`."""
+        ...
 
     async def pause(self) -> None: ...
 
@@ -62,7 +69,7 @@ class Publication:
     """Bytes sent to each engine."""
     buckets: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """By stage: pause, gather, stage, load, verify, commit."""
+    """By stage: check (the first time), gather, stage, pause, load, verify, commit."""
 
 
 class Publisher:
@@ -71,6 +78,7 @@ class Publisher:
     def __init__(self, source: Source, receivers: Sequence[Receiver], deadline_s: float):
         self.source, self.receivers, self.deadline_s = source, list(receivers), deadline_s
         self._checked: set[str] = set()
+        """Receivers whose list of tensors was compared with the source's."""
         self._stage = "start"
 
     async def publish(self, version: int) -> Publication:
@@ -85,18 +93,19 @@ class Publisher:
 
     async def _publish(self, version: int) -> Publication:
         out = Publication(version)
-        async with _Stage(self, out, "pause"):
-            await self._all("pause")
+        async with _Stage(self, out, "check"):
+            await self._check_tensors()
         try:
             for bucket in range(await self.source.bucket_count()):
                 async with _Stage(self, out, "gather"):
                     packed = await self.source.gather(bucket)
                 async with _Stage(self, out, "stage"):
-                    await asyncio.gather(*(self._check_names(receiver, packed) for receiver in self.receivers))
                     await self._all("stage", packed, bucket)
                 out.nbytes += packed.size
                 out.tensors += len(packed.tensors)
                 out.buckets += 1
+            async with _Stage(self, out, "pause"):
+                await self._all("pause")
             async with _Stage(self, out, "load"):
                 await self._all("load")
             async with _Stage(self, out, "verify"):
@@ -121,21 +130,24 @@ class Publisher:
     async def _all(self, action: str, *arguments: object) -> list:
         return await asyncio.gather(*(getattr(receiver, action)(*arguments) for receiver in self.receivers))
 
-    async def _check_names(self, receiver: Receiver, packed: PackedBucket) -> None:
-        """Names, shapes and dtypes against the engine's own list, before it is sent the first byte of a bucket."""
-        wanted = {t.name: f"{t.dtype}:{','.join(map(str, t.shape))}" for t in packed.tensors}
-        key = f"{receiver.name} {next(iter(wanted))}"
-        if key in self._checked:
-            return
-        known = await receiver.inventory()
-        for name, form in wanted.items():
-            if name not in known:
+    async def _check_tensors(self) -> None:
+        """Names, shapes and dtypes of all tensors against each engine's own list, before it is sent the first byte."""
+        sent = await self.source.tensors()
+        for receiver in self.receivers:
+            if receiver.name in self._checked:
+                continue
+            known = await receiver.inventory()
+            for name, form in sent.items():
+                if name not in known:
+                    raise SlimxError(f"engine {receiver.name} has no tensor {name}; it loads another model")
+                if known[name] != form:
+                    raise SlimxError(f"engine {receiver.name} holds {name} as {known[name]}, the trainer sends {form}")
+            if missing := sorted(known.keys() - sent.keys()):
                 raise SlimxError(
-                    f"engine {receiver.name} has no tensor {name}; trainer and engine load different models"
+                    f"engine {receiver.name} loads {missing[0]}, which the trainer does not have "
+                    f"({len(missing)} such tensors)"
                 )
-            if known[name] != form:
-                raise SlimxError(f"engine {receiver.name} holds {name} as {known[name]}, the trainer sends {form}")
-        self._checked.add(key)
+            self._checked.add(receiver.name)
 
 
 class _Stage:

@@ -25,6 +25,7 @@ class RewardPool:
         self.reward, self.deadline_s = reward, deadline_s
         self.abandoned = 0
         """Calls given up at their deadline."""
+        self._workers = 0
         self._calls: queue.SimpleQueue[tuple[Callable[[], None] | None, threading.Event | None]] = queue.SimpleQueue()
         for _ in range(workers):
             self._start_worker()
@@ -60,11 +61,12 @@ class RewardPool:
         return _checked(value, _name(self.reward))
 
     def close(self) -> None:
-        """Let idle workers end."""
-        for _ in range(threading.active_count()):
+        """Let the workers end once they are idle."""
+        for _ in range(self._workers):
             self._calls.put((None, None))
 
     def _start_worker(self) -> None:
+        self._workers += 1
         threading.Thread(target=self._work, name="slimx-reward", daemon=True).start()
 
     def _work(self) -> None:

@@ -101,6 +101,8 @@ class Trainer:
         if not self.parallel.last_stage:
             return {}
         values = {name: ("sum", sum(metrics[name] for metrics, _ in results)) for name in results[0][0]}
+        if not self.config.rollout.engines:
+            return reduce(values, self.parallel.data_group)
         weight, versions, rollout = (
             torch.from_numpy(np.concatenate([getattr(batch, name) for batch in batches])).to(device)
             for name in ("loss_weight", "versions", "rollout_logprobs")

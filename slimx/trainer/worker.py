@@ -74,7 +74,7 @@ class TrainerWorker:
             bucket_bytes=int(config.publish.bucket_mib * 2**20),
             group=parallel.host_group,
         )
-        return {"pid": os.getpid(), "adapters": adapters, "buckets": len(self._gatherer.buckets)}
+        return {"pid": os.getpid(), "adapters": adapters, "buckets": self._gatherer.forms()}
 
     def train_step(self, batches: Any, step: int, version: int) -> dict[str, float]:
         return self._trainer.train_step(batches, step=step, version=version)

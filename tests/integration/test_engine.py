@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import aiohttp
-import aiohttp.web
 import numpy as np
 import psutil
 import pytest
@@ -22,9 +20,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from slimx.errors import SlimxError
 from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.control import EngineControl
-from slimx.rollout.engine import Engine, State
+from slimx.rollout.engine import Engine, EngineSpec, State
 from slimx.rollout.router import Router
+from slimx.rollout.server import CPU_VARIABLES
 from tests.integration.conftest import Bucket, Weights, free_port, perturbed, publish
 
 pytestmark = pytest.mark.integration
@@ -81,21 +79,19 @@ async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, t
     assert await engine.control.inventory() == shapes
 
 
-async def test_a_server_without_the_plugin_is_refused() -> None:
-    async def stock(request: aiohttp.web.Request) -> aiohttp.web.Response:
-        action = (await request.json())["action"]
-        return aiohttp.web.json_response({"success": False, "message": f"Unsupported action={action!r}"}, status=400)
-
-    app, port = aiohttp.web.Application(), free_port()
-    app.router.add_post("/weights_checker", stock)
-    runner = aiohttp.web.AppRunner(app)
-    await runner.setup()
-    await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        with pytest.raises(SlimxError, match=r"engine e at .* does not attest the slimx plugin; .*Unsupported action"):
-            await EngineControl(f"http://127.0.0.1:{port}", "e").attest()
-    finally:
-        await runner.cleanup()
+async def test_a_stock_server_without_the_plugin_is_refused_and_ended(tiny_model: Path, tmp_path: Path) -> None:
+    spec = EngineSpec("stock", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=2048)
+    engine = Engine(spec, tmp_path / "server.log")
+    flags = ["--attention-backend", "torch_native", "--disable-cuda-graph", "--max-total-tokens", "2048"]
+    where = ["--model-path", spec.model_path, "--device", "cpu", "--dtype", "float32", "--port", str(spec.port)]
+    engine.process.argv = [sys.executable, str(Path(__file__).with_name("stock_server.py")), *where, *flags]
+    engine.process.env |= CPU_VARIABLES
+    engine.start()
+    with pytest.raises(
+        SlimxError, match=r"engine stock at .* does not attest the slimx plugin; start it with python -m"
+    ):
+        await engine.wait_ready(180)
+    assert engine.state is State.DEAD and engine.process.poll() is not None
 
 
 async def test_tokens_come_with_logprobs_versions_and_experts(

@@ -1,0 +1,409 @@
+"""Where the time of a training step goes, and what slimx costs over the sum of its parts driven bare.
+
+    python benchmarks/loop.py [--pairs 8] [--json FILE]
+
+One run with the real parts: Ray, two megatron-core ranks (expert parallel 2), one SGLang server, sglang-router. In it
+two things take turns, A B B A A B B A ..., so that whatever else the machine does falls on both:
+
+    A  a step of slimx's own loop (slimx.orchestration.loop.train, not a copy), from the end of what was before it to
+       the end of its bookkeeping: generate through the router, rewards, advantages, packing, train, publish, record
+    B  the same work without slimx, one part after the other:
+         engine       the requests of the step before, posted all at once by plain aiohttp to the server itself
+         trainer      forward, backward and optimizer step in a plain megatron loop in the trainers' own processes, on
+                      the micro-batches of the step before, which lie there as tensors; one bare Ray call
+         publication  slimx's Publisher alone, because there is no barer way that still verifies what it publishes
+
+Both sides sample as many tokens, train the same rows and publish the same weights; the benchmark checks the first two
+and stops if they differ. The figure is A / (sum of B), pair by pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import bare_engine
+import numpy as np
+from bare_trainer import BareTrainerWorker
+from rich.console import Console
+
+from slimx.config.load import load_config
+from slimx.config.schema import Config
+from slimx.data.prompts import PromptSource
+from slimx.data.records import Group
+from slimx.errors import SlimxError
+from slimx.observability.jsonl import JsonlFile
+from slimx.observability.live import LiveTable
+from slimx.observability.timeline import Timeline
+from slimx.observability.tracker import make_tracker
+from slimx.orchestration import loop
+from slimx.orchestration.checks import check_run
+from slimx.orchestration.cluster import start_ray, stop_ray
+from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.run import Records, Run
+from slimx.orchestration.saves import Saves
+from slimx.orchestration.trainers import TrainerGroup
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.rollouts import GroupMaker
+
+ROOT = Path(__file__).parents[1]
+SHORTEST_STEP_S = 3.0
+"""A step of slimx takes this long at least: in a shorter one, costs that do not grow with it would tell too much."""
+WARMUP = 2
+"""Steps of slimx, and rounds of the bare parts, that are not counted: first calls are slow on both sides."""
+LIMIT = 1.15
+"""The goal: slimx's step takes at most this many times the sum of its parts."""
+
+
+@dataclass(slots=True)
+class SlimxStep:
+    """A step of slimx's loop, in seconds."""
+
+    seconds: float
+    """All of it, from the end of what was before."""
+    phases: dict[str, float]
+    """By phase of the loop, and `record`; what is in no phase is `rest`."""
+    stages: dict[str, float]
+    """By stage of the publication."""
+
+
+@dataclass(slots=True)
+class BareRound:
+    """The parts driven bare, in seconds."""
+
+    engine: float
+    trainer: float
+    publication: float
+    stages: dict[str, float]
+    """By stage of the publication."""
+
+    @property
+    def seconds(self) -> float:
+        return self.engine + self.trainer + self.publication
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the run measured, in the order of measurement; pair i is slimx[i] beside bare[i]."""
+
+    slimx: list[SlimxStep] = field(default_factory=list)
+    bare: list[BareRound] = field(default_factory=list)
+    rollouts: int = 0
+    """Per step."""
+    sampled: int = 0
+    """Tokens per step."""
+    trained: int = 0
+    """Positions per step that the trainers compute."""
+    mib: float = 0.0
+    """Size of one publication."""
+
+    def ratios(self) -> np.ndarray:
+        return np.array([a.seconds / b.seconds for a, b in zip(self.slimx, self.bare, strict=True)])
+
+
+# A: slimx's loop ----------------------------------------------------------------------------------------------------
+
+
+class MeasuredRun(Run):
+    """slimx's run as it is, timed. Between two steps, where the loop has a checkpoint written, B takes its turn."""
+
+    def __init__(self, *args: Any, bare: BareParts, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.bare, self.figures = bare, Figures()
+        self._spent: dict[str, float] = defaultdict(float)
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        with super().phase(name):
+            yield
+        self._spent[name] += time.perf_counter() - began
+
+    def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
+        began = time.perf_counter()
+        super().record(metrics, groups, seconds)
+        self._spent["record"] += time.perf_counter() - began
+        self.metrics, self.groups = metrics, groups
+
+    async def save(self) -> None:
+        """Not a checkpoint: the end of A, and B if it is B's turn."""
+        seconds, number = time.perf_counter() - self._began, self.step - WARMUP
+        if self.step > self._saved_step:  # the loop asks again after its last step
+            self._saved_step = self.step
+            if number > 0:
+                self.figures.slimx.append(self._step(seconds))
+            # Pair 1 is A B, pair 2 is B A: after an odd step two rounds in a row, after an even one none.
+            last = self.step == self.config.schedule.steps
+            rounds = (1 if last else 2) * (number % 2) if number > 0 else 1
+            if rounds:
+                await self.bare.hold(self)
+            for _ in range(rounds):
+                done = await self.bare.drive(self)
+                if number > 0:
+                    self.figures.bare.append(done)
+            self.figures.rollouts, self.figures.sampled = len(self.bare.requests), self.bare.tokens
+            self.figures.mib = self.metrics["publish/mib"]
+        self._spent.clear()
+        self._began = time.perf_counter()
+
+    def _step(self, seconds: float) -> SlimxStep:
+        phases = dict(self._spent)
+        phases["rest"] = seconds - sum(phases.values())
+        return SlimxStep(seconds, phases, stages_of(self.metrics))
+
+
+def stages_of(metrics: dict[str, float]) -> dict[str, float]:
+    """Seconds by stage of a publication, from the metrics of its step."""
+    return {
+        name.removeprefix("publish/").removesuffix("_seconds"): value
+        for name, value in metrics.items()
+        if name.startswith("publish/") and name.endswith("_seconds")
+    }
+
+
+# B: the parts, driven bare ------------------------------------------------------------------------------------------
+
+
+class BareParts:
+    """Drives the parts without slimx, on the work of slimx's last step."""
+
+    def __init__(self, session: aiohttp.ClientSession):
+        self.session = session
+        self.requests: list[bare_engine.Request] = []
+        self.tokens = 0
+        """Sampled in slimx's last step."""
+
+    async def hold(self, run: MeasuredRun) -> None:
+        """Take over slimx's last step: its requests, and its micro-batches into the trainers. Not timed."""
+        self.requests = bare_engine.requests_of(run.groups)
+        self.tokens = sum(len(t.sampled_ids()) for group in run.groups for t in group.trajectories)
+        batch = loop.prepare(run, run.groups)
+        run.figures.trained = batch.tokens
+        await asyncio.gather(
+            *(
+                actor.hold.remote(shard)
+                for actor, shard in zip(run.trainers.actors, batch.shards, strict=True)  # one rank per shard: DP 2
+            )
+        )
+
+    async def drive(self, run: MeasuredRun) -> BareRound:
+        """One round of all three parts."""
+        began = time.perf_counter()
+        answers = await bare_engine.generate(self.session, run.engines.engines[0].url, self.requests)
+        generated = time.perf_counter()
+        norms = await asyncio.gather(*(actor.bare_step.remote() for actor in run.trainers.actors))
+        trained = time.perf_counter()
+        publication = await run.publisher.publish(run.version)
+        published = time.perf_counter()
+        self._check(bare_engine.sampled(answers), norms[0], run.metrics["optim/grad_norm"])
+        return BareRound(generated - began, trained - generated, published - trained, publication.seconds)
+
+    def _check(self, tokens: int, norm: float, slimx_norm: float) -> None:
+        """The learning rate is so small that the gradient of the same rows hardly changes in one step."""
+        if tokens != self.tokens:
+            raise SlimxError(f"the bare engine sampled {tokens} tokens, slimx's step {self.tokens}")
+        if abs(norm - slimx_norm) > 0.01 * slimx_norm:
+            raise SlimxError(f"the bare trainer's gradient norm is {norm:.6g}, that of slimx's step {slimx_norm:.6g}")
+
+
+# The run ------------------------------------------------------------------------------------------------------------
+
+
+def make_config(directory: Path, pairs: int) -> Config:
+    """The quickstart's run with larger steps: 64 prompts x 8 rollouts x 24 tokens, on the untrained model."""
+    data = directory / "data"
+    tools = ROOT / "tools" / "quickstart"
+    subprocess.run([sys.executable, tools / "make_model.py", "--out", data / "model"], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, tools / "make_task.py", "--out", data], check=True, stdout=sys.stderr)
+    return load_config(
+        ROOT / "configs/moe/quickstart.yaml",
+        [
+            "run.name=benchmark",
+            f"run.dir={directory / 'run'}",
+            f"model.path={data / 'model'}",
+            f"trainer.load={data / 'model'}",
+            "trainer.optimizer.lr=1e-6",  # the weights stay as they are: every step is the same work
+            f"rollout.prompts={data / 'train.jsonl'}",
+            "rollout.prompts_per_step=64",
+            "rollout.group_size=8",
+            "rollout.concurrency=512",  # all of a step at once, as B does
+            "rollout.sampling.max_new_tokens=24",
+            "rollout.generate=loop_hooks.generate",
+            "reward.function=loop_hooks.reward",
+            "algorithm.reference=false",  # a forward pass more, which B does not have
+            f"schedule.steps={WARMUP + pairs}",
+            "checkpoint.every=1",  # MeasuredRun.save: B's turn
+            "eval={prompts: null, every: 0}",
+        ],
+    )
+
+
+async def measure(config: Config) -> Figures:
+    """Start everything as slimx.orchestration.session does, run the loop, end everything."""
+    prepared = check_run(config)
+    directory = Path(config.run.dir)
+    logs = directory / "logs"
+    logs.mkdir(parents=True)
+    async with AsyncExitStack() as stack:
+        table = stack.enter_context(LiveTable(config.schedule.steps, 0, Console(stderr=True)))
+        tracker = make_tracker(
+            directory,
+            tensorboard=config.track.tensorboard,
+            wandb=False,
+            project=config.track.project,
+            name=config.run.name,
+            config=config.model_dump(mode="json"),
+            resume_step=0,
+            warn=table.note,
+        )
+        samples, drops = (JsonlFile(directory / f"{name}.jsonl", resume_step=0) for name in ("samples", "dropped"))
+        records = Records(tracker, Timeline(directory, resume_step=0), samples, drops, table)
+        stack.callback(records.close)
+        trainers = TrainerGroup(config, prepared.sizes, "cpu", logs, worker=BareTrainerWorker)
+        stack.push_async_callback(trainers.stop)
+        engines = EngineGroup(config, "cpu", logs, moe=True)
+        stack.push_async_callback(engines.stop)
+        await asyncio.gather(trainers.start(), engines.start())
+        shape = ModelShape.of(prepared.spec.hf)
+        client = GenerationClient(engines.router.url, shape, config.rollout.request_deadline)
+        await stack.enter_async_context(client)
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=config.rollout.request_deadline),
+        )
+        await stack.enter_async_context(session)
+        run = MeasuredRun(
+            config,
+            sizes=prepared.sizes,
+            trainers=trainers,
+            engines=engines,
+            client=client,
+            maker=GroupMaker(config, prepared.hooks, prepared.tokenizer, client),
+            source=PromptSource(prepared.prompts, config.run.seed),
+            eval_prompts=[],
+            tokenizer=prepared.tokenizer,
+            saves=Saves(directory / "checkpoints", keep=1),
+            records=records,
+            bare=BareParts(session),
+        )
+        stack.push_async_callback(run.rollouts.stop)
+        engines.watch(run.lose)
+        await loop.train(run)
+        return run.figures
+
+
+# The table ----------------------------------------------------------------------------------------------------------
+
+BESIDE = {"generate": "engine", "train": "trainer", "publish": "publication"}
+"""Phase of slimx -> the bare part that does its work."""
+
+
+def describe(figures: Figures) -> str:
+    """The table, and the figure below it."""
+    total = float(np.median([step.seconds for step in figures.slimx]))
+    bare_total = float(np.median([done.seconds for done in figures.bare]))
+    lines = [f"{'phase':<14}{'slimx s':>9}{'share':>8}   {'bare s':>7}  bare part"]
+
+    def row(name: str, seconds: float, bare: float | None, part: str = "") -> None:
+        beside = f"   {bare:>7.3f}  {part}" if bare is not None else ""
+        lines.append(f"{name:<14}{seconds:>9.3f}{seconds / total:>8.1%}{beside}")
+
+    for phase in dict.fromkeys(name for step in figures.slimx for name in step.phases):
+        part = BESIDE.get(phase)
+        bare = float(np.median([getattr(done, part) for done in figures.bare])) if part else None
+        row(phase, float(np.median([step.phases.get(phase, 0.0) for step in figures.slimx])), bare, part or "")
+        if phase == "publish":
+            for stage in figures.slimx[0].stages:
+                mine, theirs = (
+                    float(np.median([one.stages[stage] for one in side])) for side in (figures.slimx, figures.bare)
+                )
+                row(f"  {stage}", mine, theirs)
+    row("step", total, bare_total, "sum of parts")
+
+    ratios = figures.ratios()
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    verdict = "within" if middle <= LIMIT else "MISSES"
+    steps = ", ".join(f"{step.seconds:.2f}" for step in figures.slimx)
+    sums = ", ".join(f"{done.seconds:.2f}" for done in figures.bare)
+    return "\n".join(
+        [
+            *lines,
+            "(medians over the pairs, each row by itself; rest: in no phase)",
+            "",
+            f"slimx / sum of parts: {middle:.3f} median of {len(ratios)} pairs, quartiles {low:.3f} to {high:.3f}, "
+            f"range {ratios.min():.3f} to {ratios.max():.3f}",
+            f"overhead {middle - 1:.1%}: {verdict} the goal of {LIMIT - 1:.0%}",
+            f"slimx's steps: {steps} s",
+            f"sums of parts: {sums} s",
+            f"a step: {figures.rollouts} rollouts, {figures.sampled:,} tokens sampled, {figures.trained:,} trained on, "
+            f"{figures.mib:.1f} MiB published",
+        ]
+    )
+
+
+def surroundings() -> dict[str, Any]:
+    """What the figures hold for."""
+    packages = ("torch", "megatron-core", "sglang", "sglang-router", "ray")
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, no GPU used",
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in ("slimx", *packages)},
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="slimx's step beside the sum of its parts driven bare")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of a slimx step and a round of the bare parts")
+    parser.add_argument("--json", type=Path, help="file that gets every single figure")
+    arguments = parser.parse_args()
+    if arguments.pairs < 2:
+        parser.error(f"--pairs is {arguments.pairs}: a median and its spread need 2 at least")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended as after Ctrl-C
+    where = surroundings()
+    with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
+        config = make_config(Path(directory), arguments.pairs)
+        start_ray(config)
+        try:
+            figures = asyncio.run(measure(config))
+        finally:
+            stop_ray()
+    print(describe(figures))
+    packages = " ".join(f"{name} {number}" for name, number in where["versions"].items())
+    print(f"{where['machine']}; load {where['load']} before the run; {where['date']}")
+    print(f"Python {where['python']}, {packages}")
+    if arguments.json:
+        ratios = figures.ratios().tolist()
+        arguments.json.write_text(json.dumps({**where, "ratios": ratios, **asdict(figures)}, indent=1) + "\n")
+    if (median := float(np.median([step.seconds for step in figures.slimx]))) < SHORTEST_STEP_S:
+        raise SlimxError(
+            f"the median step took {median:.2f} s, which is shorter than {SHORTEST_STEP_S} s and tells too little: "
+            "raise max_new_tokens or prompts_per_step in make_config"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SlimxError as error:
+        sys.exit(f"benchmarks/loop.py: {error}")

@@ -1,0 +1,21 @@
+"""The hooks of benchmarks/loop.py: single-turn generation of a fixed number of tokens, and a reward that varies."""
+
+from __future__ import annotations
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.rollout.hooks import RewardContext, RolloutContext
+
+FIXED_LENGTH = {"ignore_eos": True}
+"""Both sides of the benchmark sample `max_new_tokens` tokens per request, no more and no fewer."""
+
+
+async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """slimx.rollout.single_turn.generate, which an end token does not stop."""
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids, FIXED_LENGTH))
+    return draft.finish()
+
+
+async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """The share of digits: random weights give every group different rewards, so that no gradient is zero."""
+    return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))

@@ -1,0 +1,346 @@
+"""What a user writes is checked before anything starts: a refusal is one sentence with thing, place and what to do.
+
+The refusals are met as a user meets them: through the command line, with its exit code and what it prints.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slimx import cli
+from slimx.config import load_config
+from slimx.errors import SlimxError
+from tools.quickstart.make_model import make_model
+
+PROMPT = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model")
+    make_model(out, seed=1)
+    return out
+
+
+@pytest.fixture
+def file(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration in which nothing is wrong; `run` fails the test if it starts anything."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n")
+    config = {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"path": str(model)},
+        "numerics": {"dtype": "float32"},
+        "rollout": {
+            "prompts": str(tmp_path / "prompts.jsonl"),
+            "max_prompt_tokens": 64,
+            "sampling": {"max_new_tokens": 4},
+            "engines": [{"name": "actor", "threads": 1}],
+        },
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "run.yaml"
+
+
+class Started(Exception):
+    """The checks passed: the run would start now."""
+
+
+class Command:
+    """`slimx train`, up to the moment when Ray would start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+        from slimx.orchestration import session
+
+        def start(config: object) -> None:
+            raise Started
+
+        monkeypatch.setattr(session, "start_ray", start)
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def run(self, file: Path, *overrides: str) -> None:
+        self.monkeypatch.setattr(sys, "argv", ["slimx", "train", str(file), *overrides])
+        cli.main()
+
+    def refuses(self, file: Path, *overrides: str) -> str:
+        """The sentence with which the run is refused."""
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            self.run(file, *overrides)
+        printed = self.capsys.readouterr()
+        assert exit.value.code == 2
+        assert printed.out == ""
+        assert printed.err.startswith("slimx: ") and len(printed.err.splitlines()) == 1, printed.err
+        assert not file.with_name("run").exists(), "a refused run left its directory"
+        return printed.err.removeprefix("slimx: ").rstrip("\n")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def test_a_configuration_in_which_nothing_is_wrong_starts(command, file):
+    with pytest.raises(Started):
+        command.run(file)
+
+
+# Keys ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("algoritm.name=sft", "unknown key algoritm; did you mean algorithm?"),
+        ("run.nmae=x", "unknown key run.nmae; did you mean run.name?"),
+        (
+            "trainer.optimizer.weight_deacy=0",
+            "unknown key trainer.optimizer.weight_deacy; did you mean trainer.optimizer.weight_decay?",
+        ),
+        (
+            "rollout.engines=[{name: actor}, {name: other, cuont: 2}]",
+            "unknown key rollout.engines.1.cuont; did you mean rollout.engines.1.count?",
+        ),
+        ("model.xyz=1", "unknown key model.xyz; known keys: path"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(command, file, override, sentence):
+    assert sentence in command.refuses(file, override)
+
+
+def test_all_problems_of_a_configuration_are_told_at_once(command, file):
+    told = command.refuses(file, "run.nmae=x", "schedule.steps=0")
+    assert "unknown key run.nmae" in told and "schedule.steps is 0: input should be greater than 0" in told
+
+
+def test_a_missing_key_is_named_with_the_way_to_set_it(command, file):
+    config = yaml.safe_load(file.read_text())
+    del config["run"]["dir"]
+    file.write_text(yaml.safe_dump(config))
+    assert "run.dir is missing; set it in the file or with run.dir=VALUE" in command.refuses(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.optimizer.lr=fast", "trainer.optimizer.lr is 'fast'"),
+        ("trainer.optimizer.lr=nan", "trainer.optimizer.lr is"),
+        ("numerics.dtype=float16", "numerics.dtype is 'float16': input should be 'float32' or 'bfloat16'"),
+        ("schedule.max_staleness=2", "schedule.max_staleness is 2"),
+        ("rollout.sampling.top_k=0", "rollout.sampling.top_k is 0, which keeps no candidate"),
+        ("algorithm.kl_coef=0.1", "set algorithm.reference=true"),
+        ("rollout.engines=[]", "algorithm.name is grpo but rollout.engines is empty"),
+        ("rollout.engines=[{name: a}, {name: a}]", "give each group its own name"),
+        ("run.dir", "override 'run.dir' is not of the form section.key=value"),
+        ("run.name={a", "override 'run.name={a' cannot be applied"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_key(command, file, override, told):
+    assert told in command.refuses(file, override)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("- a list\n", "holds no sections"),
+        ("run:\n\tdir: x\n", "not readable as YAML"),
+        ("run: {dir: a}\nrun: {dir: b}\n", "duplicate key run"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_by_name(command, file, text, told):
+    file.write_text(text)
+    sentence = command.refuses(file)
+    assert str(file) in sentence and told in sentence
+
+
+def test_a_file_that_does_not_exist_is_refused(command, file):
+    assert "nowhere.yaml: no such configuration file" in command.refuses(file.with_name("nowhere.yaml"))
+
+
+# Overrides ----------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_are_applied_in_order_and_keep_what_they_do_not_name(file):
+    config = load_config(
+        file, ["schedule.steps=7", "trainer.optimizer.lr=1e-3", "schedule.steps=9", "reward.deadline=5"]
+    )
+    assert (config.schedule.steps, config.trainer.optimizer.lr, config.reward.deadline) == (9, 1e-3, 5)
+    assert config.rollout.max_prompt_tokens == 64 and config.numerics.dtype == "float32"
+
+
+def test_overrides_take_null_lists_and_text_with_equals_signs(file):
+    config = load_config(file, ["reward.function=null", "algorithm.name=sft", "rollout.engines=[]", "run.name=a=b"])
+    assert config.reward.function is None and config.rollout.engines == () and config.run.name == "a=b"
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(file).run.seed = 2
+
+
+# Layout -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["trainer.expert=3", "trainer.world_size=3"], "trainer.expert=3 does not divide the 8 experts"),
+        (
+            ["trainer.tensor=2", "trainer.world_size=3"],
+            "trainer.world_size is 3, but tensor 2 x pipeline 1 x data 1 = 2",
+        ),
+        (["trainer.world_size=4", "trainer.data=2"], "trainer.world_size is 4, but tensor 1 x pipeline 1 x data 2 = 2"),
+        (["trainer.world_size=2", "trainer.expert=4"], "= 4 does not divide the 2 ranks of a pipeline stage"),
+        (["trainer.world_size=4", "trainer.pipeline=4"], "trainer.pipeline=4 does not divide the 2 layers"),
+        (["trainer.world_size=4", "trainer.tensor=4"], "trainer.tensor=4 does not divide the 2 query groups"),
+        (["trainer.world_size=2", "trainer.tensor=2", "trainer.expert_tensor=1"], "set trainer.expert_tensor=null"),
+        (["rollout.prompts_per_step=1", "rollout.group_size=1", "trainer.world_size=2"], "cannot feed 2 data-parallel"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_its_numbers(command, file, overrides, told):
+    assert told in command.refuses(file, *overrides)
+
+
+# Checkpoint ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["model.path", "trainer.load"])
+def test_a_missing_checkpoint_is_refused_by_its_path(command, file, key):
+    told = command.refuses(file, f"{key}=/no/such/model")
+    assert "/no/such/model" in told and "give a Hugging Face model directory" in told
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]), "truncated"),
+        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+        (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
+        (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_its_path(command, file, model, tmp_path, damage, told):
+    copy = tmp_path / "damaged"
+    shutil.copytree(model, copy)
+    damage(copy)
+    sentence = command.refuses(file, f"model.path={copy}")
+    assert str(copy) in sentence and told in sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
+        ({"hidden_size": 64}, "tensor model.embed_tokens.weight has shape [128, 128], its config.json wants [128, 64]"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM is not supported"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(command, file, model, tmp_path, change, told):
+    copy = tmp_path / "other"
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    assert told in command.refuses(file, f"model.path={copy}")
+
+
+# Hooks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rollout.generate=no_such_package.hook", "rollout.generate: no_such_package.hook cannot be imported"),
+        ("rollout.generate=hooks.generat", "rollout.generate: module hooks has no function generat"),
+        ("rollout.generate=generate", "give a dotted path"),
+        ("rollout.generate=hooks.not_async", "must be async; write async def not_async(ctx, prompt)"),
+        ("rollout.generate=hooks.one_argument", "write async def one_argument(ctx, prompt)"),
+        ("reward.function=hooks.NUMBER", "reward.function: hooks.NUMBER is a int"),
+        ("rollout.keep=hooks.generate", "rollout.keep: hooks.generate"),
+        ("rollout.keep=hooks.async_keep", "must not be async; write def async_keep(group)"),
+        ("rollout.generate=broken.generate", "importing broken raised NameError"),
+    ],
+)
+def test_a_hook_that_cannot_serve_is_refused_with_its_key_and_the_right_shape(
+    command, file, override, told, tmp_path, monkeypatch
+):
+    (tmp_path / "hooks.py").write_text(
+        "NUMBER = 5\n"
+        "async def generate(ctx, prompt): ...\n"
+        "def not_async(ctx, prompt): ...\n"
+        "async def one_argument(ctx): ...\n"
+        "async def async_keep(group): ...\n"
+    )
+    (tmp_path / "broken.py").write_text("no_such_name\n")
+    for name in ("hooks", "broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert told in command.refuses(file, override)
+
+
+def test_a_key_that_sglang_does_not_know_is_refused(command, file):
+    told = command.refuses(file, "rollout.engines=[{sglang: {chunked_prefill_siez: 64}}]")
+    assert "rollout.engines.sglang.chunked_prefill_siez" in told and "did you mean chunked_prefill_size?" in told
+
+
+# Prompts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"messages": [', "not a JSON object"),
+        ("[1]", "holds a list"),
+        ('{"mesages": []}', "unknown key 'mesages'"),
+        ('{"answer": "2"}', "neither messages nor token_ids"),
+        ('{"token_ids": ["a"]}', "wrong type"),
+        ('{"messages": [{"role": "user"}]}', "messages[0] lacks its role or content"),
+    ],
+)
+@pytest.mark.parametrize("key", ["rollout.prompts", "eval.prompts"])
+def test_a_malformed_prompt_line_is_refused_with_file_and_line(command, file, tmp_path, key, line, told):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"{json.dumps(PROMPT)}\n\n{line}\n")
+    sentence = command.refuses(file, f"{key}={path}")
+    assert f"{path}, line 3: " in sentence and told in sentence
+
+
+def test_a_prompt_file_that_does_not_exist_is_refused(command, file):
+    assert "/no/prompts.jsonl: cannot be read" in command.refuses(file, "rollout.prompts=/no/prompts.jsonl")
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_its_id(command, file):
+    assert "has 6 tokens, the limit is 5" in command.refuses(file, "rollout.max_prompt_tokens=5")
+
+
+# As a process -------------------------------------------------------------------------------------------------------
+
+
+def slimx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "slimx.cli", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("name", ["train", "doctor"])
+def test_the_process_prints_the_sentence_alone_and_exits_with_2(file, name):
+    done = slimx(name, file, "run.nmae=x")
+    assert done.returncode == 2
+    assert done.stderr == f"slimx: {file}: unknown key run.nmae; did you mean run.name?\n"
+
+
+def test_debug_adds_the_traceback(file):
+    done = slimx("train", file, "run.nmae=x", "--debug")
+    assert done.returncode != 0 and "Traceback" in done.stderr
+    assert done.stderr.rstrip().endswith("unknown key run.nmae; did you mean run.name?")
+
+
+def test_load_config_raises_the_one_error_that_users_read(file):
+    with pytest.raises(SlimxError):
+        load_config(file, ["no.such=key"])

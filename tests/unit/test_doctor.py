@@ -1,0 +1,115 @@
+"""`slimx doctor` says what is there and what is missing, on any machine, and never fails itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slimx import cli
+from slimx.adapters import sglang_absent
+from slimx.preflight import doctor
+from slimx.reshard import kernel
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, text: str, **_: object) -> None:
+        self.lines.append(text)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+@pytest.fixture
+def screen() -> Screen:
+    return Screen()
+
+
+def line(screen: Screen, name: str) -> str:
+    return next(text for text in screen.lines if text.split()[:1] == [name])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what holds without a GPU")
+def test_this_environment_is_healthy_and_its_adapters_are_named(screen):
+    assert doctor.examine(screen), screen.text
+    assert "in force" in line(screen, "megatron_cpu") and "torch sees no GPU" in line(screen, "megatron_cpu")
+    assert "plain torch" in line(screen, "megatron_layers")
+    assert "sgl_kernel" in line(screen, "sglang_absent")
+    assert "registered in sglang.srt.plugins" in line(screen, "sglang_plugin")
+    assert all(isa in line(screen, "libslimx_cpu.so") for isa in kernel.isas() if isa != "best")
+
+
+def test_stand_ins_are_those_of_the_adapter():
+    assert set(doctor.STAND_INS) == set(sglang_absent.PACKAGES)
+
+
+def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_note(screen, monkeypatch):
+    true = importlib.metadata.version
+    versions = {"megatron-core": "0.17.0", "ray": "2.59.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or true(name))
+    monkeypatch.setattr(doctor, "_lock", lambda: ("cpu.txt", {"ray": "2.60.0"}))
+    assert not doctor.examine(screen)
+    assert "missing  megatron-core: 0.17.0 is not in" in screen.text
+    assert "note     ray: 2.59.0 is not the 2.60.0 of cpu.txt" in screen.text
+
+
+@pytest.mark.parametrize(
+    "absent",
+    ["torch", "numpy", "pynvml", "packaging", "torch,numpy,pynvml,packaging,rich,typer,pydantic,omegaconf,yaml"],
+)
+def test_no_package_is_needed_to_say_that_it_is_absent(absent):
+    program = (
+        "import runpy, sys\n"
+        f"sys.modules.update(dict.fromkeys({absent.split(',')!r}))\n"
+        "runpy.run_module('slimx.preflight.doctor', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr and "Adapters" in done.stdout
+    assert done.returncode == (0 if absent == "packaging" else 1)
+
+
+def test_a_look_that_fails_is_a_problem_and_not_the_end(screen, monkeypatch):
+    def fails():
+        raise OSError("no /proc here")
+        yield
+
+    monkeypatch.setattr(doctor, "machine", fails)
+    assert not doctor.examine(screen)
+    assert "missing  machine: could not be examined (OSError: no /proc here)" in screen.text
+    assert "Kernels" in screen.text
+
+
+def test_gpus_are_listed_with_memory_driver_and_uuid(screen, monkeypatch):
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: b"580.65",
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 * 2**30, free=79 * 2**30),
+        nvmlDeviceGetName=lambda handle: "NVIDIA H100",
+        nvmlDeviceGetUUID=lambda handle: "GPU-1234",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert doctor.examine(screen)
+    assert "580.65, 1 GPUs" in line(screen, "driver")
+    assert "NVIDIA H100, 80.0 GiB, 79.0 free, GPU-1234" in screen.text
+    assert "note     GPUs: torch sees none of them" in screen.text
+
+
+@pytest.mark.parametrize(("healthy", "status"), [(True, 0), (False, 1)])
+def test_the_command_exits_with_the_verdict(healthy, status, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda console: healthy)
+    monkeypatch.setattr(sys, "argv", ["slimx", "doctor"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == status

@@ -1,0 +1,128 @@
+"""Write docs/configuration.md from the configuration's schema.
+
+    python tools/docs/make_configuration.py
+
+A unit test compares the page with the schema, so run this after every change of slimx/config/schema.py.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from slimx.config.schema import Config
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+HEAD = """\
+# Configuration
+
+This page is made from `slimx/config/schema.py` by `python tools/docs/make_configuration.py`.
+
+A run is one YAML file of sections. `slimx train FILE section.key=value ...` overrides single keys, in the order given.
+A list is overridden as a whole: `'rollout.engines=[{name: actor, count: 2}]'`. An unknown key is refused with the
+nearest known one. Keys are checked against each other, and against checkpoint, prompts and hooks, before anything
+starts; `slimx doctor FILE` does the same checks and starts nothing.
+
+`configs/moe/` holds complete examples.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, field in Config.model_fields.items():
+        model = field.annotation
+        parts.append(f"\n## {name}\n")
+        parts += _table(model, name)
+        for key, inner, text in _nested(model, name):
+            parts.append(f"\n### {key}\n" + (f"\n{text}\n" if text else ""))
+            parts += _table(inner, key)
+    return "".join(parts)
+
+
+def _table(model: type[BaseModel], section: str) -> Iterator[str]:
+    yield "\n| key | type | default | description |\n| --- | --- | --- | --- |\n"
+    for name, field in model.model_fields.items():
+        if _model_in(field.annotation):
+            continue
+        cells = (f"`{name}`", _type(field), _default(field), (field.description or "").replace("|", "\\|"))
+        yield f"| {' | '.join(cells)} |\n"
+
+
+def _nested(model: type[BaseModel], section: str) -> Iterator[tuple[str, type[BaseModel], str]]:
+    for name, field in model.model_fields.items():
+        inner = _model_in(field.annotation)
+        if inner is not None:
+            text = f"{field.description}. " if field.description else ""
+            several = "A list; each entry has these keys." if inner is not field.annotation else ""
+            yield f"{section}.{name}", inner, f"{text[:1].upper()}{text[1:]}{several}"
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, or holds a tuple of; None for a plain value."""
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _type(field: FieldInfo) -> str:
+    """The type in a YAML writer's words, with its bounds."""
+    return _bounded(_words(field.annotation), field.metadata).replace("|", "\\|")
+
+
+def _bounded(words: str, metadata: Sequence[Any]) -> str:
+    bounds = ", ".join(text for item in metadata for text in _bounds(item))
+    return f"{words} {bounds}" if bounds else words
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _bounded(_words(arguments[0]), arguments[1:])
+    if origin is typing.Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_words(argument) for argument in arguments)
+    if origin is tuple:
+        return (
+            f"list of {_words(arguments[0])}"
+            if arguments[-1] is ...
+            else f"list of {len(arguments)}: {_words(arguments[0])}"
+        )
+    if origin is dict:
+        return "mapping"
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+    return names[annotation]
+
+
+def _bounds(item: Any) -> Iterator[str]:
+    if isinstance(item, FieldInfo):
+        yield from (text for inner in item.metadata for text in _bounds(inner))
+    for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+        if getattr(item, attribute, None) is not None:
+            yield f"{sign} {getattr(item, attribute)}"
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (tuple, list, dict)):
+        return "empty" if not value else f"[{', '.join(map(str, value))}]"
+    return f"`{value}`"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page())
+    print(f"{PAGE}: {len(page().splitlines())} lines")
