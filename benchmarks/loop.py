@@ -285,8 +285,9 @@ async def measure(config: Config) -> Figures:
         shape = ModelShape.of(prepared.spec.hf)
         client = GenerationClient(engines.router.url, shape, config.rollout.request_deadline)
         await stack.enter_async_context(client)
+        # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=config.rollout.request_deadline),
         )
         await stack.enter_async_context(session)

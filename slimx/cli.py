@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from slimx.config import load_config
-from slimx.errors import SlimxError
+from slimx.errors import Interrupted, SlimxError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -89,11 +89,9 @@ def main() -> None:
             raise
         print(f"slimx: {error}", file=sys.stderr)
         sys.exit(2)
-    except Exception as error:
-        if type(error).__name__ == "Interrupted":
-            print(f"slimx: stopped by {error}", file=sys.stderr)
-            sys.exit(128 + error.signum)
-        raise
+    except Interrupted as error:
+        print(f"slimx: stopped by {error}", file=sys.stderr)
+        sys.exit(128 + error.signum)
 
 
 if __name__ == "__main__":

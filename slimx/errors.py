@@ -1,4 +1,6 @@
-"""The one exception that a user is meant to read."""
+"""The exceptions that a user is meant to read."""
+
+import signal
 
 
 class SlimxError(Exception):
@@ -14,3 +16,11 @@ class DeadlineError(SlimxError):
     def __init__(self, awaited: str, seconds: float, holder: str):
         super().__init__(f"waited {seconds:.0f} s for {awaited}; it is held by {holder}")
         self.awaited, self.seconds, self.holder = awaited, seconds, holder
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end, and it has ended in order; `signum` is the signal's number."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum

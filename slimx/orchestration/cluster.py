@@ -26,6 +26,9 @@ def start_ray(config: Config) -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
+                # A dying worker would kill its children at once, the guard of an engine among them, which must live to
+                # end the engine in order and to remove what it leaves (slimx.rollout.process).
+                _system_config={"kill_child_processes_on_worker_exit": False},
                 _node_ip_address="127.0.0.1",
             )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:

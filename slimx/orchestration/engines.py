@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from slimx.errors import SlimxError
 from slimx.orchestration.waiting import gather
 from slimx.reshard.gather import PackedBucket
 from slimx.rollout.engine import Engine, EngineSpec, StagedTensor, State
+from slimx.rollout.ports import free_port
 from slimx.rollout.router import Router
 
 
@@ -191,10 +191,3 @@ class EngineGroup:
                     engine.lost = error
                     on_loss(error)
                     return
-
-
-def free_port() -> int:
-    """A TCP port that is free on the loopback interface now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

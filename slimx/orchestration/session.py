@@ -14,7 +14,7 @@ from rich.console import Console
 
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
-from slimx.errors import SlimxError
+from slimx.errors import Interrupted, SlimxError
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.report import write_report
@@ -29,14 +29,6 @@ from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.rollouts import GroupMaker
-
-
-class Interrupted(Exception):
-    """A signal asked the run to end; `signum` is its number."""
-
-    def __init__(self, signum: int):
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
 
 
 def run_training(config: Config, console: Console) -> Path:

@@ -27,6 +27,9 @@ RECEIVER = "slimx.adapters.sglang_receiver.load_staged"
 NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
 """What /update_weights_from_tensor must carry although our tensors are staged already: a pickled empty list."""
 
+PORT_TAKEN = "error while attempting to bind on address"
+"""What uvicorn writes into the server's log."""
+
 Json = dict[str, Any]
 PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
@@ -76,6 +79,9 @@ class EngineControl:
                     f"engine {self.name} ended with status {status} before it was ready; "
                     f"the end of {process.log_path}:\n{process.tail(20)}"
                 )
+            if process is not None and PORT_TAKEN in process.tail(20):
+                # SGLang's process stays when its HTTP server could not start.
+                raise SlimxError(f"engine {self.name} cannot listen at {self.url}: the port is taken; start again")
             try:
                 await self.health(min(30.0, deadline_s - waited))
                 return

@@ -18,6 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from slimx.errors import SlimxError
 from slimx.rollout.arguments import check_server_args, command_line
 from slimx.rollout.control import RECEIVER, EngineControl, Json, PauseMode, StagedTensor, Tag
@@ -164,6 +166,7 @@ class Engine:
         try:
             await self.control.wait_ready(deadline_s, self.process)
             self.attestation = await self.control.attest()
+            self._check_own()
             if (dtype := self.attestation[0]["dtype"]) != self.spec.dtype:
                 raise SlimxError(
                     f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}"
@@ -172,6 +175,16 @@ class Engine:
             await self.stop()
             raise
         self.move(State.READY)
+
+    def _check_own(self) -> None:
+        """Refuse the answer of somebody else's server, which may have taken the port before ours could listen on it."""
+        family = {process.pid for process in psutil.Process(self.process.pid).children(recursive=True)}
+        for rank in self.attestation:
+            if rank["pid"] not in family:
+                raise SlimxError(
+                    f"engine {self.spec.name}: process {rank['pid']} answers at {self.spec.url}, which is not the one "
+                    f"that was started; another server has the port: start again (log {self.process.log_path})"
+                )
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the server with its whole process tree; DEAD afterwards. May be called in any state."""

@@ -26,6 +26,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.2
 ORPHAN_GRACE_S = 5.0
 """Seconds that the command gets to end by itself after its owner died."""
+LOOK_S = 2.0
+"""Seconds between two looks at the tree's shared memory."""
 KILL_WAIT_S = 10.0
 """Seconds in which a killed tree must be gone."""
 
@@ -127,8 +129,11 @@ def guard(owner: int, argv: list[str]) -> int:
     # guard.
     myself = os.getpid()
     command = subprocess.Popen(argv, preexec_fn=lambda: end_with_parent(myself))
-    told, kill_at = False, float("inf")
+    told, kill_at, look_at, shared = False, float("inf"), 0.0, set()
     while (status := _reap(command.pid)) is None:
+        if time.monotonic() > look_at:
+            shared |= shared_memory_files(myself)
+            look_at = time.monotonic() + LOOK_S
         orphaned = os.getppid() != owner
         if (asked or orphaned) and not told:
             os.kill(command.pid, signal.SIGTERM)  # not command.terminate(): that may reap it behind our back
@@ -139,7 +144,24 @@ def guard(owner: int, argv: list[str]) -> int:
             kill_descendants(myself)
         time.sleep(POLL_S)
     kill_descendants(myself)
+    for path in shared:
+        path.unlink(missing_ok=True)
     return status
+
+
+def shared_memory_files(pid: int) -> set[Path]:
+    """Files in /dev/shm that descendants of `pid` have mapped: semaphores of multiprocessing above all.
+
+    A killed process does not remove them, and its resource tracker cannot if it is killed too.
+    """
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue  # it has ended
+        found |= {Path(line[line.index("/dev/shm/") :]) for line in maps.splitlines() if "/dev/shm/" in line}
+    return found
 
 
 def _reap(pid: int) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import runpy
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,17 +19,11 @@ from safetensors.torch import load_file
 
 from slimx.reshard.kernel import checksum_tensor
 from slimx.rollout.engine import Engine, EngineSpec, StagedTensor
+from slimx.rollout.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 180
 Weights = dict[str, torch.Tensor]
-
-
-def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,7 @@ class TrainProcess:
         for process in left:
             process.kill()
         assert not names
-        assert not set(os.listdir("/dev/shm")) - self.shared_memory
+        assert set(os.listdir("/dev/shm")) - self.shared_memory == set()
 
 
 def steps(directory: Path) -> dict[int, dict[str, float]]:

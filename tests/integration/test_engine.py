@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 from slimx.errors import SlimxError
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine, EngineSpec, State
+from slimx.rollout.ports import free_port
 from slimx.rollout.router import Router
 from slimx.rollout.server import CPU_VARIABLES
-from tests.integration.conftest import Bucket, Weights, free_port, perturbed, publish
+from tests.integration.conftest import Bucket, Weights, perturbed, publish
 
 pytestmark = pytest.mark.integration
 

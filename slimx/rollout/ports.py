@@ -1,0 +1,29 @@
+"""Ports for servers that will listen some seconds from now."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from slimx.errors import SlimxError
+
+LISTENING = range(20000, 32000)
+"""Below the range from which Linux draws the ports of outgoing connections (32768 and up): one drawn from there would
+often be taken again before a server that takes 20 s to start listens on it."""
+TRIES = 200
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A random port of `LISTENING` on which nobody listens now. Each caller draws its own: two runs rarely meet."""
+    draw = random.SystemRandom()
+    for _ in range(TRIES):
+        port = draw.choice(LISTENING)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise SlimxError(
+        f"none of {TRIES} ports from {LISTENING.start} to {LISTENING.stop} on {host} is free; end what listens there"
+    )

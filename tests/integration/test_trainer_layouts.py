@@ -1,0 +1,445 @@
+"""What a trainer computes does not depend on its layout: gloo ranks of six layouts against one rank and transformers.
+
+Each layout is one start of real processes (5 to 12 s) that do everything asked below; `trainer_rank.py` is one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from slimx.algorithms.objective import group_advantages
+from slimx.config.schema import Algorithm
+from slimx.data.batch import loss_weights
+from slimx.data.codec import save_groups
+from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.layout.ranks import Sizes, coordinates
+from tests.integration.conftest import Weights, free_port, perturbed
+from tests.integration.trainer_rank import STEPS, VERSION, demonstrations
+
+pytestmark = pytest.mark.integration
+
+LAYOUTS = {
+    "single": {"world_size": 1},
+    "DP2": {"world_size": 2},
+    "EP2": {"world_size": 2, "expert": 2},
+    "TP2": {"world_size": 2, "tensor": 2},
+    "PP2": {"world_size": 2, "pipeline": 2},
+    "EP2xTP2": {"world_size": 4, "tensor": 2, "expert": 2},
+}
+SIZES = {
+    "single": Sizes(),
+    "DP2": Sizes(data=2),
+    "EP2": Sizes(data=2, expert=2),
+    "TP2": Sizes(tensor=2, expert_tensor=2),
+    "PP2": Sizes(pipeline=2),
+    "EP2xTP2": Sizes(tensor=2, data=2, expert=2, expert_tensor=2),
+}
+RESTORES = {"TP2": "DP2", "EP2xTP2": "EP2"}
+"""Layout -> whose checkpoint it loads."""
+SEVERAL = [name for name in LAYOUTS if name != "single"]
+DEADLINE_S = 120
+RANK = Path(__file__).with_name("trainer_rank.py")
+TEMPERATURE = 0.7
+CORRUPTED = 17
+"""Positions of the saved rollouts whose experts are not those that the trainer chooses."""
+
+
+class Layout:
+    """What the ranks of one layout wrote."""
+
+    def __init__(self, name: str, directory: Path):
+        self.directory, self.sizes = directory, SIZES[name]
+        self.ranks = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(self.sizes.world)]
+
+    def tensors(self, name: str) -> Weights:
+        return load_file(self.directory / f"{name}.safetensors")
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """What the last rank said: it belongs to the last pipeline stage, which knows the loss."""
+        return self.ranks[-1]
+
+    def logprobs(self) -> dict[tuple[int, ...], np.ndarray]:
+        """Log-probs by sequence (its tokens with the last label)."""
+        out = {}
+        for rank in range(self.sizes.world):
+            with np.load(self.directory / f"{rank}.npz") as arrays:
+                count = sum(key.startswith("logprobs.") for key in arrays)
+                for number in range(count):
+                    end = np.cumsum(arrays[f"lengths.{number}"])
+                    for start, stop in zip([0, *end], end, strict=False):
+                        tokens, labels = (arrays[f"{key}.{number}"][start:stop] for key in ("tokens", "labels"))
+                        if tokens.any():  # not the padding
+                            out[(*tokens.tolist(), int(labels[-1]))] = arrays[f"logprobs.{number}"][start:stop]
+        return out
+
+
+class Laboratory:
+    """Runs each layout once, when it is first asked for."""
+
+    def __init__(self, directory: Path, inputs: dict[str, str]):
+        self.directory, self.inputs = directory, inputs
+        self._done: dict[str, Layout | AssertionError] = {}
+
+    def __getitem__(self, name: str) -> Layout:
+        if name not in self._done:
+            try:
+                self._done[name] = self._run(name)
+            except AssertionError as error:
+                self._done[name] = error
+        if isinstance(done := self._done[name], AssertionError):
+            raise done
+        return done
+
+    def _run(self, name: str) -> Layout:
+        restore = [str(self[other].directory / "checkpoint") for other in [RESTORES.get(name)] if other]
+        out = self.directory / name
+        out.mkdir()
+        job = {
+            **self.inputs,
+            "layout": LAYOUTS[name],
+            "out": str(out),
+            "checkpoint": str(out / "checkpoint"),
+            "restore": restore,
+            "init_method": f"tcp://127.0.0.1:{free_port()}",
+        }
+        (out / "job.json").write_text(json.dumps(job))
+        run_ranks(out, LAYOUTS[name]["world_size"])
+        return Layout(name, out)
+
+
+def run_ranks(out: Path, world: int) -> None:
+    """Start the ranks and wait; when one fails the others are ended and its words are told."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks = []
+    try:
+        for rank in range(world):
+            with (out / f"{rank}.log").open("wb") as log:
+                command = [sys.executable, str(RANK), str(out / "job.json"), str(rank)]
+                ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+        end = time.monotonic() + DEADLINE_S
+        while any(process.poll() is None for process in ranks):
+            late = time.monotonic() > end
+            failed = [rank for rank, process in enumerate(ranks) if process.poll()] or ([0] if late else [])
+            if failed:
+                what = f"no end after {DEADLINE_S} s" if late else "failed"
+                raise AssertionError(f"rank {failed[0]} {what}:\n{(out / f'{failed[0]}.log').read_text()[-3000:]}")
+            time.sleep(0.05)
+        codes = [process.returncode for process in ranks]
+        assert codes == [0] * world, f"{codes}\n{(out / '0.log').read_text()[-3000:]}"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def difference(found: Weights, expected: Weights) -> tuple[float, str]:
+    """The largest max|a - b| / max|b| over tensors, and whose it is."""
+    assert found.keys() == expected.keys()
+    each = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
+    worst = max(each, key=each.__getitem__)
+    return each[worst], worst
+
+
+# Inputs and what transformers says of them ----------------------------------------------------------------------------
+
+
+def write_model(directory: Path, template: Path, weights: Weights) -> Path:
+    shutil.copytree(template, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+class Oracle:
+    """The same model in transformers."""
+
+    def __init__(self, path: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    def logprobs(self, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+        """[L - 1], with gradient."""
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        logits = self.model(ids[None]).logits[0, :-1] / temperature
+        return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+    def experts(self, tokens: np.ndarray) -> np.ndarray:
+        """uint8 [L - 1, layers, 2]: the experts of every input position."""
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        with torch.no_grad():
+            routers = self.model(ids[None], output_router_logits=True).router_logits
+        return np.stack([layer[:-1].topk(2).indices.numpy() for layer in routers], 1).astype(np.uint8)
+
+    def gradients(self) -> Weights:
+        """Under the names of the checkpoint: transformers holds all experts of a layer in one tensor."""
+        out = {}
+        for name, parameter in self.model.named_parameters():
+            prefix, _, kind = name.rpartition("experts.")
+            if not prefix:
+                out[name] = parameter.grad
+                continue
+            for expert, gradient in enumerate(parameter.grad):
+                parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {"down_proj": 0}
+                for part, index in parts.items():
+                    out[f"{prefix}experts.{expert}.{part}.weight"] = gradient.chunk(len(parts))[index]
+        return out
+
+
+def rollouts(policy: Oracle) -> list[Group]:
+    """11 rollouts in groups of 3, 2, 4, 2; one in three with an inserted answer and a second turn; a few of an older
+    version. Old log-probs lie so far from the policy's that ratios are clipped on both sides."""
+    random = np.random.default_rng(7)
+    groups, wrong = [], 0
+    for number, size in enumerate((3, 2, 4, 2)):
+        prompt = random.integers(1, 128, 4 + number)
+        group = Group(id=f"g{number}", prompt=Prompt(id=f"p{number}", token_ids=prompt.tolist()), trajectories=[])
+        for index in range(size):
+            version = VERSION - 1 if (number, index) in ((0, 1), (2, 2)) else VERSION
+            spans, at = [Span(start=0, stop=len(prompt), source="prompt")], len(prompt)
+            for turn in range(2 if index % 3 == 2 else 1):
+                if turn:
+                    spans.append(Span(start=at, stop=at + 3, source="inserted", turn=1))
+                    at += 3
+                stop = at + int(random.integers(4, 14))
+                spans.append(Span(start=at, stop=stop, source="sampled", turn=turn, version=version))
+                at = stop
+            tokens = np.concatenate([prompt, random.integers(1, 128, at - len(prompt))]).astype(np.int32)
+            sampled = np.concatenate([[s.source == "sampled"] * (s.stop - s.start) for s in spans])
+            with torch.no_grad():
+                own = np.concatenate([[np.nan], policy.logprobs(tokens, TEMPERATURE).numpy()])
+            noise = 0.3 * random.standard_normal(len(tokens))
+            experts = policy.experts(tokens)
+            # From the middle on and at one layer only, so that earlier and later positions and layers stay equal.
+            for position in range(len(experts) // 2, len(experts), 3):
+                if wrong < CORRUPTED:
+                    chosen = experts[position, wrong % 2]
+                    chosen[0] = next(e for e in range(8) if e not in chosen)
+                    wrong += 1
+            group.trajectories.append(
+                Trajectory(
+                    id=f"g{number}/{index}",
+                    rollout_id=f"g{number}/{index}",
+                    group_id=group.id,
+                    index=index,
+                    token_ids=tokens,
+                    loss_mask=sampled.astype(np.uint8),
+                    logprobs=np.where(sampled, own + noise, np.nan).astype(np.float32),
+                    spans=spans,
+                    sampling={"temperature": TEMPERATURE},
+                    routed_experts=experts,
+                    reward=float(random.integers(0, 3)),
+                )
+            )
+        groups.append(group)
+    assert wrong == CORRUPTED
+    return groups
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model: Path, tiny_weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models whose attention and routing are far from uniform."""
+    directory = tmp_path_factory.mktemp("models")
+    weights = perturbed(tiny_weights, 1, 0.05)
+    return {
+        "model": write_model(directory / "model", tiny_model, weights),
+        "policy": write_model(directory / "policy", tiny_model, perturbed(weights, 2, 0.01)),
+    }
+
+
+@pytest.fixture(scope="module")
+def oracles(models: dict[str, Path]) -> dict[str, Oracle]:
+    return {name: Oracle(path) for name, path in models.items()}
+
+
+@pytest.fixture(scope="module")
+def groups(oracles: dict[str, Oracle]) -> list[Group]:
+    return rollouts(oracles["policy"])
+
+
+@pytest.fixture(scope="module")
+def laboratory(
+    models: dict[str, Path], groups: list[Group], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Laboratory]:
+    directory = tmp_path_factory.mktemp("layouts")
+    saved = directory / "groups.bin"
+    save_groups(saved, groups)
+    yield Laboratory(directory, {**{name: str(path) for name, path in models.items()}, "groups": str(saved)})
+
+
+# One rank against transformers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logprobs_are_those_of_transformers(laboratory, oracles, name):
+    found = laboratory[name].logprobs()
+    wanted = [trajectory.token_ids for trajectory in demonstrations(0)]
+    assert found.keys() == {tuple(tokens.tolist()) for tokens in wanted}
+    for tokens in wanted:
+        with torch.no_grad():
+            expected = oracles["model"].logprobs(tokens).numpy()
+        assert np.abs(found[tuple(tokens.tolist())] - expected).max() <= 1e-5
+
+
+def test_loss_and_gradients_of_one_rank_are_those_of_transformers(laboratory, oracles):
+    oracle, batch = oracles["model"], demonstrations(0)
+    oracle.model.zero_grad()
+    loss = torch.zeros(())
+    for trajectory, weight in zip(batch, loss_weights(batch, "token"), strict=True):
+        loss = loss - (torch.from_numpy(weight) * oracle.logprobs(trajectory.token_ids)).sum()
+    loss.backward()
+    single = laboratory["single"]
+    assert single.last["first_step"]["loss/sft"] == pytest.approx(loss.item(), abs=1e-5)
+    worst, name = difference(single.tensors("sft_gradients"), oracle.gradients())
+    assert worst <= 1e-5, name
+    norm = sum(gradient.double().square().sum() for gradient in oracle.gradients().values()) ** 0.5
+    assert single.last["first_step"]["optim/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_a_grpo_step_of_one_rank_is_the_formula_over_transformers_logprobs(laboratory, oracles, groups):
+    policy, reference = oracles["policy"], oracles["model"]
+    policy.model.zero_grad()
+    trajectories = [t for group in groups for t in group.trajectories]
+    algorithm = Algorithm(clip_low=0.2, clip_high=0.3)
+    advantages = [value for group in groups for value in group_advantages(algorithm, group)]
+    surrogate, kl, clipped, gaps, above, below = torch.zeros(()), torch.zeros(()), 0.0, [], 0, 0
+    for t, advantage, weight in zip(trajectories, advantages, loss_weights(trajectories, "token"), strict=True):
+        trained, weight = weight > 0, torch.from_numpy(weight[weight > 0])
+        new = policy.logprobs(t.token_ids, TEMPERATURE)[trained]
+        with torch.no_grad():
+            old = torch.from_numpy(t.logprobs[1:])[trained]
+            other = reference.logprobs(t.token_ids, TEMPERATURE)[trained]
+        ratio = (new - old).exp()
+        terms = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+        surrogate = surrogate - (weight * terms).sum()
+        kl = kl + (weight * ((other - new).exp() - (other - new) - 1)).sum()
+        clipped += weight[(ratio * advantage > terms)].sum().item()
+        above, below = above + int((ratio > 1.3).sum()), below + int((ratio < 0.8).sum())
+        if t.oldest_version == VERSION:
+            gaps += (new - old).abs().tolist()
+    (surrogate + 0.5 * kl).backward()
+    assert above > 5 and below > 5 and 0.05 < clipped < 0.5 and kl.item() > 1e-4, "the rollouts must exercise the loss"
+    found = laboratory["single"].last["grpo_step"]
+    assert found["loss/policy"] == pytest.approx(surrogate.item(), abs=1e-5)
+    assert found["loss/clip_fraction"] == pytest.approx(clipped, abs=1e-6)
+    assert found["kl/reference"] == pytest.approx(kl.item(), abs=1e-6)
+    assert found["gap/tokens"] == len(gaps)
+    assert found["gap/mean"] == pytest.approx(np.mean(gaps), abs=1e-5)
+    assert found["gap/max"] == pytest.approx(max(gaps), abs=1e-5)
+    worst, name = difference(laboratory["single"].tensors("grpo_gradients"), policy.gradients())
+    assert worst <= 1e-5, name
+
+
+# Layouts against one rank ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_stand_where_megatron_put_them(laboratory, name):
+    layout = laboratory[name]
+    places = [asdict(coordinates(rank, layout.sizes)) for rank in range(layout.sizes.world)]
+    assert [said["place"] for said in layout.ranks] == places
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_gradients_of_the_first_step_are_those_of_one_rank(laboratory, name):
+    layout, single = laboratory[name], laboratory["single"]
+    worst, tensor = difference(layout.tensors("sft_gradients"), single.tensors("sft_gradients"))
+    assert worst <= 1e-5, tensor
+    for metric, value in single.last["first_step"].items():
+        assert layout.last["first_step"][metric] == pytest.approx(value, rel=1e-5), metric
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_ten_supervised_steps_with_the_distributed_optimizer_are_those_of_one_rank(laboratory, name):
+    layout, single = laboratory[name], laboratory["single"]
+    losses = [[step["loss/sft"] for step in each.last["steps"]] for each in (layout, single)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[1]) == STEPS
+    worst, tensor = difference(layout.tensors("weights"), single.tensors("weights"))
+    assert worst <= 1e-3, tensor
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_grpo_step_on_saved_rollouts_is_that_of_one_rank(laboratory, name):
+    layout, single = laboratory[name].last["grpo_step"], laboratory["single"].last["grpo_step"]
+    assert layout.keys() == single.keys()
+    for metric, value in single.items():
+        assert layout[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
+    worst, tensor = difference(
+        laboratory[name].tensors("grpo_gradients"), laboratory["single"].tensors("grpo_gradients")
+    )
+    assert worst <= 1e-5, tensor
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_positions_with_other_experts_than_the_engines_are_counted_exactly(laboratory, groups, name):
+    """Of the measured tokens, whose gaps all exceed 1e-5: differing here, explained by here or earlier, unexplained."""
+    here = explained = measured = 0
+    found = laboratory[name].last["grpo_step"]
+    single = laboratory["single"].last["grpo_step"]
+    assert found["routes/differing"] == single["routes/differing"]
+    for t in (t for group in groups for t in group.trajectories if t.oldest_version == VERSION):
+        trained = t.loss_mask[1:] > 0
+        differs = corrupted_positions(t)
+        here += int((differs & trained).sum())
+        explained += int((np.maximum.accumulate(differs) & trained).sum())
+        measured += int(trained.sum())
+    assert 0 < here < explained < measured
+    counts = ("routes/differing", "gap/tokens_other_routes", "gap/tokens_unexplained", "gap/tokens_above_1e-5")
+    assert [found[count] for count in counts] == [here, explained, measured - explained, measured]
+
+
+def corrupted_positions(trajectory: Trajectory) -> np.ndarray:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_of_the_last_stage_knows_the_metrics_of_the_whole_batch(laboratory, name):
+    layout = laboratory[name]
+    for rank, said in enumerate(layout.ranks):
+        last = coordinates(rank, layout.sizes).pipeline == layout.sizes.pipeline - 1
+        for part in ("first_step", "grpo_step"):
+            expected = layout.last[part] if last else {k: v for k, v in layout.last[part].items() if "optim/" in k}
+            assert said[part] == expected, (rank, part)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_restored_trainer_repeats_the_same_steps_bit_for_bit(laboratory, name):
+    for said in laboratory[name].ranks:
+        assert said["after_restore"] == said["after_save"]
+        first, second = said["after_save"]
+        assert first != second
+    first, second = laboratory[name].last["after_save"]
+    assert first["loss/sft"] != laboratory[name].last["steps"][-1]["loss/sft"]
+
+
+@pytest.mark.parametrize(("name", "other"), RESTORES.items())
+def test_a_checkpoint_of_another_layout_continues_with_the_same_losses(laboratory, name, other):
+    """The first loss shows the weights, the second one the optimizer's state too."""
+    found = laboratory[name].last[f"after_restore_of_{other}"]
+    expected = laboratory[other].last["after_save"]
+    assert found[0]["loss/sft"] == pytest.approx(expected[0]["loss/sft"], abs=1e-6)
+    assert found[0]["optim/grad_norm"] == pytest.approx(expected[0]["optim/grad_norm"], rel=1e-5)
+    assert found[1]["loss/sft"] == pytest.approx(expected[1]["loss/sft"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_truncated_file_of_a_checkpoint_is_refused_on_every_rank_with_the_directory(laboratory, name):
+    directory = laboratory[name].directory / "damaged"
+    for rank, said in enumerate(laboratory[name].ranks):
+        assert said.get("damaged", "nothing").startswith(f"{directory}: the checkpoint cannot be loaded"), rank

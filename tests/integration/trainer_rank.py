@@ -1,0 +1,256 @@
+"""One gloo rank of test_trainer_layouts: real trainers without Ray, and a file of what they computed.
+
+    python trainer_rank.py JOB.json RANK
+
+The process begins as `slimx.trainer.worker` does: adapters first, megatron-core after them. It writes `RANK.json`
+(metrics and texts) and `RANK.npz` (log-probs by sequence); rank 0 adds gathered weights and gradients under their
+Hugging Face names as safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimx.algorithms.objective import group_advantages
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch, loss_weights, make_rows, pack
+from slimx.data.codec import load_groups
+from slimx.data.records import Span, Trajectory
+from slimx.errors import SlimxError
+
+STEPS = 10
+MAX_TOKENS = 100
+"""Of one micro-batch: every data-parallel rank has several."""
+VERSION = 3
+"""The engines' weight version at the GRPO step."""
+
+
+def demonstrations(step: int) -> list[Trajectory]:
+    """16 sequences of 6 to 39 random tokens; the first four are a prompt. Id 0 is padding and never among them."""
+    random = np.random.default_rng(step)
+    out = []
+    for index in range(16):
+        length = int(random.integers(6, 40))
+        out.append(
+            Trajectory(
+                id=str(index),
+                rollout_id=str(index),
+                group_id=str(index),
+                index=0,
+                token_ids=random.integers(1, 128, length).astype(np.int32),
+                loss_mask=np.array([0] * 4 + [1] * (length - 4), np.uint8),
+                logprobs=np.full(length, np.nan, np.float32),
+                spans=[Span(start=0, stop=length, source="inserted")],
+            )
+        )
+    return out
+
+
+class Rank:
+    """What one rank does, step by step; `main` tells in which order."""
+
+    def __init__(self, job: dict[str, Any], rank: int):
+        self.job, self.rank, self.out = job, rank, Path(job["out"])
+        self.said: dict[str, Any] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def start(self) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        import torch
+
+        from slimx.adapters import megatron_cpu
+
+        megatron_cpu.install()
+        from slimx.adapters import megatron_layers
+
+        megatron_cpu.install_megatron()
+        megatron_layers.install()
+        torch.set_num_threads(1)
+
+        from slimx.layout.ranks import sizes_of
+        from slimx.models.families import read_model
+        from slimx.trainer.parallel import ParallelState
+
+        self.spec = read_model(self.job["model"])
+        self.sizes = sizes_of(self.config(algorithm="sft").trainer)
+        self.parallel = ParallelState(
+            self.sizes,
+            rank=self.rank,
+            init_method=self.job["init_method"],
+            device=torch.device("cpu"),
+            deadline_s=60,
+            seed=1,
+        )
+
+    def config(self, *, algorithm: str, optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
+        grpo = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.3, "reference": True, "kl_coef": 0.5}
+        return Config.model_validate(
+            {
+                "run": {"dir": str(self.out)},
+                "model": {"path": self.job["model"]},
+                "numerics": {"dtype": "float32"},
+                "trainer": {
+                    **self.job["layout"],
+                    **trainer,
+                    "max_tokens_per_microbatch": MAX_TOKENS,
+                    "optimizer": {"lr": 2e-3, **(optimizer or {})},
+                },
+                "rollout": {"prompts": "p", **({"engines": []} if algorithm == "sft" else {})},
+                "algorithm": grpo if algorithm == "grpo" else {"name": "sft"},
+            }
+        )
+
+    def trainer(self, config: Config) -> Any:
+        from slimx.trainer.trainer import Trainer
+
+        return Trainer(config, self.spec, self.parallel)
+
+    def shard(self, trajectories: list[Trajectory], advantages: list[float]) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches."""
+        rows = make_rows(trajectories, advantages, loss_weights(trajectories, "token"))
+        batch = pack(rows, data_size=self.sizes.data, max_tokens=MAX_TOKENS, multiple_of=self.sizes.tensor)
+        assert len(batch.shards[0]) > 1
+        return batch.shards[self.parallel.place.data]
+
+    def demonstrated(self, step: int) -> list[MicroBatch]:
+        trajectories = demonstrations(step)
+        return self.shard(trajectories, [1.0] * len(trajectories))
+
+    def write_tensors(self, name: str, tensors: dict[str, Any]) -> None:
+        """Gather one tensor per parameter into `name`.safetensors, under Hugging Face names; collective."""
+        import torch
+
+        from slimx.models.checkpoint_writer import write_bucket
+        from slimx.reshard.gather import Gatherer
+
+        gatherer = Gatherer(
+            self.spec.table,
+            self.sizes,
+            self.rank,
+            tensors,
+            dtype=torch.float32,
+            bucket_bytes=2**30,
+            group=self.parallel.host_group,
+        )
+        packed = gatherer.gather(0)
+        if packed is not None:
+            write_bucket(packed, str(self.out / f"{name}.safetensors"))
+        gatherer.release()
+
+    def gradients(self, trainer: Any) -> dict[str, Any]:
+        return {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()}
+
+    def barrier(self) -> None:
+        self.parallel.host_group.barrier().wait()
+
+    # What is asked ----------------------------------------------------------------------------------------------------
+
+    def first_step(self) -> None:
+        """Log-probs and gradients of one SFT step. Without the distributed optimizer every rank has whole gradients."""
+        trainer = self.trainer(self.config(algorithm="sft", distributed_optimizer=False, optimizer={"clip_grad": 0.0}))
+        batches = self.demonstrated(0)
+        for number, (batch, logprobs) in enumerate(zip(batches, trainer.logprobs(batches), strict=False)):
+            for key in ("tokens", "labels"):
+                self.arrays[f"{key}.{number}"] = getattr(batch, key)
+            self.arrays[f"lengths.{number}"] = np.array(batch.lengths)
+            self.arrays[f"logprobs.{number}"] = logprobs
+        self.said["first_step"] = trainer.train_step(batches, step=0, version=0)
+        self.write_tensors("sft_gradients", self.gradients(trainer))
+
+    def grpo_step(self) -> None:
+        """One step on saved rollouts: the policy is another set of weights than the reference."""
+        config = self.config(algorithm="grpo", distributed_optimizer=False, optimizer={"clip_grad": 0.0})
+        groups = load_groups(self.job["groups"])
+        trainer = self.trainer(config)
+        trainer.weights.load(self.job["policy"])
+        advantages = [value for group in groups for value in group_advantages(config.algorithm, group)]
+        batches = self.shard([t for group in groups for t in group.trajectories], advantages)
+        self.said["grpo_step"] = trainer.train_step(batches, step=0, version=VERSION)
+        self.write_tensors("grpo_gradients", self.gradients(trainer))
+
+    def supervised(self) -> Any:
+        """Ten steps with the distributed optimizer."""
+        trainer = self.trainer(self.config(algorithm="sft", optimizer={"weight_decay": 0.1, "clip_grad": 0.5}))
+        self.said["steps"] = [trainer.train_step(self.demonstrated(s), step=s, version=0) for s in range(STEPS)]
+        self.write_tensors("weights", trainer.weights.parameters)
+        return trainer
+
+    def next_steps(self, trainer: Any) -> list[dict[str, float]]:
+        """The eleventh and twelfth: the second shows the optimizer's state. With what the random state gives."""
+        import torch
+
+        draw = {"random": float(torch.rand(()))}
+        return [trainer.train_step(self.demonstrated(s), step=s, version=0) | draw for s in (STEPS, STEPS + 1)]
+
+    def checkpoint(self, trainer: Any) -> None:
+        """Save, go on, come back, go on again."""
+        path = Path(self.job["checkpoint"])
+        if self.rank == 0:
+            path.mkdir()
+        self.barrier()
+        trainer.save(str(path))
+        self.said["after_save"] = self.next_steps(trainer)
+        trainer.restore(str(path), same_layout=True)
+        self.said["after_restore"] = self.next_steps(trainer)
+
+    def restore_from_other_layouts(self, trainer: Any, paths: Iterable[str]) -> None:
+        for path in paths:
+            name = f"after_restore_of_{Path(path).parent.name}"
+            try:
+                trainer.restore(path, same_layout=False)
+            except SlimxError as error:
+                self.said[name] = str(error)
+            else:
+                self.said[name] = self.next_steps(trainer)
+
+    def restore_damaged(self, trainer: Any) -> None:
+        """One file of the checkpoint lost its second half."""
+        path = self.out / "damaged"
+        if self.rank == 0:
+            shutil.copytree(self.job["checkpoint"], path)
+            files = sorted(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+            os.truncate(files[-1], files[-1].stat().st_size // 2)
+        self.barrier()
+        try:
+            trainer.restore(str(path), same_layout=True)
+        except SlimxError as error:
+            self.said["damaged"] = str(error)
+
+    def finish(self) -> None:
+        from megatron.core import parallel_state
+
+        self.said["place"] = {
+            "tensor": parallel_state.get_tensor_model_parallel_rank(),
+            "data": parallel_state.get_data_parallel_rank(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
+            "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
+            "expert": parallel_state.get_expert_model_parallel_rank(),
+            "expert_data": parallel_state.get_expert_data_parallel_rank(),
+        }
+        (self.out / f"{self.rank}.json").write_text(json.dumps(self.said))
+        np.savez(self.out / f"{self.rank}.npz", **self.arrays)
+        self.parallel.destroy()
+
+
+def main() -> None:
+    rank = Rank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    rank.start()
+    rank.first_step()
+    rank.grpo_step()
+    trainer = rank.supervised()
+    rank.checkpoint(trainer)
+    rank.restore_from_other_layouts(trainer, rank.job["restore"])
+    rank.restore_damaged(trainer)
+    rank.finish()
+
+
+if __name__ == "__main__":
+    main()
