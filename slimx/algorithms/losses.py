@@ -52,7 +52,8 @@ def policy_loss(*, clip_low: float, clip_high: float, kl_coef: float = 0.0) -> L
             metrics = {
                 "loss/policy": policy.detach(),
                 "loss/clip_fraction": (weight * (ratio * inputs.advantages > surrogate)).sum(),
-                "kl/rollout": (weight * (torch.expm1(-difference) + difference)).sum(),
+                # The tokens come from the rollout's policy: KL(rollout || policy), k3 with its roles accordingly.
+                "kl/rollout": (weight * k3(torch.zeros_like(difference), difference)).sum(),
             }
         if inputs.reference_logprobs is not None:
             reference = torch.where(trained, inputs.reference_logprobs, inputs.logprobs.detach())

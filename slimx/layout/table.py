@@ -5,9 +5,12 @@ under which local name, made of which rectangles. Both directions of every conve
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Copy, IndexMap, Rect, Shape
@@ -138,10 +141,9 @@ def matrix(shape: Sequence[int]) -> Shape:
 
 
 def check_coverage(table: Table, sizes: Sizes, places: Sequence[Coordinates]) -> None:
-    """Prove that the owners' rectangles cover every checkpoint element exactly once.
+    """Prove that the owners' rectangles cover every checkpoint element exactly once; SlimxError names the tensor.
 
-    Rectangles that one owner each provides cannot overlap unnoticed: their areas must add up to each tensor's size, and
-    no two may share an element. Raises SlimxError naming the tensor.
+    The edges of a tensor's rectangles cut it into cells; each cell must lie in exactly one rectangle.
     """
     covered: dict[str, list[Rect]] = {name: [] for name in table.checkpoint()}
     for place in places:
@@ -150,13 +152,19 @@ def check_coverage(table: Table, sizes: Sizes, places: Sequence[Coordinates]) ->
                 for rect in held.rects:
                     covered[held.sources[rect.source][0]].append(rect)
     for name, shape in table.checkpoint().items():
-        rows, cols = matrix(shape)
-        rects = sorted(covered[name], key=lambda r: (r.row, r.col))
-        area = sum(r.rows * r.cols for r in rects)
-        if area != rows * cols:
-            raise SlimxError(
-                f"weight table: {area} of {rows * cols} elements of {name} are covered by the layout {sizes}"
-            )
-        for a, b in zip(rects, rects[1:], strict=False):
-            if b.row < a.row + a.rows and b.col < a.col + a.cols and a.col < b.col + b.cols:
-                raise SlimxError(f"weight table: {name} is covered twice at row {b.row}, column {b.col}")
+        _check_cover(name, matrix(shape), covered[name])
+
+
+def _check_cover(name: str, shape: Shape, rects: Sequence[Rect]) -> None:
+    rows = sorted({0, shape[0], *(edge for r in rects for edge in (r.row, r.row + r.rows))})
+    cols = sorted({0, shape[1], *(edge for r in rects for edge in (r.col, r.col + r.cols))})
+    if rows[-1] > shape[0] or cols[-1] > shape[1] or rows[0] < 0 or cols[0] < 0:
+        raise SlimxError(f"weight table: a rectangle reaches beyond {name}, which is {shape[0]} x {shape[1]}")
+    count = np.zeros((len(rows) - 1, len(cols) - 1), dtype=np.int32)
+    for r in rects:
+        top, left = bisect_left(rows, r.row), bisect_left(cols, r.col)
+        count[top : bisect_left(rows, r.row + r.rows), left : bisect_left(cols, r.col + r.cols)] += 1
+    for wrong, what in ((count > 1, "covered twice"), (count == 0, "not covered")):
+        if wrong.any():
+            row, col = np.argwhere(wrong)[0]
+            raise SlimxError(f"weight table: {name} is {what} at row {rows[row]}, column {cols[col]}")

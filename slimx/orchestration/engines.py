@@ -11,8 +11,8 @@ import ray
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.orchestration.waiting import gather
-from slimx.reshard.gather import PackedBucket
-from slimx.rollout.engine import Engine, EngineSpec, StagedTensor, State
+from slimx.reshard.packed import PackedBucket
+from slimx.rollout.engine import Engine, EngineSpec, State
 from slimx.rollout.ports import free_port
 from slimx.rollout.router import Router
 
@@ -58,8 +58,7 @@ class EngineHandle:
         return out
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        tensors = [StagedTensor(t.name, t.dtype, t.shape, t.offset, t.nbytes, t.checksum) for t in packed.tensors]
-        await self._engine("stage", packed.path, tensors, bucket, packed.size)
+        await self._engine("stage", packed.path, list(packed.tensors), bucket, packed.size)
 
     async def inventory(self) -> dict[str, str]:
         return await self._call("the inventory", self.actor.inventory.remote(), self.deadline_s)

@@ -12,7 +12,8 @@ from slimx.data.batch import TrainBatch
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.models.checkpoint_writer import finish_directory, shard_name
 from slimx.orchestration.waiting import gather
-from slimx.reshard.gather import PUBLISHER, PackedBucket
+from slimx.reshard.gather import PUBLISHER
+from slimx.reshard.packed import PackedBucket
 from slimx.trainer.worker import TrainerWorker
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,31 +17,10 @@ from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table, matrix
 from slimx.reshard import kernel
 from slimx.reshard.buckets import Contributions, make_buckets
+from slimx.reshard.packed import PackedBucket, PackedTensor
 
 PUBLISHER = 0
 """The rank that gathers."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """One tensor of a packed bucket."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBucket:
-    """A bucket in the publisher's memory, as a receiver finds it."""
-
-    path: str
-    """/proc/PID/fd/N: readable by processes of the same user on the same machine."""
-    size: int
-    tensors: tuple[PackedTensor, ...]
 
 
 class Gatherer:

@@ -11,13 +11,17 @@ both as the protocols below.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slimx.errors import DeadlineError, SlimxError
-from slimx.reshard.gather import PackedBucket
+from slimx.reshard.packed import PackedBucket
+
+ABORT_S = 10.0
+"""Seconds that the engines get to drop what is staged when a publication has failed."""
 
 
 class Source(Protocol):
@@ -120,15 +124,23 @@ class Publisher:
                 await self._all("commit", version)
                 await self._all("resume")
         except BaseException:
-            # Best effort: the error that stopped the publication is the one to tell.
-            await asyncio.gather(*(receiver.abort() for receiver in self.receivers), return_exceptions=True)
+            # Best effort, and not for long: the error that stopped the publication is the one to tell.
+            with contextlib.suppress(TimeoutError):
+                aborts = asyncio.gather(*(receiver.abort() for receiver in self.receivers), return_exceptions=True)
+                await asyncio.wait_for(aborts, min(self.deadline_s, ABORT_S))
             raise
         finally:
             await self.source.release()
         return out
 
     async def _all(self, action: str, *arguments: object) -> list:
-        return await asyncio.gather(*(getattr(receiver, action)(*arguments) for receiver in self.receivers))
+        """The same call to every engine. One that fails waits for the others: none may run on into an abort."""
+        calls = (getattr(receiver, action)(*arguments) for receiver in self.receivers)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
     async def _check_tensors(self) -> None:
         """Names, shapes and dtypes of all tensors against each engine's own list, before it is sent the first byte."""

@@ -11,13 +11,13 @@ import base64
 import json
 import pickle
 import time
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
 
 import slimx
 from slimx.errors import DeadlineError, SlimxError
+from slimx.reshard.packed import PackedTensor
 from slimx.rollout.process import SupervisedProcess
 
 PROTOCOL = 1
@@ -33,32 +33,6 @@ PORT_TAKEN = "error while attempting to bind on address"
 Json = dict[str, Any]
 PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
-
-
-@dataclass(frozen=True, slots=True)
-class StagedTensor:
-    """One tensor of a bucket, as the receiver finds it in the publisher's memory file."""
-
-    name: str
-    """Hugging Face name."""
-    dtype: str
-    """"float32", "bfloat16", ..."""
-    shape: tuple[int, ...]
-    offset: int
-    """Bytes from the start of the bucket."""
-    nbytes: int
-    checksum: int
-    """64 bits, `slimx.reshard.kernel.checksum_tensor`."""
-
-    def to_json(self) -> Json:
-        fields = {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "offset": self.offset,
-            "nbytes": self.nbytes,
-        }
-        return fields | {"checksum": f"{self.checksum:016x}"}
 
 
 class EngineControl:
@@ -162,7 +136,7 @@ class EngineControl:
         return rank["tensors"]
 
     async def stage(
-        self, fd_path: str, tensors: list[StagedTensor], bucket: int, size: int, deadline_s: float | None = None
+        self, fd_path: str, tensors: list[PackedTensor], bucket: int, size: int, deadline_s: float | None = None
     ) -> Json:
         """Have the server map one bucket of `size` bytes and prove its bytes. Changes nothing of the model.
 

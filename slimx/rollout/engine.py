@@ -21,15 +21,15 @@ from typing import Any, Literal
 import psutil
 
 from slimx.errors import SlimxError
+from slimx.reshard.packed import PackedTensor
 from slimx.rollout.arguments import check_server_args, command_line
-from slimx.rollout.control import RECEIVER, EngineControl, Json, PauseMode, StagedTensor, Tag
+from slimx.rollout.control import RECEIVER, EngineControl, Json, PauseMode, Tag
 from slimx.rollout.process import SupervisedProcess
 
 __all__ = [
     "Engine",
     "EngineControl",
     "EngineSpec",
-    "StagedTensor",
     "State",
     "check_server_args",
     "server_argv",
@@ -247,7 +247,7 @@ class Engine:
     # Publication ----------------------------------------------------------------------------------------------------
 
     async def stage(
-        self, fd_path: str, tensors: list[StagedTensor], bucket: int, size: int, deadline_s: float | None = None
+        self, fd_path: str, tensors: list[PackedTensor], bucket: int, size: int, deadline_s: float | None = None
     ) -> Json:
         """Bring one bucket into the server and prove its bytes. Allowed while it serves: the model is not touched."""
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)

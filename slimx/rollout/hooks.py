@@ -128,7 +128,7 @@ def _load(key: str, path: str, parameters: tuple[str, ...], *, is_async: bool) -
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise SlimxError(f"{key}: {path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SlimxError(f"{key}: importing {module_name} raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if function is None:
@@ -142,8 +142,9 @@ def _load(key: str, path: str, parameters: tuple[str, ...], *, is_async: bool) -
         raise SlimxError(
             f"{key}: {path}{inspect.signature(function)} cannot be called ({error}); write {shape}"
         ) from error
-    target = function if inspect.isfunction(function) else getattr(function, "__call__", function)  # noqa: B004
-    if inspect.iscoroutinefunction(target) != is_async:
+    # A partial and a function say so themselves, an object with an async __call__ through that.
+    called = getattr(function, "__call__", function)  # noqa: B004
+    if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
         raise SlimxError(f"{key}: {path} must{'' if is_async else ' not'} be async; write {shape}")
     return function
 

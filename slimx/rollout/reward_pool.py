@@ -7,7 +7,9 @@ gone with the process) and a fresh one takes its place.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import numbers
 import queue
 import threading
 from collections.abc import Callable
@@ -37,28 +39,34 @@ class RewardPool:
         started, abandoned = asyncio.Event(), threading.Event()
 
         def work() -> None:
-            loop.call_soon_threadsafe(started.set)
+            if abandoned.is_set():
+                return
+            tell(started.set)
             try:
                 value, error = asyncio.run(self.reward(ctx, trajectory)), None
             except BaseException as caught:
                 value, error = None, caught
-            if not abandoned.is_set():
-                loop.call_soon_threadsafe(_settle, result, value, error)
+            tell(_settle, result, value, error)
+
+        def tell(function: Callable[..., None], *arguments: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the run, and its event loop, may have ended meanwhile
+                loop.call_soon_threadsafe(function, *arguments)
 
         self._calls.put((work, abandoned))
-        await started.wait()
         try:
-            value = await asyncio.wait_for(result, self.deadline_s)
-        except TimeoutError:
-            abandoned.set()
-            self.abandoned += 1
-            self._start_worker()
-            raise DeadlineError(
-                f"the reward of trajectory {trajectory.id}", self.deadline_s, _name(self.reward)
-            ) from None
-        except Exception as error:
+            await started.wait()
+            await asyncio.wait({result}, timeout=self.deadline_s)
+        finally:
+            if not result.done():
+                abandoned.set()
+                if started.is_set():
+                    self.abandoned += 1
+                    self._start_worker()
+        if not result.done():
+            raise DeadlineError(f"the reward of trajectory {trajectory.id}", self.deadline_s, _name(self.reward))
+        if (error := result.exception()) is not None:
             raise SlimxError(f"reward hook {_name(self.reward)} raised {type(error).__name__}: {error}") from error
-        return _checked(value, _name(self.reward))
+        return _checked(result.result(), _name(self.reward))
 
     def close(self) -> None:
         """Let the workers end once they are idle."""
@@ -92,14 +100,14 @@ def _checked(value: Any, name: str) -> tuple[float, dict[str, float]]:
     """A finite number, or a dict of finite numbers whose sum is the reward."""
     parts = value if isinstance(value, dict) else {"reward": value}
     for key, part in parts.items():
-        if isinstance(part, bool) or not isinstance(part, (int, float)) or not math.isfinite(part):
+        if isinstance(part, bool) or not isinstance(part, numbers.Real) or not math.isfinite(part):
             raise SlimxError(
                 f"reward hook {name} returned {part!r} for {key!r}; return a finite number or a dict of them"
             )
     if not parts:
         raise SlimxError(f"reward hook {name} returned an empty dict; return a finite number or a dict of them")
-    numbers = {key: float(part) for key, part in parts.items()}
-    return sum(numbers.values()), numbers if isinstance(value, dict) else {}
+    floats = {key: float(part) for key, part in parts.items()}
+    return sum(floats.values()), floats if isinstance(value, dict) else {}
 
 
 def _name(function: Any) -> str:

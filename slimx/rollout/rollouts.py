@@ -58,7 +58,8 @@ class GroupMaker:
         group = Group(id=group_id, prompt=prompt, trajectories=trajectories)
         for trajectory in trajectories:
             if trajectory.status == "failed":
-                return Outcome(group, trajectory.metadata["failed"], trajectory.finish_reason)
+                reason = trajectory.metadata.get("failed", "generate failed")  # a hook may give a rollout up by itself
+                return Outcome(group, reason, trajectory.finish_reason)
         return self._filtered(group) if self.hooks.keep and not evaluation else Outcome(group)
 
     def close(self) -> None:
@@ -71,9 +72,9 @@ class GroupMaker:
             verdict = self.hooks.keep(group)
         except Exception as error:
             return Outcome(group, "keep failed", f"{type(error).__name__}: {error}")
-        if verdict is True:
-            return Outcome(group)
-        return Outcome(group, f"filter: {verdict}" if isinstance(verdict, str) else "filter")
+        if isinstance(verdict, str):
+            return Outcome(group, f"filter: {verdict}")
+        return Outcome(group, None if verdict else "filter")
 
     async def _rollout(
         self, prompt: Prompt, group_id: str, number: int, index: int, evaluation: bool
@@ -90,29 +91,19 @@ class GroupMaker:
             group_id=group_id,
             index=index,
         )
+        hook, limit = self.config.rollout.generate, self.config.rollout.rollout_deadline
         try:
-            async with self._slots:
-                async with asyncio.timeout(self.config.rollout.rollout_deadline):
-                    result = await self.hooks.generate(ctx, prompt)
+            async with self._slots, asyncio.timeout(limit) as deadline:
+                result = await self.hooks.generate(ctx, prompt)
             trajectories = result if isinstance(result, list) else [result]
             self._check(trajectories, ctx)
-        except TimeoutError:
-            limit = self.config.rollout.rollout_deadline
-            return [
-                _failed(
-                    ctx,
-                    "generate deadline",
-                    str(DeadlineError(f"rollout {group_id}/{index}", limit, self.config.rollout.generate)),
-                )
-            ]
         except SlimxError as error:
             return [_failed(ctx, "generate failed", str(error))]
         except Exception as error:
-            return [
-                _failed(
-                    ctx, "generate failed", f"{self.config.rollout.generate} raised {type(error).__name__}: {error}"
-                )
-            ]
+            if isinstance(error, TimeoutError) and deadline.expired():  # not a time-out inside the hook
+                text = str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
+                return [_failed(ctx, "generate deadline", text)]
+            return [_failed(ctx, "generate failed", f"{hook} raised {type(error).__name__}: {error}")]
         await asyncio.gather(*(self._judge(prompt, trajectory, evaluation) for trajectory in trajectories))
         return trajectories
 

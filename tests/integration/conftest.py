@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.reshard.kernel import checksum_tensor
-from slimx.rollout.engine import Engine, EngineSpec, StagedTensor
+from slimx.reshard.packed import PackedTensor
+from slimx.rollout.engine import Engine, EngineSpec
 from slimx.rollout.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -58,14 +59,14 @@ class Bucket:
 
     def __init__(self, weights: Weights) -> None:
         self.fd = os.memfd_create("slimx-bucket")
-        self.tensors: list[StagedTensor] = []
+        self.tensors: list[PackedTensor] = []
         self.size = 0
         with os.fdopen(os.dup(self.fd), "wb") as file:
             for name, tensor in weights.items():
                 raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
                 kind = str(tensor.dtype).removeprefix("torch.")
                 self.tensors.append(
-                    StagedTensor(
+                    PackedTensor(
                         name, kind, tuple(tensor.shape), self.size, len(raw), checksum_tensor(tensor.contiguous())
                     )
                 )

@@ -258,7 +258,6 @@ def test_kl_to_the_reference_is_that_of_the_policy():
     assert found == pytest.approx(kl(POLICY, OTHER), abs=1e-12)
 
 
-@pytest.mark.xfail(strict=True, reason="kl/rollout takes k3 as if the trained policy had sampled the tokens")
 def test_kl_between_rollout_and_policy_is_estimated_from_the_tokens_that_the_rollout_policy_sampled():
     found = metric_of("kl/rollout", sampled_by=OTHER, policy=POLICY, old_logprobs=OTHER.log())
     assert found == pytest.approx(kl(OTHER, POLICY), abs=1e-12)

@@ -161,6 +161,7 @@ def test_packing_loses_repeats_and_reorders_nothing_within_its_limits(seed):
         total = len(micro.tokens)
         assert total == sum(micro.lengths) and total % multiple_of == 0 and total > 0
         assert all(len(getattr(micro, name)) == total for name in ARRAYS)
+        assert micro.routed_experts is None or len(micro.routed_experts) == total
         parts = sequences(micro)
         padding = [part for part in parts if part["tokens"][0] < 1000]
         assert len(padding) <= 1 and all(part is parts[-1] for part in padding)

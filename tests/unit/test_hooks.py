@@ -235,10 +235,7 @@ def hooks_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("generate", "reward", "keep"),
         ("generate_with_options", "judge", "keep"),
-        pytest.param(
-            *("generate", "judged", "keep"),
-            marks=pytest.mark.xfail(strict=True, reason="a partial of an async function is taken for a blocking one"),
-        ),
+        ("generate", "judged", "keep"),
     ],
 )
 def test_hooks_of_the_right_shape_are_loaded(hooks_on_path, generate, reward, keep):
@@ -285,7 +282,6 @@ def test_a_hook_that_cannot_work_is_refused_with_its_key_and_what_is_wrong(hooks
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, raises=SystemExit, reason="_load catches Exception, and SystemExit is none")
 def test_a_script_in_place_of_a_module_is_refused_with_its_key(hooks_on_path):
     with pytest.raises(SlimxError, match=r"reward\.function: importing my_script raised SystemExit"):
         load_hooks(config_of(reward__function="my_script.reward"))

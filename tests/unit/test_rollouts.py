@@ -95,7 +95,6 @@ async def test_a_broken_reward_fails_its_trajectory_and_drops_its_group_only(rel
         assert bad.status == "failed" and bad.reward is None, "a verdict after the deadline must not count"
 
 
-@pytest.mark.xfail(strict=True, reason="RewardPool takes any TimeoutError for its own deadline")
 async def test_a_timeout_inside_a_reward_is_told_as_what_the_hook_raised(released):
     config = config_of(max_failed_share=1.0, reward__deadline=30)
     reward = poisoned(second_prompt(), 0, TimeoutError("sandbox did not answer"), released)
@@ -155,7 +154,6 @@ async def test_reward_threads_end_with_the_manager_and_abandoned_ones_when_their
     assert not set(reward_threads()) - before
 
 
-@pytest.mark.xfail(strict=True, reason="a cancelled call reports to the event loop that is gone")
 def test_a_reward_that_ends_after_the_run_raises_nothing_in_its_thread(released, monkeypatch):
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
@@ -223,7 +221,6 @@ async def test_a_broken_rollout_drops_its_group_only(case):
         assert outcome.group.prompt.id == second_prompt()
 
 
-@pytest.mark.xfail(strict=True, reason="GroupMaker looks for a reason that only slimx itself writes")
 async def test_a_hook_may_give_up_a_rollout_by_its_status():
     config = config_of(max_failed_share=1.0)
     async with Stand(config, generate=generating(second_prompt(), "failed")) as stand:
@@ -231,7 +228,6 @@ async def test_a_hook_may_give_up_a_rollout_by_its_status():
         assert batch.dropped == Counter({"generate failed": 1})
 
 
-@pytest.mark.xfail(strict=True, reason="GroupMaker takes any TimeoutError for its own deadline")
 async def test_a_timeout_inside_a_rollout_is_told_as_what_the_hook_raised():
     config = config_of(max_failed_share=1.0)
     hook = generating(second_prompt(), TimeoutError("tool did not answer"))
@@ -307,7 +303,6 @@ async def test_a_filter_that_raises_is_a_failure_with_its_text():
             await stand.next_batch()
 
 
-@pytest.mark.xfail(strict=True, reason="GroupMaker asks `verdict is True`, which a comparison of NumPy numbers is not")
 async def test_a_filter_may_answer_with_a_numpy_bool():
     """The filter of dynamic sampling as everybody writes it."""
 
