@@ -55,7 +55,7 @@ from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import make_tracker
 from slimx.orchestration import loop
 from slimx.orchestration.checks import check_run
-from slimx.orchestration.cluster import start_ray, stop_ray
+from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.run import Records, Run
 from slimx.orchestration.saves import Saves
@@ -285,7 +285,7 @@ def main() -> int:
     where = surroundings()
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
         config = make_config(Path(directory), arguments.pairs)
-        start_ray(config)
+        start_ray(config, device_of(config))
         try:
             figures = asyncio.run(measure(config))
         finally:

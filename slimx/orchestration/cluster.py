@@ -6,15 +6,24 @@ import logging
 import os
 
 import ray
+import torch
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 
 
-def start_ray(config: Config) -> None:
-    """Connect to Ray, or start it on this machine with just the resources that the run asks for."""
-    engines = sum(group.count * group.threads for group in config.rollout.engines)
-    cpus = config.trainer.world_size * config.trainer.threads + engines
+def device_of(config: Config) -> str:
+    """ "cuda" or "cpu", as configured or as torch sees it."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def start_ray(config: Config, device: str) -> None:
+    """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold."""
+    engines = sum(group.count for group in config.rollout.engines)
+    threads = sum(group.count * group.threads for group in config.rollout.engines)
+    cpus = config.trainer.world_size * config.trainer.threads + threads
     try:
         if config.cluster.ray_address:
             ray.init(config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -34,11 +43,17 @@ def start_ray(config: Config) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = config.cluster.ray_address or "on this machine"
         raise SlimxError(f"Ray cannot be started {where}: {' '.join(str(error).split())[:300]}") from error
-    have = ray.cluster_resources().get("CPU", 0)
-    if have < cpus:
-        raise SlimxError(
-            f"the Ray cluster has {have:.0f} CPUs, the run needs {cpus} (trainer ranks and engines x threads)"
-        )
+    share = 0.5 if config.schedule.colocate else 1.0
+    gpus = share * (config.trainer.world_size + engines) if device == "cuda" else 0.0
+    for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
+        have = ray.cluster_resources().get(kind, 0.0)
+        if have < needed:
+            stop_ray()
+            raise SlimxError(
+                f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} (trainer.world_size "
+                f"{config.trainer.world_size}, {engines} engines, cluster.device {device}); add nodes or lower the "
+                "sizes"
+            )
 
 
 def _memory() -> int:

@@ -11,9 +11,9 @@ import ray
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.orchestration.waiting import gather
+from slimx.ports import free_port
 from slimx.reshard.packed import PackedBucket
 from slimx.rollout.engine import Engine, EngineSpec, State
-from slimx.rollout.ports import free_port
 from slimx.rollout.router import Router
 
 

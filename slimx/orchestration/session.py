@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -21,7 +21,7 @@ from slimx.observability.report import write_report
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import make_tracker
 from slimx.orchestration.checks import Prepared, check_run
-from slimx.orchestration.cluster import start_ray, stop_ray
+from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.loop import train
 from slimx.orchestration.run import Records, Run, summary
@@ -42,7 +42,7 @@ def run_training(config: Config, console: Console) -> Path:
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
-    start_ray(config)
+    start_ray(config, device_of(config))
     try:
         asyncio.run(_interruptible(_session(config, prepared, saves, resume_from, console)))
     finally:
@@ -107,14 +107,14 @@ async def _session(
         records = _open_records(config, directory, table, done + 1 if done else 0)
         stack.callback(records.close)
         table.phase("start")
-        device = _device(config)
+        device = device_of(config)
         trainers = TrainerGroup(config, prepared.sizes, device, logs)
-        stack.push_async_callback(trainers.stop)
+        stack.push_async_exit(_stopping(trainers.stop, table))
         engines = client = None
         starting = [trainers.start()]
         if config.rollout.engines:
             engines = EngineGroup(config, device, logs, moe=prepared.spec.experts > 0)
-            stack.push_async_callback(engines.stop)
+            stack.push_async_exit(_stopping(engines.stop, table))
             starting.append(engines.start())
         await _together(starting)
         if engines is not None:
@@ -155,6 +155,20 @@ def finish(config: Config, directory: Path) -> Path | None:
     return report
 
 
+def _stopping(stop: Callable[[], Awaitable[None]], table: LiveTable) -> Callable[..., Awaitable[None]]:
+    """An exit callback for `stop`, whose own failure must not hide the error that ended the run."""
+
+    async def close(kind: type | None, error: BaseException | None, trace: object) -> None:
+        try:
+            await stop()
+        except SlimxError as problem:
+            if error is None:
+                raise
+            table.note(f"while stopping: {problem}")
+
+    return close
+
+
 async def _together(starting: list) -> None:
     """Wait for all; the first failure ends the wait and cancels the rest."""
     tasks = [asyncio.ensure_future(work) for work in starting]
@@ -185,9 +199,3 @@ def _open_records(config: Config, directory: Path, table: LiveTable, resume_step
         JsonlFile(directory / "dropped.jsonl", resume_step=resume_step),
         table,
     )
-
-
-def _device(config: Config) -> str:
-    if config.cluster.device != "auto":
-        return config.cluster.device
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,6 +10,8 @@ import socket
 import sys
 from typing import Any
 
+from slimx.ports import free_port
+
 
 class TrainerWorker:
     """One rank as a Ray actor. The group calls every method on all ranks together."""
@@ -24,26 +26,16 @@ class TrainerWorker:
 
     def rendezvous(self) -> str:
         """Where the ranks meet, on this rank's node: an init_method for torch.distributed."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         host = "127.0.0.1" if self.device == "cpu" else socket.gethostbyname(socket.gethostname())
-        return f"tcp://{host}:{port}"
+        return f"tcp://{host}:{free_port(host)}"
 
     def start(self, init_method: str) -> dict[str, Any]:
         """Join the other ranks, build the model, load the weights; returns this rank's pid and adapters in force."""
         if self.device == "cpu":
             # gloo would look up the host's name, which need not resolve; gloo's own variable.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        adapters = install_adapters()
         import torch
-
-        from slimx.adapters import megatron_cpu
-
-        adapters = megatron_cpu.install()
-        from slimx.adapters import megatron_layers
-
-        adapters += megatron_cpu.install_megatron()
-        adapters += ["torch_layers"] if megatron_layers.install() else []
 
         from slimx.config.schema import Config
         from slimx.layout.ranks import sizes_of
@@ -117,6 +109,17 @@ class TrainerWorker:
         """Leave the process groups."""
         if self._trainer is not None:
             self._trainer.parallel.destroy()
+
+
+def install_adapters() -> list[str]:
+    """Prepare this process for megatron.core, before anything imports it; returns the names of the adapters in force."""
+    from slimx.adapters import megatron_cpu
+
+    adapters = megatron_cpu.install()
+    from slimx.adapters import megatron_layers  # imports megatron.core
+
+    adapters += megatron_cpu.install_megatron()
+    return adapters + (["torch_layers"] if megatron_layers.install() else [])
 
 
 def _redirect_output(path: str) -> None:

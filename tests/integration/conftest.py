@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slimx.ports import free_port
 from slimx.reshard.kernel import checksum_tensor
 from slimx.reshard.packed import PackedTensor
 from slimx.rollout.engine import Engine, EngineSpec
-from slimx.rollout.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 180

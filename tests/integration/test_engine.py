@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from slimx.errors import SlimxError
+from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine, EngineSpec, State
-from slimx.rollout.ports import free_port
 from slimx.rollout.router import Router
 from slimx.rollout.server import CPU_VARIABLES
 from tests.integration.conftest import Bucket, Weights, perturbed, publish

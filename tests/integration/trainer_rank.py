@@ -66,13 +66,7 @@ class Rank:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         import torch
 
-        from slimx.adapters import megatron_cpu
-
-        megatron_cpu.install()
-        from slimx.adapters import megatron_layers
-
-        megatron_cpu.install_megatron()
-        megatron_layers.install()
+        install_adapters()
         torch.set_num_threads(1)
 
         from slimx.layout.ranks import sizes_of

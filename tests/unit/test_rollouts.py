@@ -142,16 +142,24 @@ def reward_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "slimx-reward"]
 
 
-async def test_reward_threads_end_with_the_manager_and_abandoned_ones_when_their_hook_returns(released):
+async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_manager(released):
     before = set(reward_threads())
+
+    def started() -> set[threading.Thread]:
+        return set(reward_threads()) - before
+
+    async def until(count: int) -> None:
+        async with asyncio.timeout(5):
+            while len(started()) != count:
+                await asyncio.sleep(0.005)
+
     config = config_of(max_failed_share=1.0, reward__deadline=0.1, reward__workers=2)
     async with Stand(config, reward=poisoned(second_prompt(), 0, "blocks", released)) as stand:
         await stand.next_batch()
-        assert len(set(reward_threads()) - before) == 3, "2 workers and the one that hangs"
-    released.set()
-    for thread in set(reward_threads()) - before:
-        await asyncio.to_thread(thread.join, 5)
-    assert not set(reward_threads()) - before
+        assert len(started()) == 3, "2 workers and the one that hangs"
+        released.set()
+        await until(2)
+    await until(0)
 
 
 def test_a_reward_that_ends_after_the_run_raises_nothing_in_its_thread(released, monkeypatch):
