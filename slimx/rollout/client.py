@@ -67,6 +67,8 @@ class Completion:
     """Prompt tokens whose KV came from the prefix cache."""
     seconds: float
     """Wall time of the request."""
+    temperature: float = 1.0
+    """At which it was sampled, and which `logprobs` are of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class GenerationClient:
             routed_experts=self._experts(meta, len(token_ids) + count - 1) if return_routed_experts else None,
             cached_tokens=meta["cached_tokens"],
             seconds=time.monotonic() - start,
+            temperature=float(sampling.get("temperature", 1.0)),
         )
 
     async def score(self, token_ids: Sequence[int], return_routed_experts: bool = False) -> Scores:

@@ -47,6 +47,13 @@ class Draft:
 
     def add_sampled(self, completion: Completion, *, train: bool = True) -> None:
         """Append what an engine sampled. `train=False` keeps the tokens out of the loss."""
+        if self.turn and completion.temperature != self.sampling["temperature"]:
+            raise SlimxError(
+                f"trajectory {self.id} was sampled at temperatures {self.sampling['temperature']} and "
+                f"{completion.temperature}; use one for all its turns, or return a trajectory for each"
+            )
+        # The trainer divides its logits by it: what the hook really asked for, not what the configuration says.
+        self.sampling["temperature"] = completion.temperature
         start = len(self._ids)
         self._ids += completion.token_ids.tolist()
         self._logprobs += completion.logprobs.tolist()

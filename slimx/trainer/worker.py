@@ -112,7 +112,7 @@ class TrainerWorker:
 
 
 def install_adapters() -> list[str]:
-    """Prepare this process for megatron.core, before anything imports it; returns the names of the adapters in force."""
+    """Prepare this process for megatron.core, before anything imports it; returns the names of those in force."""
     from slimx.adapters import megatron_cpu
 
     adapters = megatron_cpu.install()

@@ -64,9 +64,11 @@ class Rank:
 
     def start(self) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        import torch
+        from slimx.trainer.worker import install_adapters
 
         install_adapters()
+        import torch
+
         torch.set_num_threads(1)
 
         from slimx.layout.ranks import sizes_of

@@ -59,7 +59,7 @@ class Command:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         from slimx.orchestration import session
 
-        def start(config: object) -> None:
+        def start(config: object, device: str) -> None:
             raise Started
 
         monkeypatch.setattr(session, "start_ray", start)

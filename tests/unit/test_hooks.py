@@ -34,6 +34,7 @@ def completion(ids: list[int], versions: list[tuple[int, int, int]], *, before: 
         "routed_experts": routes,
         "cached_tokens": 0,
         "seconds": 0.5,
+        "temperature": 0.7,
     }
     return Completion(**{**fields, **changes})
 
@@ -64,6 +65,14 @@ def test_one_turn_keeps_prompt_and_sampled_tokens_apart():
         {"generate": 0.5},
         {"kept": True},
     )
+
+
+def test_the_temperature_is_what_the_hook_asked_for_and_one_for_all_turns():
+    draft = draft_of([1, 20])
+    draft.add_sampled(completion([4], [(0, 1, 7)], temperature=0.25))
+    assert draft.sampling["temperature"] == 0.25
+    with pytest.raises(SlimxError, match=r"g/0 was sampled at temperatures 0\.25 and 0\.5; use one"):
+        draft.add_sampled(completion([4], [(0, 1, 7)], temperature=0.5))
 
 
 def test_two_turns_with_an_inserted_answer_between_them():
