@@ -10,6 +10,7 @@ get it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -132,7 +133,7 @@ def guard(owner: int, argv: list[str]) -> int:
     told, kill_at, look_at, shared = False, float("inf"), 0.0, set()
     while (status := _reap(command.pid)) is None:
         if time.monotonic() > look_at:
-            shared |= shared_memory_files(myself)
+            shared |= shared_memory_inodes(myself)
             look_at = time.monotonic() + LOOK_S
         orphaned = os.getppid() != owner
         if (asked or orphaned) and not told:
@@ -144,15 +145,18 @@ def guard(owner: int, argv: list[str]) -> int:
             kill_descendants(myself)
         time.sleep(POLL_S)
     kill_descendants(myself)
-    for path in shared:
-        path.unlink(missing_ok=True)
+    for file in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # others come and go there too
+            if file.stat().st_ino in shared:
+                file.unlink()
     return status
 
 
-def shared_memory_files(pid: int) -> set[Path]:
-    """Files in /dev/shm that descendants of `pid` have mapped: semaphores of multiprocessing above all.
+def shared_memory_inodes(pid: int) -> set[int]:
+    """Inodes in /dev/shm that descendants of `pid` have mapped: semaphores of multiprocessing above all.
 
-    A killed process does not remove them, and its resource tracker cannot if it is killed too.
+    A killed process does not remove them, and its resource tracker cannot if it is killed too. By inode, because glibc
+    maps a semaphore under a temporary name before it gives it its own.
     """
     found = set()
     for process in psutil.Process(pid).children(recursive=True):
@@ -160,7 +164,8 @@ def shared_memory_files(pid: int) -> set[Path]:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue  # it has ended
-        found |= {Path(line[line.index("/dev/shm/") :]) for line in maps.splitlines() if "/dev/shm/" in line}
+        # address, permissions, offset, device, inode, path
+        found |= {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
     return found
 
 

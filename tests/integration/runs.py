@@ -106,7 +106,8 @@ class TrainProcess:
         for process in left:
             process.kill()
         assert not names
-        assert set(os.listdir("/dev/shm")) - self.shared_memory == set()
+        files = sorted(set(os.listdir("/dev/shm")) - self.shared_memory)
+        assert not files, files
 
 
 def steps(directory: Path) -> dict[int, dict[str, float]]:

@@ -27,7 +27,7 @@ from slimx.data.records import Span, Trajectory
 from slimx.errors import SlimxError
 
 STEPS = 10
-MAX_TOKENS = 100
+MAX_TOKENS = 60
 """Of one micro-batch: every data-parallel rank has several."""
 VERSION = 3
 """The engines' weight version at the GRPO step."""

@@ -25,7 +25,7 @@ from slimx.rollout import control
 from slimx.rollout.arguments import check_server_args, command_line, server_fields
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import TRANSITIONS, Engine, EngineSpec, State, server_argv
-from slimx.rollout.process import SupervisedProcess
+from slimx.rollout.process import LOOK_S, SupervisedProcess
 
 CPU = EngineSpec("e", "/model", "float32", "cpu", 31000, max_total_tokens=512, seed=7)
 
@@ -433,3 +433,30 @@ async def test_lost_requests_are_sent_again_and_mistakes_are_not() -> None:
     async with GenerationClient(url, ModelShape(10), retry_s=0.2) as client:
         with pytest.raises(SlimxError, match="answered 0: ClientConnectorError"):
             await client.generate([1], {}, seed=1)
+
+
+SEMAPHORE = """
+import multiprocessing, time
+if __name__ == "__main__":
+    semaphore = multiprocessing.get_context("spawn").Semaphore(1)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_tree_leaves_no_semaphore_in_shared_memory(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SEMAPHORE)
+    before = set(os.listdir("/dev/shm"))
+    process = SupervisedProcess("tree", [sys.executable, str(program)], tmp_path / "log")
+    process.start()
+    end = time.monotonic() + 20
+    while not (made := {name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-")} - before):
+        assert time.monotonic() < end and process.poll() is None, process.tail()
+        time.sleep(0.05)
+    time.sleep(LOOK_S + 1)  # the guard looks at what the tree has mapped now and then
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    while process.poll() is None:
+        assert time.monotonic() < end + 20
+        time.sleep(0.05)
+    assert not made & set(os.listdir("/dev/shm"))
