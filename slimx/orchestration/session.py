@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import signal
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -41,13 +42,27 @@ def run_training(config: Config, console: Console) -> Path:
         console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
-    start_ray(config, device_of(config))
-    try:
-        asyncio.run(_interruptible(_session(config, prepared, saves, resume_from, console)))
-    finally:
-        stop_ray()
+    with _only_process_in(directory):
+        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+        start_ray(config, device_of(config))
+        try:
+            asyncio.run(_interruptible(_session(config, prepared, saves, resume_from, console)))
+        finally:
+            stop_ray()
     return directory
+
+
+@contextmanager
+def _only_process_in(directory: Path) -> Iterator[None]:
+    """Refuse a second run in the same directory; the kernel gives the lock back however this process ends."""
+    with (directory / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SlimxError(
+                f"{directory}: another process is training there; wait for it or choose another run.dir"
+            ) from None
+        yield
 
 
 def _resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
@@ -58,7 +73,7 @@ def _resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
         raise SlimxError(
             f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it"
         )
-    return newest
+    return None if config.run.resume == "never" else newest
 
 
 def _finished(config: Config, directory: Path, state: RunState) -> bool:

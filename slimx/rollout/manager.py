@@ -19,6 +19,9 @@ from slimx.data.records import Group, Prompt
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.rollouts import GroupMaker, Outcome
 
+STOP_S = 10.0
+"""Seconds that cancelled rollouts get to end."""
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -106,11 +109,12 @@ class RolloutManager:
             ) from None
 
     async def stop(self) -> None:
-        """Cancel what is in flight and wait until it has ended."""
+        """Cancel what is in flight and wait until it has ended; a hook that will not be cancelled is left to itself."""
         tasks = [ticket.task for ticket in self._tickets if ticket.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
         self.maker.close()
 
     def state(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The refusals are met as a user meets them: through the command line, with its ex
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
@@ -344,3 +345,21 @@ def test_debug_adds_the_traceback(file):
 def test_load_config_raises_the_one_error_that_users_read(file):
     with pytest.raises(SlimxError):
         load_config(file, ["no.such=key"])
+
+
+def test_a_second_process_in_the_same_run_directory_is_refused(command, file, tmp_path):
+    (tmp_path / "old").mkdir()
+    with (tmp_path / "old" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process is training there" in command.refuses(file, f"run.dir={tmp_path}/old")
+    with pytest.raises(Started):
+        command.run(file, f"run.dir={tmp_path}/old")
+
+
+def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(command, file, tmp_path):
+    checkpoint = tmp_path / "old" / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").touch()
+    with pytest.raises(Started):
+        command.run(file, f"run.dir={tmp_path}/old", "run.resume=never")
+    assert "run.json or tickets.bin is damaged" in command.refuses(file, f"run.dir={tmp_path}/old")
