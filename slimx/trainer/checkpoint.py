@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slimx.errors import SlimxError
 from slimx.trainer.model import unwrap
@@ -77,7 +78,8 @@ def restore(path: Path, model: Any, optimizer: Any, *, same_layout: bool) -> Non
         state["random_state"] = _random_state()
     try:
         loaded = dist_checkpointing.load(state, str(path))
-    except Exception as error:  # torch's checkpoint reader raises many kinds; all mean that this checkpoint is unusable
+    # torch's reader raises many kinds, all of which mean that this checkpoint is unusable; this one is a BaseException.
+    except (Exception, CheckpointException) as error:
         raise SlimxError(f"{path}: the checkpoint cannot be loaded ({' '.join(str(error).split())[:300]})") from error
     unwrap(model).load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
