@@ -21,14 +21,16 @@ from slimx.rollout.hooks import Reward, RewardContext
 
 
 class RewardPool:
-    """`workers` daemon threads, each with its own event loop per call."""
+    """`workers` daemon threads, each with one event loop for its calls (making one costs more than most rewards)."""
 
     def __init__(self, reward: Reward, *, workers: int, deadline_s: float):
         self.reward, self.deadline_s = reward, deadline_s
         self.abandoned = 0
         """Calls given up at their deadline."""
         self._workers = 0
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None] | None, threading.Event | None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[asyncio.Runner], None] | None, threading.Event | None]] = (
+            queue.SimpleQueue()
+        )
         for _ in range(workers):
             self._start_worker()
 
@@ -38,12 +40,12 @@ class RewardPool:
         result: asyncio.Future[Any] = loop.create_future()
         started, abandoned = asyncio.Event(), threading.Event()
 
-        def work() -> None:
+        def work(runner: asyncio.Runner) -> None:
             if abandoned.is_set():
                 return
             tell(started.set)
             try:
-                value, error = asyncio.run(self.reward(ctx, trajectory)), None
+                value, error = runner.run(self.reward(ctx, trajectory)), None
             except BaseException as caught:
                 value, error = None, caught
             tell(_settle, result, value, error)
@@ -78,13 +80,14 @@ class RewardPool:
         threading.Thread(target=self._work, name="slimx-reward", daemon=True).start()
 
     def _work(self) -> None:
-        while True:
-            call, abandoned = self._calls.get()
-            if call is None:
-                return
-            call()
-            if abandoned is not None and abandoned.is_set():
-                return  # a replacement was started when this call was given up
+        with asyncio.Runner() as runner:
+            while True:
+                call, abandoned = self._calls.get()
+                if call is None:
+                    return
+                call(runner)
+                if abandoned is not None and abandoned.is_set():
+                    return  # a replacement was started when this call was given up
 
 
 def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
