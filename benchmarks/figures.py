@@ -54,6 +54,8 @@ class Figures:
     """Positions per step that the trainers compute."""
     mib: float = 0.0
     """Size of one publication."""
+    others: float = 0.0
+    """Cores that processes of others used on average meanwhile."""
 
     def ratios(self) -> np.ndarray:
         """slimx / sum of parts, by pair."""

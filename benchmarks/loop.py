@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -40,6 +40,7 @@ from typing import Any
 
 import aiohttp
 import bare_engine
+import psutil
 from bare_trainer import BareTrainerWorker
 from figures import BareRound, Figures, SlimxStep, describe
 from rich.console import Console
@@ -258,8 +259,20 @@ async def measure(config: Config) -> Figures:
         )
         stack.push_async_callback(run.rollouts.stop)
         engines.watch(run.lose)
+        began = cpu_seconds(), time.perf_counter()
         await loop.train(run)
+        run.figures.others = (cpu_seconds() - began[0]) / (time.perf_counter() - began[1])
         return run.figures
+
+
+def cpu_seconds() -> float:
+    """CPU time so far of everything on this machine except this process and what it started."""
+    me, machine = psutil.Process(), psutil.cpu_times()
+    busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice  # guests are in user
+    for process in [me, *me.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            busy -= sum(process.cpu_times()[:2])
+    return busy
 
 
 def surroundings() -> dict[str, Any]:
@@ -270,7 +283,6 @@ def surroundings() -> dict[str, Any]:
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, no GPU used",
         "python": platform.python_version(),
         "versions": {package: version(package) for package in ("slimx", *packages)},
-        "load": round(os.getloadavg()[0], 2),
     }
 
 
@@ -297,7 +309,7 @@ def main() -> int:
         )
     print(describe(figures))
     packages = " ".join(f"{name} {number}" for name, number in where["versions"].items())
-    print(f"{where['machine']}; load {where['load']} before the run; {where['date']}")
+    print(f"{where['machine']}, of which other processes used {figures.others:.2f} meanwhile; {where['date']}")
     print(f"Python {where['python']}, {packages}")
     if arguments.json:
         ratios = figures.ratios().tolist()

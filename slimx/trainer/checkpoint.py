@@ -78,10 +78,10 @@ def restore(path: Path, model: Any, optimizer: Any, *, same_layout: bool) -> Non
         state["random_state"] = _random_state()
     try:
         loaded = dist_checkpointing.load(state, str(path))
+        unwrap(model).load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
     # torch's reader raises many kinds, all of which mean that this checkpoint is unusable; this one is a BaseException.
     except (Exception, CheckpointException) as error:
         raise SlimxError(f"{path}: the checkpoint cannot be loaded ({' '.join(str(error).split())[:300]})") from error
-    unwrap(model).load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
     if same_layout:
         torch.set_rng_state(loaded["random_state"])

@@ -53,6 +53,8 @@ class Trainer:
         rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+            # megatron marks norms and biases with wd_mult 0 and leaves it to its scheduler, not used here, to apply it.
+            group["weight_decay"] = self.config.trainer.optimizer.weight_decay * group["wd_mult"]
         success, norm, _ = self.optimizer.step()
         metrics |= {"optim/lr": rate, "optim/grad_norm": float(norm or 0.0), "optim/skipped": float(not success)}
         return metrics

@@ -24,9 +24,19 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, loss_weights, make_rows, pack
 from slimx.data.codec import load_groups
 from slimx.data.records import Span, Trajectory
-from slimx.errors import SlimxError
 
 STEPS = 10
+OPTIMIZER = {
+    "lr": 2e-3,
+    "min_lr": 2e-4,
+    "decay": "linear",
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+}
+"""Of the ten steps and the two after them."""
 MAX_TOKENS = 60
 """Of one micro-batch: every data-parallel rank has several."""
 VERSION = 3
@@ -34,18 +44,22 @@ VERSION = 3
 
 
 def demonstrations(step: int) -> list[Trajectory]:
-    """16 sequences of 6 to 39 random tokens; the first four are a prompt. Id 0 is padding and never among them."""
+    """16 sequences of 6 to 39 tokens, of which the first four are a prompt; three tokens in four follow from the one
+    before, so that there is something to learn. Id 0 is padding and never among them."""
     random = np.random.default_rng(step)
     out = []
     for index in range(16):
         length = int(random.integers(6, 40))
+        tokens = random.integers(1, 128, length)
+        for at in np.flatnonzero(random.random(length - 1) < 0.75):
+            tokens[at + 1] = 1 + (5 * tokens[at] + 3) % 127
         out.append(
             Trajectory(
                 id=str(index),
                 rollout_id=str(index),
                 group_id=str(index),
                 index=0,
-                token_ids=random.integers(1, 128, length).astype(np.int32),
+                token_ids=tokens.astype(np.int32),
                 loss_mask=np.array([0] * 4 + [1] * (length - 4), np.uint8),
                 logprobs=np.full(length, np.nan, np.float32),
                 spans=[Span(start=0, stop=length, source="inserted")],
@@ -100,6 +114,7 @@ class Rank:
                     "optimizer": {"lr": 2e-3, **(optimizer or {})},
                 },
                 "rollout": {"prompts": "p", **({"engines": []} if algorithm == "sft" else {})},
+                "schedule": {"steps": STEPS + 2},
                 "algorithm": grpo if algorithm == "grpo" else {"name": "sft"},
             }
         )
@@ -169,12 +184,13 @@ class Rank:
         trainer.weights.load(self.job["policy"])
         advantages = [value for group in groups for value in group_advantages(config.algorithm, group)]
         batches = self.shard([t for group in groups for t in group.trajectories], advantages)
+        self.said["gap"] = trainer.measure_gap(batches, version=VERSION)
         self.said["grpo_step"] = trainer.train_step(batches, step=0, version=VERSION)
         self.write_tensors("grpo_gradients", self.gradients(trainer))
 
     def supervised(self) -> Any:
         """Ten steps with the distributed optimizer."""
-        trainer = self.trainer(self.config(algorithm="sft", optimizer={"weight_decay": 0.1, "clip_grad": 0.5}))
+        trainer = self.trainer(self.config(algorithm="sft", optimizer=OPTIMIZER))
         self.said["steps"] = [trainer.train_step(self.demonstrated(s), step=s, version=0) for s in range(STEPS)]
         self.write_tensors("weights", trainer.weights.parameters)
         return trainer
@@ -202,8 +218,8 @@ class Rank:
             name = f"after_restore_of_{Path(path).parent.name}"
             try:
                 trainer.restore(path, same_layout=False)
-            except SlimxError as error:
-                self.said[name] = str(error)
+            except BaseException as error:
+                self.said[name] = f"{type(error).__name__}: {error}"
             else:
                 self.said[name] = self.next_steps(trainer)
 

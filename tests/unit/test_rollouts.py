@@ -19,6 +19,7 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import Generate, Reward, RewardContext, RolloutContext
+from slimx.rollout.reward_pool import RewardPool
 
 
 def second_prompt() -> str:
@@ -114,6 +115,16 @@ async def test_parts_of_a_reward_are_kept_and_add_up():
                 assert trajectory.reward == 0.75 and trajectory.reward_parts == {"right": 1.0, "short": -0.25}
 
 
+@pytest.mark.parametrize("value", [1, 1.0, np.float32(1), np.int64(1)])
+async def test_a_reward_may_be_any_real_number(value):
+    async def reward(ctx: RewardContext, trajectory: Trajectory) -> Any:
+        return value
+
+    async with Stand(config_of(), reward=reward) as stand:
+        rewards = [t.reward for group in (await stand.next_batch()).groups for t in group.trajectories]
+    assert rewards == [1.0] * 8 and {type(r) for r in rewards} == {float}
+
+
 async def test_a_reward_sees_the_sampled_text_of_its_own_prompt():
     seen = {}
 
@@ -160,6 +171,27 @@ async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_m
         released.set()
         await until(2)
     await until(0)
+
+
+@pytest.mark.xfail(strict=True, raises=TimeoutError, reason="the worker that meets the cancelled call ends, unreplaced")
+async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_worker(released):
+    async def reward(ctx: Any, trajectory: Any) -> float:
+        while not released.is_set():
+            await asyncio.sleep(0.005)
+        return 1.0
+
+    pool = RewardPool(reward, workers=1, deadline_s=10)
+    try:
+        running = asyncio.create_task(pool.judge(None, None))
+        queued = asyncio.create_task(pool.judge(None, None))
+        await asyncio.sleep(0.05)
+        queued.cancel()
+        released.set()
+        assert await running == (1.0, {})
+        async with asyncio.timeout(2):
+            assert await pool.judge(None, None) == (1.0, {})
+    finally:
+        pool.close()
 
 
 def test_a_reward_that_ends_after_the_run_raises_nothing_in_its_thread(released, monkeypatch):
