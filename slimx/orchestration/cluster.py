@@ -1,4 +1,7 @@
-"""Ray for one run: joined if an address is configured, else a local cluster that ends with the run."""
+"""Ray for one run: joined if an address is configured, else a local cluster that ends with the run.
+
+Ray's own services listen on every interface; its token authentication, on by default, keeps strangers out and stays on.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,6 @@ def start_ray(config: Config, device: str) -> None:
                 # A dying worker would kill its children at once, the guard of an engine among them, which must live to
                 # end the engine in order and to remove what it leaves (slimx.rollout.process).
                 _system_config={"kill_child_processes_on_worker_exit": False},
-                _node_ip_address="127.0.0.1",
             )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = config.cluster.ray_address or "on this machine"
