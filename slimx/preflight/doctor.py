@@ -26,8 +26,8 @@ MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformer
 STAND_INS = ("sgl_kernel", "triton", "torchvision")
 """`slimx.adapters.sglang_absent.PACKAGES`: this room may not import the servers' adapters, a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang_plugin:register"
-MEMORY_GIB = 6.0
-"""The quickstart, with room to spare."""
+MEMORY_GIB = 4.0
+"""The quickstart took 3.2."""
 SHM_MIB = 256.0
 """The smallest object store that slimx asks of Ray."""
 

@@ -28,9 +28,8 @@ class RewardPool:
         self.abandoned = 0
         """Calls given up at their deadline."""
         self._workers = 0
-        self._calls: queue.SimpleQueue[tuple[Callable[[asyncio.Runner], None] | None, threading.Event | None]] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[Callable[[asyncio.Runner], bool] | None] = queue.SimpleQueue()
+        """Each call answers whether its worker has been replaced meanwhile; None ends a worker."""
         for _ in range(workers):
             self._start_worker()
 
@@ -38,23 +37,24 @@ class RewardPool:
         """(reward, its parts). SlimxError for what the hook raised, returned wrongly or not in time."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
-        started, abandoned = asyncio.Event(), threading.Event()
+        started, abandoned, replaced = asyncio.Event(), threading.Event(), threading.Event()
 
-        def work(runner: asyncio.Runner) -> None:
+        def work(runner: asyncio.Runner) -> bool:
             if abandoned.is_set():
-                return
+                return False
             tell(started.set)
             try:
                 value, error = runner.run(self.reward(ctx, trajectory)), None
             except BaseException as caught:
                 value, error = None, caught
             tell(_settle, result, value, error)
+            return replaced.is_set()
 
         def tell(function: Callable[..., None], *arguments: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the run, and its event loop, may have ended meanwhile
                 loop.call_soon_threadsafe(function, *arguments)
 
-        self._calls.put((work, abandoned))
+        self._calls.put(work)
         try:
             await started.wait()
             await asyncio.wait({result}, timeout=self.deadline_s)
@@ -63,6 +63,7 @@ class RewardPool:
                 abandoned.set()
                 if started.is_set():
                     self.abandoned += 1
+                    replaced.set()
                     self._start_worker()
         if not result.done():
             raise DeadlineError(f"the reward of trajectory {trajectory.id}", self.deadline_s, _name(self.reward))
@@ -73,7 +74,7 @@ class RewardPool:
     def close(self) -> None:
         """Let the workers end once they are idle."""
         for _ in range(self._workers):
-            self._calls.put((None, None))
+            self._calls.put(None)
 
     def _start_worker(self) -> None:
         self._workers += 1
@@ -81,13 +82,9 @@ class RewardPool:
 
     def _work(self) -> None:
         with asyncio.Runner() as runner:
-            while True:
-                call, abandoned = self._calls.get()
-                if call is None:
+            while (call := self._calls.get()) is not None:
+                if call(runner):
                     return
-                call(runner)
-                if abandoned is not None and abandoned.is_set():
-                    return  # a replacement was started when this call was given up
 
 
 def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

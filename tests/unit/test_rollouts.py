@@ -173,7 +173,6 @@ async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_m
     await until(0)
 
 
-@pytest.mark.xfail(strict=True, raises=TimeoutError, reason="the worker that meets the cancelled call ends, unreplaced")
 async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_worker(released):
     async def reward(ctx: Any, trajectory: Any) -> float:
         while not released.is_set():
