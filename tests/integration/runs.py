@@ -18,6 +18,7 @@ import yaml
 
 from slimx.data.codec import decode
 from slimx.rollout.manager import SavedTicket
+from slimx.rollout.process import shared_memory_inodes
 
 MARK = "SLIMX_TEST_RUN"
 """Every process of a run inherits this variable: what a run leaves behind is found by it."""
@@ -106,7 +107,10 @@ class TrainProcess:
         for process in left:
             process.kill()
         assert not names
-        files = sorted(set(os.listdir("/dev/shm")) - self.shared_memory)
+        # What a living process has mapped now is somebody else's: everything of this run has ended.
+        others = shared_memory_inodes(1)
+        new = {name: Path("/dev/shm", name) for name in os.listdir("/dev/shm") if name not in self.shared_memory}
+        files = sorted(name for name, path in new.items() if path.exists() and path.stat().st_ino not in others)
         assert not files, files
 
 
