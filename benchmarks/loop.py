@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import platform
@@ -259,6 +260,8 @@ async def measure(config: Config) -> Figures:
         )
         stack.push_async_callback(run.rollouts.stop)
         engines.watch(run.lose)
+        gc.collect()  # as the session does
+        gc.freeze()
         began = cpu_seconds(), time.perf_counter()
         await loop.train(run)
         run.figures.others = (cpu_seconds() - began[0]) / (time.perf_counter() - began[1])
