@@ -24,6 +24,7 @@ STAMP := $(VENV)/.installed-$(LOCK)
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
 LIBRARY := slimx/_lib/libslimx_cpu.so
 REQUIREMENTS := requirements/$(LOCK).txt
+CUDNN_HEADERS := $(abspath $(VENV))/lib/python3.11/site-packages/nvidia/cudnn/include
 TORCH = $(shell grep -om1 '^torch==[^ ]*' $(REQUIREMENTS))
 
 .PHONY: help
@@ -35,18 +36,19 @@ help: ## this list
 venv: $(STAMP) ## create .venv with every package of the lock
 
 # The locks are complete, and pip must not resolve them again: sglang's metadata asks for CUDA packages on every machine.
-# transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest. The last line gives
-# a CUDA build of torch the CUDA libraries that the CPU lock has not, and does nothing for the others.
+# transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest; it needs CUDA_HOME.
+# The last install gives a CUDA build of torch the CUDA libraries that the CPU lock has not, and else does nothing.
 $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
-	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 2.5 GB (cpu), more with CUDA"
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"slimx needs Python 3.11, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v[:2] == (3, 11) or sys.exit("slimx needs Python 3.11, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.11" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "$(PYTHON) cannot make environments: apt-get install python3.11-venv"; exit 1; }
+	@set -- $${CXX:-g++}; command -v "$$1" > /dev/null || { echo "slimx needs a C++17 compiler: apt-get install g++, or name one in CXX"; exit 1; }
+	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 2.5 GB, 6 GB where torch is a CUDA build"
 	@$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(VENV)
 	@$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)")
 	@grep -v '^transformer-engine-torch' $(REQUIREMENTS) > $(VENV)/wheels.txt
 	@$(PIP) --no-deps -r $(VENV)/wheels.txt
 	@if grep -q '^transformer-engine-torch' $(REQUIREMENTS); then \
-	  NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation -r $(REQUIREMENTS); fi
+	  CPATH="$(CUDNN_HEADERS)" NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation -r $(REQUIREMENTS); fi
 	@$(PIP) --no-warn-conflicts -c $(REQUIREMENTS) "$(TORCH)"
 	@touch $@
 
