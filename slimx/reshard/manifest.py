@@ -1,0 +1,57 @@
+"""What one publication is: which version of which policy, in which form, begun under which membership."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from slimx.errors import SlimxError
+
+Scope = Literal["full", "delta", "adapter"]
+Encoding = Literal["hf", "local"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Travels with the begin of a publication; engines keep it, and refuse whatever belongs to another one."""
+
+    policy: str
+    """Whose weights these are."""
+    version: int
+    """From 0; the version that tokens carry once this is committed."""
+    base_version: int | None = None
+    """The version that a delta is added to; None for whole weights."""
+    scope: Scope = "full"
+    encoding: Encoding = "hf"
+    """"hf": tensors with Hugging Face names, the same bytes for every rank. "local": each engine rank's own bytes, named
+    and shaped as the parameters that it holds."""
+    rule: str = "none"
+    """How values were quantised (docs/numerics.md); "none" where they were not."""
+    trainer_step: int
+    """Optimizer steps behind these weights."""
+    membership_epoch: int
+    """The membership under which this publication began: two publications of one version differ in it."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("scope", get_args(Scope)), ("encoding", get_args(Encoding))):
+            if getattr(self, name) not in known:
+                raise SlimxError(f"manifest: {name} is {getattr(self, name)!r}; it is one of {', '.join(known)}")
+        if (self.scope == "full") != (self.base_version is None):
+            raise SlimxError(
+                f"manifest of version {self.version}: scope {self.scope} with base_version {self.base_version}; whole "
+                "weights have no base, everything else needs one"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Manifest:
+        """The manifest that `to_json` wrote; a missing or unknown key is an error."""
+        if odd := sorted(values.keys() ^ {field.name for field in fields(cls)}):
+            problem = "is unknown" if odd[0] in values else "is missing"
+            raise SlimxError(f"manifest: {odd[0]} {problem}; the other side runs another version of slimx")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        return f"version {self.version} of {self.policy} (epoch {self.membership_epoch})"
