@@ -26,40 +26,76 @@
 
 #include <stdint.h>
 
-#ifdef __CUDACC__
-#define SLIMX_INLINE static __host__ __device__ __forceinline__
-#else
-#define SLIMX_INLINE static inline __attribute__((always_inline))
-#endif
+#include "numerics.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 // Changes with the records, the functions or the checksum, so that a stale library is refused when it is loaded.
-#define SLIMX_ABI 1
+#define SLIMX_ABI 2
 
-// One rectangle of bytes and its place in its destination tensor. A tensor is covered by any number of them.
+// What becomes of an element. A source element is a bf16 (item 2), an fp32 (item 4) or an e4m3 code (item 1).
+//
+// "Flags": the op sets SLIMX_NONFINITE for the tensor where an element that it writes is infinite or NaN: because one
+// was read, or because an fp32 was too large for bf16. A plain copy moves bytes of any type and flags nothing.
+typedef enum {
+  SLIMX_COPY = 0,              // any item size, as bytes
+  SLIMX_COPY_CHECKED = 1,      // bf16 or fp32: the same bytes; flags
+  SLIMX_FP32_TO_BF16 = 2,      // flags
+  SLIMX_BF16_TO_FP32 = 3,      // flags
+  SLIMX_QUANTISE_FP8 = 4,      // bf16 or fp32 -> e4m3 codes and fp32 scales by IEEE, TRITON, TE or UE8M0; flags
+  SLIMX_QUANTISE_MXFP8 = 5,    // bf16 or fp32 -> e4m3 codes and E8M0 scales by MXFP8, blocks of 1 x 32; flags
+  SLIMX_DEQUANTISE_FP8 = 6,    // e4m3 codes and fp32 scales -> bf16 or fp32; flags
+  SLIMX_DEQUANTISE_MXFP8 = 7,  // e4m3 codes and E8M0 scales -> bf16 or fp32, blocks of 1 x 32; flags
+} SlimxOp;
+
+// One rectangle of elements, what becomes of it, and its place in its destination tensor; 128 bytes. A tensor is
+// covered by any number of pieces. Everything but COPY wants natural alignment: src, src_ld and src_step to `item`,
+// dst, dst_ld, pos and pos_ld to `out`, and fp32 scales to 4 in every field.
 typedef struct {
-  uint64_t src;       // address of the first byte to read
-  int64_t src_ld;     // bytes from one source row to the next
-  uint64_t dst;       // offset in the bucket of the first byte to write; ignored by slimx_checksum
-  int64_t dst_ld;     // bytes from one row to the next in the bucket; ignored by slimx_checksum
-  uint64_t pos;       // offset of the first byte in the whole destination tensor, even where the bucket holds a part
-  int64_t pos_ld;     // bytes in one row of the whole destination tensor
-  int64_t rows;       // 0 is allowed: an empty piece
-  int64_t row_bytes;  // 0 is allowed
-  int32_t tensor;     // index into `sums`
+  uint64_t src;      // address of the first byte to read
+  int64_t src_ld;    // bytes from one source row to the next
+  int64_t src_step;  // bytes from one source element to the next: `item`, or more (a transposed source)
+  uint64_t dst;      // offset in the bucket of the first value byte to write; ignored by slimx_checksum
+  int64_t dst_ld;    // bytes from one row to the next in the bucket; ignored by slimx_checksum
+  uint64_t pos;      // offset of the first value byte in the whole destination tensor, even where the bucket has a part
+  int64_t pos_ld;    // bytes in one row of the whole destination tensor
+  int64_t rows;      // elements; 0 is allowed: an empty piece
+  int64_t cols;      // likewise
+  // Block scales are written beside the codes by the quantising ops and read by the dequantising ones.
+  uint64_t scale;        // of this piece's first block: offset in the bucket (quantise) or address (dequantise)
+  int64_t scale_ld;      // bytes there from one row of scales to the next
+  uint64_t scale_pos;    // offset of that scale in the whole scale tensor (quantise)
+  int64_t scale_pos_ld;  // bytes in one row of the whole scale tensor (quantise)
+  int32_t tensor;        // index of the values into `sums` and `flags`
+  int32_t scale_tensor;  // index of the scales into `sums` (quantise), -1 for other ops
+  // Elements of a block, 0 where the op has none. A piece starts on a block boundary of its tensor, and a block at its
+  // end may be partial only at the tensor's own edge: every block lies in one piece.
+  int32_t block_rows;
+  int32_t block_cols;
+  uint8_t op;         // SlimxOp
+  uint8_t rule;       // SlimxRule; NONE for ops that do not quantise
+  uint8_t item;       // bytes of one source element
+  uint8_t out;        // bytes of one destination element
   uint32_t reserved;  // 0
 } SlimxPiece;
+
+// Bits of a tensor's flags. Kernels only ever set them.
+#define SLIMX_NONFINITE 1u
 
 typedef enum {
   SLIMX_OK = 0,
   SLIMX_NO_MEMORY = 1,
-  SLIMX_NO_SUCH_ISA = 2,  // this processor does not have the instruction set that was asked for
+  SLIMX_NO_SUCH_ISA = 2,       // this processor does not have the instruction set that was asked for
+  SLIMX_NO_TRITON_SCALES = 3,  // a piece has the rule TRITON and no table was given
 } SlimxStatus;
 
 typedef enum { SLIMX_ISA_BEST = 0, SLIMX_ISA_SCALAR = 1, SLIMX_ISA_AVX2 = 2, SLIMX_ISA_AVX512 = 3 } SlimxIsa;
+
+// The table for the rule TRITON on the CPU, made once by a device: {s, 1 / s} by div.full.f32 for every finite bf16
+// amax, in the order of its bits, of max(amax, SLIMX_LEAST_AMAX). An fp32 source has amax values that no table holds.
+#define SLIMX_TRITON_SCALES SLIMX_INF_BF16
 
 // Bits are the same for every instruction set and every number of threads. Pieces must not overlap in the bucket, and
 // bucket and sources must not overlap. Addresses and offsets are the caller's to check: a wrong one is undefined.
@@ -70,10 +106,13 @@ int slimx_has_isa(SlimxIsa isa);  // 1 or 0
 // Adds seed(bytes[k]) to sums[k]: once per tensor, by whoever completes its checksum.
 void slimx_seed(const int64_t* bytes, int64_t n, uint64_t* sums);
 
-// Copies each piece to bucket + dst, and adds its bytes' share of the checksum to sums[tensor].
-SlimxStatus slimx_pack(const SlimxPiece* pieces, int64_t n, uint8_t* bucket, uint64_t* sums, SlimxIsa isa, int threads);
+// Does each piece's op into the bucket, adds the share of the bytes it writes to sums[tensor] and sums[scale_tensor],
+// and sets flags[tensor]. `triton_scales`: [SLIMX_TRITON_SCALES][2], or NULL.
+SlimxStatus slimx_pack(const SlimxPiece* pieces, int64_t n, uint8_t* bucket, uint64_t* sums, uint32_t* flags,
+                       const float* triton_scales, SlimxIsa isa, int threads);
 
-// The same sums without the copy: for whoever holds a tensor, or parts of it, in a layout of its own.
+// The share of the source bytes as they are, of every op (rows x cols elements of `item` bytes, at pos), without a
+// copy: for whoever holds a tensor, or parts of it, in a layout of its own.
 SlimxStatus slimx_checksum(const SlimxPiece* pieces, int64_t n, uint64_t* sums, SlimxIsa isa, int threads);
 
 // B_i: every step maps the odd 32-bit numbers onto themselves, and the first is injective over 2^31 consecutive i.

@@ -8,7 +8,7 @@
 
 using namespace slimx;
 
-static_assert(sizeof(SlimxPiece) == 72, "the record is read by slimx/reshard/kernel.py");
+static_assert(sizeof(SlimxPiece) == 128, "the record is read by slimx/reshard/kernel.py");
 
 namespace {
 
@@ -32,18 +32,19 @@ uint64_t part_of_word(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t 
 
 template <bool kCopy>
 uint64_t rectangle(const SlimxPiece& p, uint8_t* bucket, Words words) {
-  const int64_t rows_ahead = (kAhead + p.row_bytes - 1) / p.row_bytes;
-  const int64_t ahead = p.row_bytes > kAhead ? kAhead : rows_ahead * p.src_ld;
+  const int64_t row_bytes = p.cols * p.item;
+  const int64_t rows_ahead = (kAhead + row_bytes - 1) / row_bytes;
+  const int64_t ahead = row_bytes > kAhead ? kAhead : rows_ahead * p.src_ld;
   uint64_t sum = 0;
   for (int64_t r = 0; r < p.rows; ++r) {
     const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src) + r * p.src_ld;
     const auto to = [&](int64_t offset) { return kCopy ? bucket + p.dst + r * p.dst_ld + offset : nullptr; };
     const uint64_t pos = p.pos + r * p.pos_ld;
-    const int64_t head = std::min<int64_t>(p.row_bytes, -pos & 3);  // up to the tensor's next word boundary
-    const int64_t whole = (p.row_bytes - head) >> 2, tail = head + 4 * whole;
+    const int64_t head = std::min<int64_t>(row_bytes, -pos & 3);  // up to the tensor's next word boundary
+    const int64_t whole = (row_bytes - head) >> 2, tail = head + 4 * whole;
     if (head) sum += part_of_word<kCopy>(src, to(0), head, pos);
     sum += words(src + head, to(head), whole, uint32_t((pos + head) >> 2), ahead);
-    if (tail < p.row_bytes) sum += part_of_word<kCopy>(src + tail, to(tail), p.row_bytes - tail, pos + tail);
+    if (tail < row_bytes) sum += part_of_word<kCopy>(src + tail, to(tail), row_bytes - tail, pos + tail);
   }
   return sum;
 }
@@ -65,34 +66,30 @@ Words words_for(SlimxIsa isa) {
 
 // ---- all tiles ------------------------------------------------------------------------------------------------------
 
-// Appends rows [row, row + rows) and bytes [col, col + bytes) of each as a piece of their own.
-void append(std::vector<SlimxPiece>& tiles, const SlimxPiece& p, int64_t row, int64_t rows, int64_t col,
-            int64_t bytes) {
+// Appends rows [row, row + rows) and elements [col, col + cols) of each as a piece of their own.
+void append(std::vector<SlimxPiece>& tiles, const SlimxPiece& p, int64_t row, int64_t rows, int64_t col, int64_t cols) {
   SlimxPiece tile = p;
-  tile.src += row * p.src_ld + col;
-  tile.dst += row * p.dst_ld + col;
-  tile.pos += row * p.pos_ld + col;
+  tile.src += row * p.src_ld + col * p.item;
+  tile.dst += row * p.dst_ld + col * p.item;
+  tile.pos += row * p.pos_ld + col * p.item;
   tile.rows = rows;
-  tile.row_bytes = bytes;
+  tile.cols = cols;
   tiles.push_back(tile);
 }
 
 void cut(std::vector<SlimxPiece>& tiles, SlimxPiece p, bool copy) {
-  if (p.rows == 0 || p.row_bytes == 0) return;
-  const bool one_run = p.src_ld == p.row_bytes && p.pos_ld == p.row_bytes && (!copy || p.dst_ld == p.row_bytes);
+  if (p.rows == 0 || p.cols == 0) return;
+  const int64_t row_bytes = p.cols * p.item;
+  const bool one_run = p.src_ld == row_bytes && p.pos_ld == row_bytes && (!copy || p.dst_ld == row_bytes);
   if (one_run) {
-    p.row_bytes *= p.rows;
+    p.cols *= p.rows;
     p.rows = 1;
   }
-  if (p.row_bytes >= kTileBytes) {
-    for (int64_t row = 0; row < p.rows; ++row)
-      for (int64_t col = 0; col < p.row_bytes; col += kTileBytes)
-        append(tiles, p, row, 1, col, std::min(kTileBytes, p.row_bytes - col));
-  } else {
-    const int64_t step = kTileBytes / p.row_bytes;
-    for (int64_t row = 0; row < p.rows; row += step)
-      append(tiles, p, row, std::min(step, p.rows - row), 0, p.row_bytes);
-  }
+  const int64_t cols = std::min(p.cols, kTileBytes / p.item);
+  const int64_t rows = std::max<int64_t>(1, kTileBytes / (cols * p.item));
+  for (int64_t row = 0; row < p.rows; row += rows)
+    for (int64_t col = 0; col < p.cols; col += cols)
+      append(tiles, p, row, std::min(rows, p.rows - row), col, std::min(cols, p.cols - col));
 }
 
 template <bool kCopy>
@@ -138,8 +135,8 @@ void slimx_seed(const int64_t* bytes, int64_t n, uint64_t* sums) {
   }
 }
 
-SlimxStatus slimx_pack(const SlimxPiece* pieces, int64_t n, uint8_t* bucket, uint64_t* sums, SlimxIsa isa,
-                       int threads) {
+SlimxStatus slimx_pack(const SlimxPiece* pieces, int64_t n, uint8_t* bucket, uint64_t* sums, uint32_t* /* flags */,
+                       const float* /* triton_scales */, SlimxIsa isa, int threads) {
   return run<true>(pieces, n, bucket, sums, isa, threads);
 }
 

@@ -8,6 +8,7 @@ interpreter lock is released meanwhile, so a transport may run beside it.
 import ctypes
 import functools
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -16,24 +17,61 @@ import torch  # before the library is loaded: both then share one OpenMP runtime
 from slimx.errors import SlimxError
 
 LIBRARY = Path(__file__).parents[1] / "_lib" / "libslimx_cpu.so"
-ABI = 1
+ABI = 2
+
+
+class OP(IntEnum):
+    """What becomes of a piece's elements: SlimxOp in csrc/reshard.h."""
+
+    COPY = 0
+    COPY_CHECKED = 1
+    FP32_TO_BF16 = 2
+    BF16_TO_FP32 = 3
+    QUANTISE_FP8 = 4
+    QUANTISE_MXFP8 = 5
+    DEQUANTISE_FP8 = 6
+    DEQUANTISE_MXFP8 = 7
+
+
+class RULE(IntEnum):
+    """How a quantising op chooses a block's scale: SlimxRule in csrc/numerics.h."""
+
+    NONE = 0
+    IEEE = 1
+    TRITON = 2
+    TE = 3
+    UE8M0 = 4
+    MXFP8 = 5
+
 
 PIECE = np.dtype(
     [
         ("src", np.uint64),  # address of the first byte to read
         ("src_ld", np.int64),  # bytes from one source row to the next
+        ("src_step", np.int64),  # bytes from one source element to the next
         ("dst", np.uint64),  # byte offset in the bucket; checksum_rects ignores it
         ("dst_ld", np.int64),  # bytes from one row to the next in the bucket; checksum_rects ignores it
         ("pos", np.uint64),  # byte offset of the rectangle in the whole destination tensor
         ("pos_ld", np.int64),  # bytes in one row of the whole destination tensor
-        ("rows", np.int64),
-        ("row_bytes", np.int64),
-        ("tensor", np.int32),  # index into `sums`
+        ("rows", np.int64),  # elements
+        ("cols", np.int64),  # elements
+        ("scale", np.uint64),  # the first block's scale: byte offset in the bucket (quantise) or address (dequantise)
+        ("scale_ld", np.int64),  # bytes there from one row of scales to the next
+        ("scale_pos", np.uint64),  # byte offset of that scale in the whole scale tensor (quantise)
+        ("scale_pos_ld", np.int64),  # bytes in one row of the whole scale tensor (quantise)
+        ("tensor", np.int32),  # index into `sums` and `flags`: the values
+        ("scale_tensor", np.int32),  # index into `sums`: the scales (quantise), else -1
+        ("block_rows", np.int32),  # elements of a block, 0 where the op has none
+        ("block_cols", np.int32),
+        ("op", np.uint8),  # OP
+        ("rule", np.uint8),  # RULE
+        ("item", np.uint8),  # bytes of one source element
+        ("out", np.uint8),  # bytes of one destination element
         ("reserved", np.uint32),  # 0
     ],
     align=True,
 )
-assert PIECE.itemsize == 72, "SlimxPiece in csrc/reshard.h"
+assert PIECE.itemsize == 128, "SlimxPiece in csrc/reshard.h"
 
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 _NO_MEMORY, _NO_SUCH_ISA = 1, 2
@@ -55,8 +93,8 @@ def rectangle(
         )
     size = view.element_size()
     dst_ld = pos_ld if dst_ld is None else dst_ld
-    rows, cols = flat.shape
-    return (flat.data_ptr(), flat.stride(0) * size, dst, dst_ld, pos, pos_ld, rows, cols * size, tensor, 0)
+    place = (dst, dst_ld, pos, pos_ld, *flat.shape)
+    return (flat.data_ptr(), flat.stride(0) * size, size, *place, 0, 0, 0, 0, tensor, -1, 0, 0, 0, 0, size, size, 0)
 
 
 def seeds(nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -81,7 +119,7 @@ def pack(
     _check(pieces, sums)
     _check_destinations(pieces, bucket.numel())
     status = _library().slimx_pack(
-        pieces.ctypes.data, len(pieces), bucket.data_ptr(), sums.ctypes.data, _isa(isa), _threads(threads)
+        pieces.ctypes.data, len(pieces), bucket.data_ptr(), sums.ctypes.data, None, None, _isa(isa), _threads(threads)
     )
     _raise_for(status, isa)
 
@@ -128,7 +166,7 @@ def load(path: Path) -> ctypes.CDLL:
     address, count, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.slimx_seed.argtypes = [address, count, address]
     library.slimx_seed.restype = None
-    library.slimx_pack.argtypes = [address, count, address, address, code, code]
+    library.slimx_pack.argtypes = [address, count, address, address, address, address, code, code]
     library.slimx_checksum.argtypes = [address, count, address, code, code]
     return library
 
@@ -165,7 +203,7 @@ def _check(pieces: np.ndarray, sums: np.ndarray) -> None:
         raise SlimxError(f"pieces are {pieces.dtype} {pieces.shape}: pass a contiguous 1-D array of kernel.PIECE")
     if sums.dtype != np.uint64 or sums.ndim != 1 or not sums.flags.carray:
         raise SlimxError(f"sums are {sums.dtype} {sums.shape}: pass a contiguous, writable 1-D array of uint64")
-    rows, row_bytes, tensor = pieces["rows"], pieces["row_bytes"], pieces["tensor"]
+    rows, row_bytes, tensor = pieces["rows"], _row_bytes(pieces), pieces["tensor"]
     _refuse(pieces, (rows < 0) | (row_bytes < 0) | (pieces["src_ld"] < 0), "has a negative extent")
     _refuse(pieces, (tensor < 0) | (tensor >= len(sums)), f"names a tensor outside the {len(sums)} sums")
     _refuse(pieces, (rows > 0) & (row_bytes > 0) & (pieces["src"] == 0), "has no source address")
@@ -174,7 +212,7 @@ def _check(pieces: np.ndarray, sums: np.ndarray) -> None:
 
 
 def _check_destinations(pieces: np.ndarray, nbytes: int) -> None:
-    rows, row_bytes, dst_ld = pieces["rows"], pieces["row_bytes"], pieces["dst_ld"]
+    rows, row_bytes, dst_ld = pieces["rows"], _row_bytes(pieces), pieces["dst_ld"]
     _refuse(pieces, (rows > 1) & (dst_ld < row_bytes), "has rows that overlap in the bucket")
     # By division: a product of two wrong numbers could wrap round into the bucket.
     room = nbytes - np.minimum(pieces["dst"], nbytes + 1).astype(np.int64) - row_bytes
@@ -182,11 +220,15 @@ def _check_destinations(pieces: np.ndarray, nbytes: int) -> None:
     _refuse(pieces, (rows > 0) & (row_bytes > 0) & outside, f"ends outside the bucket of {nbytes} bytes")
 
 
+def _row_bytes(pieces: np.ndarray) -> np.ndarray:
+    return pieces["cols"] * pieces["item"]
+
+
 def _refuse(pieces: np.ndarray, bad: np.ndarray, what: str) -> None:
     if bad.any():
         k = int(np.flatnonzero(bad)[0])
         p = pieces[k]
         raise SlimxError(
-            f"piece {k} of {len(pieces)} {what} (tensor {p['tensor']}, {p['rows']} rows of {p['row_bytes']} bytes, "
+            f"piece {k} of {len(pieces)} {what} (tensor {p['tensor']}, {p['rows']} rows of {p['cols']} elements, "
             f"bucket offset {p['dst']}, rows {p['dst_ld']} bytes apart): correct the plan that made it"
         )

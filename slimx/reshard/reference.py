@@ -63,10 +63,11 @@ def pack(pieces: np.ndarray, bucket: torch.Tensor, sums: np.ndarray) -> None:
     for p in pieces:
         for r in range(p["rows"]):
             start = int(p["dst"]) + r * int(p["dst_ld"])
-            out[start : start + p["row_bytes"]] = _row(p, r)
+            row = _row(p, r)
+            out[start : start + len(row)] = row
     checksum_rects(pieces, sums)
 
 
 def _row(p: np.void, r: int) -> np.ndarray:
     address = int(p["src"]) + r * int(p["src_ld"])
-    return np.frombuffer(ctypes.string_at(address, int(p["row_bytes"])), dtype=np.uint8)
+    return np.frombuffer(ctypes.string_at(address, int(p["cols"]) * int(p["item"])), dtype=np.uint8)

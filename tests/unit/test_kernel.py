@@ -224,7 +224,7 @@ def test_zeros_of_different_sizes_differ() -> None:
         ({"dst": 2**64 - 8}, "ends outside"),
         ({"rows": 20}, "ends outside"),
         ({"rows": 2**62 + 1, "dst_ld": 8, "pos_ld": 8}, "ends outside"),  # the product wraps round to 8
-        ({"row_bytes": 2**63 - 1, "rows": 1}, "ends outside"),
+        ({"cols": 2**62, "rows": 1}, "ends outside"),
         ({"dst_ld": 7}, "overlap"),
         ({"pos_ld": 7}, "longer than its tensor's"),
         ({"rows": -1}, "negative"),

@@ -1,0 +1,187 @@
+// numerics.h: every rounding decision of the reshard kernels, shared by host and device so that both emit the same
+// bits.
+//
+// Compile with contraction off (-ffp-contract=off; on the device the _rn intrinsics below forbid it) and with denormals
+// honoured. No NaN payload of the hardware ever reaches a byte that is written: where a result is NaN its bits stand
+// here. The functions have no branches that depend on data, so that a compiler can vectorise the loops around them.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __CUDACC__
+#define SLIMX_INLINE static __host__ __device__ __forceinline__
+#else
+#define SLIMX_INLINE static inline __attribute__((always_inline))
+#endif
+
+// How a quantising op chooses the scale s of a block from amax, the largest magnitude in it; q is the e4m3 code of an
+// element x. The published manifest names the rule, since no two of them agree on all codes.
+typedef enum {
+  SLIMX_RULE_NONE = 0,    // the op has no choice
+  SLIMX_RULE_IEEE = 1,    // s = max(amax, 1e-10) / 448, q = rne(x * (1 / s))
+  SLIMX_RULE_TRITON = 2,  // the same with the approximate division that Triton's `/` becomes (div.full.f32)
+  SLIMX_RULE_TE = 3,      // q = rne(x * r) and s = 1 / r, where r = 448 / amax (Transformer Engine)
+  SLIMX_RULE_UE8M0 = 4,   // s = 2^ceil(log2(max(amax, 1e-4) / 448)), at its fixed point: slimx_scale (DeepGEMM)
+  SLIMX_RULE_MXFP8 = 5,   // s = 2^(e - 127), e = the exponent of amax * rne(1 / 448) rounded up (OCP MX)
+} SlimxRule;
+
+// ---- bits -----------------------------------------------------------------------------------------------------------
+
+#define SLIMX_INF_BF16 0x7F80u      // magnitudes from here on are not finite
+#define SLIMX_INF_FP32 0x7F800000u  // likewise
+#define SLIMX_NAN_BF16 0x7FC0u
+#define SLIMX_NAN_FP32 0x7FC00000u
+#define SLIMX_NAN_E4M3 0x7Fu
+#define SLIMX_NAN_E8M0 0xFFu
+#define SLIMX_MAX_E4M3 448.0f
+
+SLIMX_INLINE uint32_t slimx_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+SLIMX_INLINE float slimx_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Named so that no compiler option can fuse or approximate them on the device.
+#ifdef __CUDA_ARCH__
+SLIMX_INLINE float slimx_mul(float a, float b) { return __fmul_rn(a, b); }
+SLIMX_INLINE float slimx_add(float a, float b) { return __fadd_rn(a, b); }
+SLIMX_INLINE float slimx_div(float a, float b) { return __fdiv_rn(a, b); }
+#else
+SLIMX_INLINE float slimx_mul(float a, float b) { return a * b; }
+SLIMX_INLINE float slimx_add(float a, float b) { return a + b; }
+SLIMX_INLINE float slimx_div(float a, float b) { return a / b; }
+#endif
+
+// ---- bf16 -----------------------------------------------------------------------------------------------------------
+
+// To nearest, ties to even; what exceeds the largest bf16 becomes infinite, and every NaN becomes SLIMX_NAN_BF16.
+SLIMX_INLINE uint16_t slimx_bf16(float x) {
+  const uint32_t u = slimx_bits(x);
+  const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  return (uint16_t)((u & 0x7FFFFFFFu) > SLIMX_INF_FP32 ? SLIMX_NAN_BF16 : rounded);
+}
+
+SLIMX_INLINE float slimx_from_bf16(uint16_t x) { return slimx_float((uint32_t)x << 16); }
+
+// ---- e4m3 (4 exponent bits, bias 7; no infinity; magnitude 0x7F is NaN)
+// -----------------------------------------------
+
+// To nearest, ties to even, saturating at +-448; every NaN becomes SLIMX_NAN_E4M3. Equal to cvt.rn.satfinite.e4m3x2.f32
+// on every float, and to a clamp followed by torch's cast on every float that is a number.
+SLIMX_INLINE uint8_t slimx_e4m3(float x) {
+  const uint32_t u = slimx_bits(x), magnitude = u & 0x7FFFFFFFu;
+  const uint32_t top = slimx_bits(SLIMX_MAX_E4M3), a = magnitude < top ? magnitude : top;
+  // Normal codes: the exponent's bias changed from 127 to 7, then the 20 low bits rounded away.
+  const uint32_t normal = (a - (120u << 23) + 0x7FFFFu + ((a >> 20) & 1u)) >> 20;
+  // Below 2^-6 codes are 2^-9 apart, as are floats from 2^14 on: the addition rounds.
+  const uint32_t magic = 141u << 23;
+  const uint32_t subnormal = slimx_bits(slimx_add(slimx_float(a), slimx_float(magic))) - magic;
+  const uint32_t code = (a < (121u << 23) ? subnormal : normal) | (u >> 24 & 0x80u);
+  return (uint8_t)(magnitude > SLIMX_INF_FP32 ? SLIMX_NAN_E4M3 : code);
+}
+
+// Exact. Both NaN codes become SLIMX_NAN_FP32.
+SLIMX_INLINE float slimx_from_e4m3(uint8_t code) {
+  const uint32_t magnitude = code & 0x7Fu, sign = (uint32_t)(code & 0x80u) << 24;
+  // Read as a float, the code's bits are 2^-120 of its value: an exponent of bias 7, or a denormal where it is 0.
+  const uint32_t value = slimx_bits(slimx_mul(slimx_float(magnitude << 20), slimx_float(247u << 23))) | sign;
+  return slimx_float(magnitude == SLIMX_NAN_E4M3 ? SLIMX_NAN_FP32 : value);
+}
+
+// The code of twice the value of a code of at most 224: its exponent plus one, or a subnormal's bits shifted.
+SLIMX_INLINE uint8_t slimx_double_e4m3(uint8_t code) {
+  const uint32_t a = code & 0x7Fu, shifted = a << 1, raised = a + 8u;
+  return (uint8_t)((shifted < raised ? shifted : raised) | (code & 0x80u));
+}
+
+// ---- block scales ---------------------------------------------------------------------------------------------------
+//
+// amax is found on bits: the largest magnitude as an unsigned number, bf16 or fp32. Where it is not finite (at or above
+// SLIMX_INF_*) the block is poisoned: its scale is NaN (SLIMX_NAN_FP32 or SLIMX_NAN_E8M0), all its codes are
+// SLIMX_NAN_E4M3, and the tensor's flag is set. No function below sees such an amax.
+
+typedef struct {
+  float scale;       // s, as it is written
+  float inverse;     // what elements are multiplied by before they are rounded
+  uint32_t doubled;  // 1: codes are doubled after that
+} SlimxScale;
+
+SLIMX_INLINE float slimx_at_least(float x, float least) { return x < least ? least : x; }
+
+// The smallest power of two that is not below x: the scale of UE8M0. x is a normal float.
+SLIMX_INLINE float slimx_power_of_two(float x) { return slimx_float((slimx_bits(x) + 0x7FFFFFu) & 0xFF800000u); }
+
+// Codes, the largest of which is 224 where it could be 448 with half the scale, are not a fixed point: who dequantises
+// them and quantises again gets another scale. Then half the scale is written, with doubled codes. Both are exact, and
+// engines that requantise on loading change nothing. At the floor of amax that other scale would be the same one.
+SLIMX_INLINE SlimxScale slimx_scale_ue8m0(float amax) {
+  const float least = 1e-4f, s = slimx_power_of_two(slimx_div(slimx_at_least(amax, least), SLIMX_MAX_E4M3));
+  SlimxScale out = {s, slimx_div(1.0f, s), 0};
+  if (slimx_e4m3(slimx_mul(amax, out.inverse)) == slimx_e4m3(224.0f) && slimx_mul(224.0f, s) >= least) {
+    out.scale = slimx_mul(s, 0.5f);
+    out.doubled = 1;
+  }
+  return out;
+}
+
+// As Transformer Engine: 1 for a block of zeros, and the largest number of the source's type where 448 / amax
+// overflows.
+SLIMX_INLINE SlimxScale slimx_scale_te(float amax, int item) {
+  const float ratio = amax == 0.0f ? 1.0f : slimx_div(SLIMX_MAX_E4M3, amax);
+  const float largest = slimx_float(item == 2 ? 0x7F7F0000u : 0x7F7FFFFFu);
+  const float inverse = slimx_bits(ratio) == SLIMX_INF_FP32 ? largest : ratio;
+  const SlimxScale out = {slimx_div(1.0f, inverse), inverse, 0};
+  return out;
+}
+
+#define SLIMX_LEAST_AMAX 1e-10f  // of IEEE and TRITON
+
+SLIMX_INLINE SlimxScale slimx_scale_ieee(float amax) {
+  const float s = slimx_div(slimx_at_least(amax, SLIMX_LEAST_AMAX), SLIMX_MAX_E4M3);
+  const SlimxScale out = {s, slimx_div(1.0f, s), 0};
+  return out;
+}
+
+// The scale of a block of finite elements. `item`: bytes of a source element, 2 (bf16) or 4 (fp32). TRITON is not here:
+// the device divides by div.full.f32, and the CPU has a table that a device made (SLIMX_TRITON_SCALES in reshard.h).
+SLIMX_INLINE SlimxScale slimx_scale(int rule, float amax, int item) {
+  if (rule == SLIMX_RULE_UE8M0) return slimx_scale_ue8m0(amax);
+  if (rule == SLIMX_RULE_TE) return slimx_scale_te(amax, item);
+  return slimx_scale_ieee(amax);
+}
+
+// The E8M0 scale of an MXFP8 block: the exponent of amax / 448, rounded up. Below 2^-127 it is 0.
+SLIMX_INLINE uint8_t slimx_mxfp8_exponent(float amax) {
+  const uint32_t u = slimx_bits(slimx_mul(amax, 1.0f / SLIMX_MAX_E4M3));
+  const uint32_t exponent = u >> 23, mantissa = u & 0x7FFFFFu;
+  return (uint8_t)(exponent + (mantissa > (exponent ? 0u : 0x400000u) ? 1u : 0u));
+}
+
+// 2^(127 - e), for the exponents that finite elements have (at most 247).
+SLIMX_INLINE float slimx_mxfp8_inverse(uint8_t e) { return slimx_float((254u - e) << 23); }
+
+// 2^(e - 127); NaN for SLIMX_NAN_E8M0.
+SLIMX_INLINE float slimx_from_e8m0(uint8_t e) {
+  const uint32_t power = e ? (uint32_t)e << 23 : 0x00400000u;
+  return slimx_float(e == SLIMX_NAN_E8M0 ? SLIMX_NAN_FP32 : power);
+}
+
+// ---- elements -------------------------------------------------------------------------------------------------------
+
+SLIMX_INLINE uint8_t slimx_quantise(float x, SlimxScale s) {
+  const uint8_t code = slimx_e4m3(slimx_mul(x, s.inverse));
+  return s.doubled ? slimx_double_e4m3(code) : code;
+}
+
+// In fp32, with NaN as SLIMX_NAN_FP32; bf16 is slimx_bf16 of this.
+SLIMX_INLINE float slimx_dequantise(uint8_t code, float scale) {
+  const float x = slimx_mul(slimx_from_e4m3(code), scale);
+  return slimx_float((slimx_bits(x) & 0x7FFFFFFFu) > SLIMX_INF_FP32 ? SLIMX_NAN_FP32 : slimx_bits(x));
+}
