@@ -1,14 +1,23 @@
-"""Index maps between checkpoint tensors and the slices of them that one parallel rank holds.
+"""The algebra of index maps: which rectangles of which checkpoint tensors make up one tensor of one parallel rank.
 
-A map says, for one Megatron tensor, which rectangles of which Hugging Face tensors make up the part that
-tensor-parallel rank `rank` of `size` holds. It is the only description of a layout: loading (Hugging Face ->
-Megatron), export and publication (Megatron -> Hugging Face) all read the same rectangles, in one direction or the
-other. Vectors of n elements count as n x 1 matrices."""
+A map is the only description of a layout. Loading (Hugging Face -> Megatron), export and publication (Megatron ->
+Hugging Face, Megatron -> engine) read the same rectangles, in one direction or the other. Every tensor is read as a
+matrix: a vector of n elements is n x 1, a stack of E matrices of M x N is (E * M) x N.
+
+    Copy()                       the tensor itself
+    Concat()                     tensors one below the other; a rank holds its share of each (gate and up of a SwiGLU)
+    Blocks(heads)                the same with shares counted in heads, which repeat if there are few (an engine's qkv)
+    InterleaveQKV(heads, ...)    query, key and value interleaved per query group (Megatron's linear_qkv)
+    Stack(inner)                 one matrix of a checkpoint tensor that stacks those of all experts
+    RotateHalf(...)              rows of every head reordered from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1)
+    Transpose(inner)             checkpoint tensors that are stored transposed
+    Pad(multiple)                rows appended up to a multiple (a padded vocabulary); no rectangle fills them
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slimx.errors import SlimxError
@@ -18,8 +27,11 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """`rows x cols` elements at (`row`, `col`) of checkpoint tensor `source`, at (`local_row`, `local_col`) of the
-    local one."""
+    """`rows x cols` elements of a local tensor and where they stand in checkpoint tensor `source`.
+
+    Local element (local_row + i, local_col + j) is source element (row + i * step, col + j), or, `transposed`,
+    (row + j, col + i).
+    """
 
     source: int
     row: int
@@ -28,18 +40,30 @@ class Rect:
     cols: int
     local_row: int
     local_col: int
+    step: int = 1
+    transposed: bool = False
+
+    @property
+    def extent(self) -> Shape:
+        """Rows and columns of the source between the rectangle's first and last element."""
+        return (self.cols, self.rows) if self.transposed else ((self.rows - 1) * self.step + 1, self.cols)
 
 
 class IndexMap(Protocol):
     """How one local tensor is made of checkpoint tensors."""
 
-    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
-        """Shape of rank `rank`'s tensor and the rectangles that fill it, split `size` ways along `axis` (None:
-        whole)."""
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
+        """Shape of rank `rank`'s tensor and the rectangles that fill it, split `size` ways along `axis` (None: whole).
+
+        `shapes`: of the checkpoint tensors, as matrices. `index`: which matrix of a stacked checkpoint tensor.
+        """
         ...
 
 
-def _share(length: int, rank: int, size: int, what: str) -> tuple[int, int]:
+def share(length: int, rank: int, size: int, what: str = "a dimension") -> tuple[int, int]:
+    """First element and length of rank `rank`'s share of `length`; SlimxError if `size` does not divide it."""
     if length % size:
         raise SlimxError(f"{what} of {length} cannot be split over {size} ranks; choose a size that divides {length}")
     step = length // size
@@ -50,31 +74,61 @@ def _share(length: int, rank: int, size: int, what: str) -> tuple[int, int]:
 class Copy:
     """One checkpoint tensor, split in equal contiguous parts."""
 
-    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
         row = col = 0
         if axis == 0:
-            row, rows = _share(rows, rank, size, "a dimension")
+            row, rows = share(rows, rank, size)
         elif axis == 1:
-            col, cols = _share(cols, rank, size, "a dimension")
+            col, cols = share(cols, rank, size)
         return (rows, cols), [Rect(0, row, col, rows, cols, 0, 0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Several checkpoint tensors one below the other; each rank holds its share of every one (gate and up of a
-    SwiGLU)."""
+    """Several checkpoint tensors one below the other; each rank holds its share of every one."""
 
-    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
         if axis == 1:
             raise SlimxError("a concatenation over rows cannot be split over columns; split it over axis 0")
         rects, at = [], 0
         for source, (rows, cols) in enumerate(shapes):
             row = 0
             if axis == 0:
-                row, rows = _share(rows, rank, size, "a dimension")
+                row, rows = share(rows, rank, size)
             rects.append(Rect(source, row, 0, rows, cols, at, 0))
             at += rows
+        return (at, shapes[0][1]), rects
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Several checkpoint tensors one below the other, the i-th made of `heads[i]` equal heads.
+
+    Where there are fewer heads than ranks, each is held by several ranks (key and value heads of an engine under more
+    tensor parallelism than it has groups).
+    """
+
+    heads: tuple[int, ...]
+
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
+        ranks, place = (1, 0) if axis is None else (size, rank)
+        rects, at = [], 0
+        for source, ((rows, cols), heads) in enumerate(zip(shapes, self.heads, strict=True)):
+            per_head = rows // heads
+            if heads >= ranks:
+                first, count = share(heads, place, ranks, "the number of heads")
+            else:
+                _, copies = share(ranks, 0, heads, "the number of ranks")
+                first, count = place // copies, 1
+            rects.append(Rect(source, first * per_head, 0, count * per_head, cols, at, 0))
+            at += count * per_head
         return (at, shapes[0][1]), rects
 
 
@@ -87,9 +141,11 @@ class InterleaveQKV:
     groups: int
     head_dim: int
 
-    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
         first, count = (
-            (0, self.groups) if axis is None else _share(self.groups, rank, size, "the number of query groups")
+            (0, self.groups) if axis is None else share(self.groups, rank, size, "the number of query groups")
         )
         per_group = self.heads // self.groups * self.head_dim
         cols = shapes[0][1]
@@ -99,3 +155,81 @@ class InterleaveQKV:
                 rects.append(Rect(source, group * rows, 0, rows, cols, at, 0))
                 at += rows
         return (at, cols), rects
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Matrix `index` of checkpoint tensors that stack `count` of them (all experts in one tensor)."""
+
+    count: int
+    inner: IndexMap = Copy()
+
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
+        single = [(rows // self.count, cols) for rows, cols in shapes]
+        shape, rects = self.inner.local(single, axis, rank, size)
+        return shape, [replace(rect, row=rect.row + index * single[rect.source][0]) for rect in rects]
+
+
+@dataclass(frozen=True, slots=True)
+class RotateHalf:
+    """One tensor whose rows are heads of `head_dim`; `rotary` rows of each, from row `offset` on, stand in the
+    checkpoint as rotary pairs (x0 y0 x1 y1 ...) and here as halves (x0 x1 ... y0 y1 ...)."""
+
+    head_dim: int
+    rotary: int
+    offset: int = 0
+
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
+        if axis == 1:
+            raise SlimxError("rotary rows cannot be reordered in a split over columns; split over axis 0")
+        ((rows, cols),) = shapes
+        heads = rows // self.head_dim
+        first, count = (0, heads) if axis is None else share(heads, rank, size, "the number of heads")
+        half, end = self.rotary // 2, self.offset + self.rotary
+        rects = []
+        for head in range(count):
+            here, there = head * self.head_dim, (first + head) * self.head_dim
+            for row, length, local, step in (
+                (0, self.offset, 0, 1),
+                (self.offset, half, self.offset, 2),
+                (self.offset + 1, half, self.offset + half, 2),
+                (end, self.head_dim - end, end, 1),
+            ):
+                if length:
+                    rects.append(Rect(0, there + row, 0, length, cols, here + local, 0, step))
+        return (count * self.head_dim, cols), rects
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """What `inner` makes of the transposed checkpoint tensors."""
+
+    inner: IndexMap = Copy()
+
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
+        shape, rects = self.inner.local([(cols, rows) for rows, cols in shapes], axis, rank, size, index)
+        if any(rect.step > 1 or rect.transposed for rect in rects):
+            raise SlimxError("Transpose holds a map that steps over rows or transposes already; put it inside that map")
+        return shape, [replace(rect, row=rect.col, col=rect.row, transposed=True) for rect in rects]
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """One tensor with rows appended up to a multiple of `multiple`; ranks share the sum. No rectangle fills them."""
+
+    multiple: int
+
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
+        ((rows, cols),) = shapes
+        padded = -(-rows // self.multiple) * self.multiple
+        first, count = (0, padded) if axis is None else share(padded, rank, size, "a padded vocabulary")
+        held = max(0, min(count, rows - first))
+        return (count, cols), [Rect(0, first, 0, held, cols, 0, 0)] if held else []

@@ -1,11 +1,12 @@
-"""Where a rank stands in each parallel dimension, by arithmetic alone (megatron-core's default order
-tp-cp-ep-dp-pp)."""
+"""Where a rank stands in each parallel dimension, by arithmetic alone: trainers in megatron-core's default order
+(tp-cp-ep-dp-pp), engines in SGLang's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from slimx.config.schema import Trainer
+from slimx.errors import SlimxError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,11 +18,14 @@ class Sizes:
     data: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    context: int = 1
+    virtual: int = 1
+    """Model chunks of each pipeline rank (VPP): chunk v of pipeline rank p is stage v * pipeline + p."""
 
     @property
     def stage(self) -> int:
         """Ranks of one pipeline stage."""
-        return self.tensor * self.data
+        return self.tensor * self.context * self.data
 
     @property
     def world(self) -> int:
@@ -30,7 +34,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """One rank's place: within the dense layers (`tensor`, `data`) and within the experts (`expert_*`)."""
+    """One rank's place: within the dense layers (`tensor`, `context`, `data`) and within the experts (`expert_*`)."""
 
     tensor: int
     data: int
@@ -38,6 +42,7 @@ class Coordinates:
     expert_tensor: int
     expert: int
     expert_data: int
+    context: int = 0
 
 
 def coordinates(rank: int, sizes: Sizes) -> Coordinates:
@@ -46,11 +51,12 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
     expert_data, rest = divmod(inside, sizes.expert * sizes.expert_tensor)
     return Coordinates(
         tensor=inside % sizes.tensor,
-        data=inside // sizes.tensor,
+        data=inside // (sizes.tensor * sizes.context),
         pipeline=stage,
         expert_tensor=rest % sizes.expert_tensor,
         expert=rest // sizes.expert_tensor,
         expert_data=expert_data,
+        context=inside // sizes.tensor % sizes.context,
     )
 
 
@@ -63,3 +69,38 @@ def sizes_of(config: Trainer) -> Sizes:
         expert=config.expert,
         expert_tensor=config.expert_tensor_size,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSizes:
+    """Parallel sizes of one SGLang engine: rank = pipeline rank * tensor + tensor rank.
+
+    Attention is split over `tensor / attention_data` ranks (DP-attention repeats it), experts over `expert` groups of
+    `tensor / expert` ranks. Raises SlimxError for sizes that do not divide each other.
+    """
+
+    tensor: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    attention_data: int = 1
+    redundant: int = 0
+    """Physical experts beyond the model's (expert load balancing); physical expert p is logical expert p mod count."""
+
+    def __post_init__(self) -> None:
+        for name in ("expert", "attention_data"):
+            if self.tensor % (size := getattr(self, name)):
+                raise SlimxError(f"an engine of {self.tensor} tensor-parallel ranks cannot have {name} = {size}")
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def attention_tensor(self) -> int:
+        """Ranks that share one copy of the attention."""
+        return self.tensor // self.attention_data
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share one expert."""
+        return self.tensor // self.expert

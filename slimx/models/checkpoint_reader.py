@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.table import Table
 
 
 class CheckpointReader:
@@ -43,25 +44,37 @@ class CheckpointReader:
                 ) from error
         return self._files[name]
 
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, table: Table) -> None:
         """Compare names and shapes with a weight table; raises SlimxError naming the first tensor that does not fit."""
-        for name, shape in expected.items():
+        expected = table.checkpoint()
+        optional = {name: expected[original] for name, original in table.aliases.items()} | dict(table.frozen)
+        for name, shape in {**expected, **optional}.items():
             if name not in self._where:
+                if name in optional:
+                    continue
                 raise SlimxError(f"{self.path}: tensor {name} is missing; the checkpoint does not fit its config.json")
             found = tuple(self._open(self._where[name]).get_slice(name).get_shape())
             if found != tuple(shape):
                 raise SlimxError(
                     f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}"
                 )
-        unknown = sorted(set(self._where) - set(expected))
+        unknown = sorted(set(self._where) - set(expected) - set(optional))
         if unknown:
             raise SlimxError(
                 f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)"
             )
 
-    def read(self, name: str, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
-        """Elements [row : row+rows, col : col+cols] of a matrix, or [row : row+rows] of a vector (as a column)."""
+    def read(self, name: str, rect: Rect) -> torch.Tensor:
+        """The elements of tensor `name` that `rect` takes, [rect.rows, rect.cols] as the local tensor holds them."""
         view = self._open(self._where[name]).get_slice(name)
-        if len(view.get_shape()) == 1:
-            return view[row : row + rows].unsqueeze(1)
-        return view[row : row + rows, col : col + cols]
+        shape = view.get_shape()
+        rows, cols = rect.extent
+        if len(shape) == 1:
+            return view[rect.row : rect.row + rows][:: rect.step].unsqueeze(1)
+        if len(shape) == 3:
+            # A stack of matrices, read as one matrix; no rectangle reaches over the edge of one.
+            index, row = divmod(rect.row, shape[1])
+            part = view[index : index + 1, row : row + rows, rect.col : rect.col + cols][0]
+        else:
+            part = view[rect.row : rect.row + rows, rect.col : rect.col + cols]
+        return part.T if rect.transposed else part[:: rect.step]

@@ -36,7 +36,7 @@ def check_run(config: Config) -> Prepared:
     work."""
     spec = read_model(config.model.path)
     sizes = check_layout(config, spec)
-    CheckpointReader(config.initial_weights).check(spec.table.checkpoint())
+    CheckpointReader(config.initial_weights).check(spec.table)
     hooks = load_hooks(config)
     for group in config.rollout.engines:
         check_server_args(group.sglang)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.layout.ranks import Sizes, coordinates, sizes_of
-from slimx.layout.table import check_coverage
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import check_coverage
+from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 
 
@@ -25,5 +26,5 @@ def check_layout(config: Config, spec: ModelSpec) -> Sizes:
                 f"{key}={size} does not divide the {count} {what} of {spec.path}; "
                 f"choose one of {', '.join(map(str, fitting))}"
             )
-    check_coverage(spec.table, sizes, [coordinates(rank, sizes) for rank in range(sizes.world)])
+    check_coverage(spec.table.checkpoint(), MegatronLayout(spec.table, sizes).parts())
     return sizes

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimx.layout.ranks import Coordinates, Sizes, coordinates
-from slimx.layout.table import Rect, Table, check_coverage, matrix
+from slimx.layout.maps import Rect
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import check_coverage, matrix
+from slimx.layout.ranks import Sizes
+from slimx.layout.table import Table
 
 ALIGNMENT = 64
 """Bytes: tensors start on a cache line, so that the receiver's views are aligned for every dtype."""
@@ -71,34 +74,18 @@ class Contributions:
     """Who contributes what to each bucket, for every rank of a layout. Coverage is proven once, on construction."""
 
     def __init__(self, table: Table, sizes: Sizes, buckets: list[Bucket], itemsize: int):
-        places = [coordinates(rank, sizes) for rank in range(sizes.world)]
-        check_coverage(table, sizes, places)
+        layout = MegatronLayout(table, sizes)
+        check_coverage(table.checkpoint(), layout.parts())
         where = {t.name: (b, i) for b, bucket in enumerate(buckets) for i, t in enumerate(bucket.tensors)}
-        self.parts: list[list[list[Part]]] = []
+        self.parts: list[list[list[Part]]] = [[[] for _ in buckets] for _ in range(sizes.world)]
         """[rank][bucket]: that rank's parts, in order."""
-        self.nbytes: list[list[int]] = []
+        self.nbytes: list[list[int]] = [[0] * len(buckets) for _ in range(sizes.world)]
         """[rank][bucket]: bytes of that rank's contribution."""
-        for place in places:
-            parts, ends = self._of(table, sizes, place, where, len(buckets), itemsize)
-            self.parts.append(parts)
-            self.nbytes.append(ends)
-
-    @staticmethod
-    def _of(
-        table: Table,
-        sizes: Sizes,
-        place: Coordinates,
-        where: dict[str, tuple[int, int]],
-        count: int,
-        itemsize: int,
-    ) -> tuple[list[list[Part]], list[int]]:
-        parts: list[list[Part]] = [[] for _ in range(count)]
-        ends = [0] * count
-        for held in table.held_by(place, sizes):
-            if not held.owner:
+        for held in layout.parts():
+            if held.copy:
                 continue
+            rank = held.ranks[0]
             for rect in held.rects:
-                bucket, tensor = where[held.sources[rect.source][0]]
-                parts[bucket].append(Part(held.name, rect, tensor, ends[bucket]))
-                ends[bucket] += rect.rows * rect.cols * itemsize
-        return parts, ends
+                bucket, tensor = where[held.sources[rect.source]]
+                self.parts[rank][bucket].append(Part(held.name, rect, tensor, self.nbytes[rank][bucket]))
+                self.nbytes[rank][bucket] += rect.rows * rect.cols * itemsize

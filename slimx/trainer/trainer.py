@@ -11,6 +11,7 @@ import torch.distributed as dist
 from slimx.algorithms.objective import make_loss
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
+from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
 from slimx.trainer import checkpoint
 from slimx.trainer.forward_backward import Pipeline, sum_gradients
@@ -28,7 +29,7 @@ class Trainer:
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         self.config, self.parallel = config, parallel
         self.model = build_model(spec, config, device=parallel.device)
-        self.weights = Weights(unwrap(self.model), spec, parallel.sizes, parallel.place)
+        self.weights = Weights(unwrap(self.model), spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
         self.weights.load(config.initial_weights)
         self.reference = self.weights.snapshot() if config.algorithm.reference else None
         self.optimizer = build_optimizer(config, self.model)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from slimx.errors import SlimxError
-from slimx.layout.ranks import Coordinates, Sizes
-from slimx.layout.table import Held
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import Part, matrix
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec
 
@@ -17,17 +17,19 @@ from slimx.models.families import ModelSpec
 class Weights:
     """The local parameters of one rank, matched with the weight table."""
 
-    def __init__(self, module: torch.nn.Module, spec: ModelSpec, sizes: Sizes, place: Coordinates):
+    def __init__(self, module: torch.nn.Module, spec: ModelSpec, layout: MegatronLayout, rank: int):
         self.spec = spec
-        self.parameters = dict(module.named_parameters())
-        self.held: list[Held] = list(spec.table.held_by(place, sizes))
+        self.held: list[Part] = layout.held(rank)
         names = {held.name for held in self.held}
+        buffers = {name: buffer for name, buffer in module.named_buffers() if name in names}
+        self.parameters: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **buffers}
+        """Parameters, and the buffers that the table names (an expert bias)."""
         if names != set(self.parameters):
             odd = sorted(names ^ set(self.parameters))
             raise SlimxError(f"weight table of {spec.path}: {odd[0]} is in the table or in the model, but not in both")
         for held in self.held:
             shape = tuple(self.parameters[held.name].shape)
-            if shape != held.shape and shape != held.shape[:1]:
+            if shape != held.shape:
                 raise SlimxError(
                     f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, "
                     f"{list(held.shape)} in the table"
@@ -37,14 +39,12 @@ class Weights:
     def load(self, path: str) -> None:
         """Fill the parameters from the safetensors in `path`; only the slices that this rank holds are read."""
         reader = CheckpointReader(path)
-        reader.check(self.spec.table.checkpoint())
+        reader.check(self.spec.table)
         for held in self.held:
-            local = self.parameters[held.name].view(held.shape)
+            local = self.parameters[held.name].view(matrix(held.shape))
             for rect in held.rects:
-                name = held.sources[rect.source][0]
-                part = reader.read(name, rect.row, rect.rows, rect.col, rect.cols)
                 target = local[rect.local_row : rect.local_row + rect.rows, rect.local_col : rect.local_col + rect.cols]
-                target.copy_(part)
+                target.copy_(reader.read(held.sources[rect.source], rect))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """A copy of the present weights in host memory (pinned on CUDA)."""

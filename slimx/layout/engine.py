@@ -1,0 +1,95 @@
+"""Which rank of an SGLang engine holds which part of which tensor, in the engine's own fused layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.parts import Part, matrix
+from slimx.layout.ranks import EngineSizes
+from slimx.layout.table import Entry, Row, Table
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """A family's engine table split over the ranks of one engine."""
+
+    table: Table
+    sizes: EngineSizes
+
+    def __post_init__(self) -> None:
+        physical = self.table.experts + self.sizes.redundant
+        if physical % self.sizes.expert:
+            raise SlimxError(
+                f"an engine with expert parallel size {self.sizes.expert} cannot share {physical} physical experts "
+                f"({self.table.experts} and {self.sizes.redundant} redundant); choose a size that divides them"
+            )
+
+    def parts(self) -> Iterator[Part]:
+        """Every distinct local tensor of the engine, with the ranks that hold it."""
+        # SGLang gives the layers that do not divide to the last stages.
+        base, more = divmod(self.table.layers, self.sizes.pipeline)
+        layers = [base + (stage >= self.sizes.pipeline - more) for stage in range(self.sizes.pipeline)]
+        stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
+        geometry: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[Rect, ...]]] = {}
+        for entry in self.table.entries():
+            row = entry.row
+            last = self.sizes.pipeline - 1
+            stage = {"first": 0, "last": last, "mtp": last}.get(row.stage, stage_of[entry.layer % self.table.layers])
+            for shard, size, owner, ranks in self._shards(row):
+                key = id(row), shard, owner
+                if key not in geometry:
+                    geometry[key] = self._geometry(row, shard, size, owner)
+                shape, rects = geometry[key]
+                yield Part(
+                    row.name.format(layer=entry.layer),
+                    shape,
+                    tuple(stage * self.sizes.tensor + rank for rank in ranks),
+                    self._sources(entry, owner),
+                    rects,
+                    row.dtype,
+                    row.quantised,
+                )
+
+    def _shards(self, row: Row) -> Iterator[tuple[int, int, int, list[int]]]:
+        """(shard, of how many, expert rank, tensor-parallel ranks that hold it) of every shard of the row."""
+        ranks = range(self.sizes.tensor)
+        if row.stacked or row.group == "expert":
+            size = self.sizes.expert_tensor
+            for owner in range(self.sizes.expert):
+                for shard in range(size):
+                    yield shard, size, owner, [owner * size + shard]
+            return
+        size = self.sizes.attention_tensor if row.group == "attention" else self.sizes.tensor
+        if row.axis is None:
+            yield 0, 1, 0, list(ranks)
+        else:
+            for shard in range(size):
+                yield shard, size, 0, [rank for rank in ranks if rank % size == shard]
+
+    def _experts(self, owner: int) -> list[int]:
+        """Logical experts in the slots of expert rank `owner`."""
+        count = (self.table.experts + self.sizes.redundant) // self.sizes.expert
+        return [(owner * count + slot) % self.table.experts for slot in range(count)]
+
+    def _sources(self, entry: Entry, owner: int) -> tuple[str, ...]:
+        row = entry.row
+        if not row.stacked:
+            return entry.sources
+        names = [replace(entry, expert=expert).sources for expert in self._experts(owner)]
+        names += [tuple(name.format(layer=entry.layer) for name, _ in sources) for sources in row.appended]
+        return tuple(name for per_slot in names for name in per_slot)
+
+    def _geometry(self, row: Row, shard: int, size: int, owner: int) -> tuple[tuple[int, ...], tuple[Rect, ...]]:
+        slots = [row.sources] * len(self._experts(owner)) + list(row.appended) if row.stacked else [row.sources]
+        rects: list[Rect] = []
+        at = counted = 0
+        for sources in slots:
+            shape, inner = row.map.local([matrix(shape) for _, shape in sources], row.axis, shard, size)
+            rects += [replace(r, source=counted + r.source, local_row=at + r.local_row) for r in inner]
+            at, counted = at + shape[0], counted + len(sources)
+        if row.stacked:
+            return (len(slots), at // len(slots), shape[1]), tuple(rects)
+        return (shape[:1] if all(len(s) == 1 for _, s in row.sources) else shape), tuple(rects)

@@ -1,0 +1,131 @@
+"""Which trainer rank holds which part of which tensor, under any parallel sizes of megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.parts import Part, matrix
+from slimx.layout.ranks import Sizes
+from slimx.layout.table import Entry, Row, Table
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronLayout:
+    """A family's table split over trainer ranks. Raises SlimxError for sizes that do not fit the model."""
+
+    table: Table
+    sizes: Sizes
+    split: tuple[int, ...] = ()
+    """Layers of each stage, `pipeline * virtual` numbers; empty: equal."""
+
+    def __post_init__(self) -> None:
+        sizes, table = self.sizes, self.table
+        if self.split and (len(self.split) != self._stages or sum(self.split) != table.layers):
+            raise SlimxError(f"layers split as {self.split} are not {table.layers} layers on {self._stages} stages")
+        if not self.split and table.layers % self._stages:
+            raise SlimxError(
+                f"trainer.pipeline {sizes.pipeline} does not divide the model's {table.layers} layers"
+                + (f" in {sizes.virtual} virtual stages" if sizes.virtual > 1 else "")
+                + f"; choose a divisor of {table.layers}"
+            )
+        if table.experts % sizes.expert:
+            raise SlimxError(
+                f"trainer.expert {sizes.expert} does not divide the model's {table.experts} experts; "
+                f"choose a divisor of {table.experts}"
+            )
+        if sizes.stage % (sizes.expert * sizes.expert_tensor):
+            raise SlimxError(
+                f"trainer.expert {sizes.expert} x trainer.expert_tensor {sizes.expert_tensor} does not divide the "
+                f"{sizes.stage} ranks of a pipeline stage; lower trainer.expert or raise trainer.data"
+            )
+
+    @property
+    def _stages(self) -> int:
+        return self.sizes.pipeline * self.sizes.virtual
+
+    def parts(self) -> Iterator[Part]:
+        """Every distinct local tensor of the whole trainer, with the ranks that hold it."""
+        yield from self._parts(None)
+
+    def held(self, rank: int) -> list[Part]:
+        """What `rank` holds, in the order of the checkpoint."""
+        return [part for part in self._parts(rank // self.sizes.stage) if rank in part.ranks]
+
+    def _parts(self, only: int | None) -> Iterator[Part]:
+        """Parts of pipeline rank `only`, or of all."""
+        sizes, table = self.sizes, self.table
+        layers = self.split or (table.layers // self._stages,) * self._stages
+        first = [sum(layers[:stage]) for stage in range(self._stages)]
+        stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
+        ends = {"first": 0, "last": self._stages - 1, "mtp": self._stages - 1}
+        experts, shards = max(1, table.experts // sizes.expert), _Shards(sizes)
+        for entry in table.entries():
+            row = entry.row
+            own = ends[row.stage] if row.stage != "layer" else stage_of[entry.layer]
+            homes = [(own, row.name, False)]
+            for stage, name in row.copies:
+                if ends[stage] % sizes.pipeline != own % sizes.pipeline:
+                    homes.append((ends[stage], name, True))
+            for stage, name, copy in homes:
+                chunk, place = divmod(stage, sizes.pipeline)
+                if only is not None and place != only:
+                    continue
+                before = table.layers if row.stage == "mtp" else first[stage]
+                local = name.format(layer=entry.layer - before, expert=entry.expert % experts)
+                # The chunks of one rank form a list of modules.
+                local = f"{chunk}.{local}" if sizes.virtual > 1 else local
+                owner = entry.expert // experts if row.per_expert else None
+                for shard, shape, rects in shards.geometry(entry):
+                    ranks = shards.ranks(place, shard, owner)
+                    yield Part(local, shape, ranks, entry.sources, rects, row.dtype, row.quantised, copy)
+
+
+Geometry = tuple[int | None, tuple[int, ...], tuple[Rect, ...]]
+
+
+class _Shards:
+    """Shapes, rectangles and ranks of tensors' shards, each computed once for all layers and experts alike."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        self._geometry: dict[tuple[int, int], list[Geometry]] = {}
+        self._ranks: dict[tuple[int, int | None, int | None], tuple[int, ...]] = {}
+
+    def geometry(self, entry: Entry) -> list[Geometry]:
+        """Per shard its number (None: not split), local shape and rectangles."""
+        row = entry.row
+        # Experts differ only where the checkpoint stacks them in one tensor.
+        index = 0 if any("{expert}" in name for name, _ in row.sources) else entry.expert
+        key = id(row), index
+        if key not in self._geometry:
+            self._geometry[key] = [self._shard(row, number, index) for number in self._numbers(row)]
+        return self._geometry[key]
+
+    def ranks(self, place: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
+        """Ranks of pipeline rank `place` that hold `shard`, of expert rank `owner` for experts."""
+        key = place, shard, owner
+        if key not in self._ranks:
+            size, stride, start = self.sizes.tensor, self.sizes.tensor, place * self.sizes.stage
+            if owner is not None:
+                size = self.sizes.expert_tensor
+                stride, start = size * self.sizes.expert, start + size * owner
+            shards = range(size) if shard is None else (shard,)
+            self._ranks[key] = tuple(
+                start + replica * stride + k for replica in range(self.sizes.stage // stride) for k in shards
+            )
+        return self._ranks[key]
+
+    def _numbers(self, row: Row) -> range | tuple[None]:
+        if row.axis is None:
+            return (None,)
+        return range(self.sizes.expert_tensor if row.per_expert else self.sizes.tensor)
+
+    def _shard(self, row: Row, number: int | None, index: int) -> Geometry:
+        size = len(self._numbers(row))
+        shapes = [matrix(shape) for _, shape in row.sources]
+        shape, rects = row.map.local(shapes, row.axis, number or 0, size, index)
+        vector = all(len(shape) == 1 for _, shape in row.sources)
+        return number, shape[:1] if vector else shape, tuple(rects)

@@ -1,0 +1,96 @@
+"""Parts: the tensors that ranks hold, whatever system they belong to, in terms of checkpoint tensors."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One local tensor, the same bytes on all of `ranks`."""
+
+    name: str
+    """Name in the rank's own module."""
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    sources: tuple[str, ...]
+    """Checkpoint tensors; `rects[k].source` counts in here."""
+    rects: tuple[Rect, ...]
+    dtype: str | None = None
+    """None: the model's dtype."""
+    quantised: bool = False
+    """Whether block quantisation applies to it where a publication asks for one."""
+    copy: bool = False
+    """Held beside the same tensor's own part: loaded like it, never the one that is exported or published."""
+
+
+def matrix(shape: Sequence[int]) -> Shape:
+    """The two-dimensional reading of a tensor's shape: n x 1 for vectors, (E * M) x N for stacks of matrices."""
+    if len(shape) == 1:
+        return shape[0], 1
+    rows = 1
+    for length in shape[:-1]:
+        rows *= length
+    return rows, shape[-1]
+
+
+def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -> None:
+    """Prove that `parts` (copies aside) hold every checkpoint element exactly once; SlimxError names the tensor."""
+    covered: dict[str, list[Rect]] = {name: [] for name in shapes}
+    for part in parts:
+        if not part.copy:
+            for rect in part.rects:
+                covered[part.sources[rect.source]].append(rect)
+    proven: set[tuple[Shape, tuple[Rect, ...]]] = set()
+    for name, shape in shapes.items():
+        # Layers and experts repeat the same geometry: it is proven once.
+        key = matrix(shape), tuple(covered[name])
+        if key not in proven:
+            check_sources(name, matrix(shape), covered[name])
+            proven.add(key)
+
+
+def check_sources(name: str, shape: Shape, rects: Iterable[Rect]) -> None:
+    """Prove that `rects` take every element of checkpoint tensor `name` exactly once."""
+    boxes = []
+    for r in rects:
+        if r.transposed:
+            boxes.append((r.row, r.col, r.cols, r.rows))
+        elif r.step == 1:
+            boxes.append((r.row, r.col, r.rows, r.cols))
+        else:
+            boxes.extend((r.row + k * r.step, r.col, 1, r.cols) for k in range(r.rows))
+    check_boxes(f"weight table: {name}", shape, np.array(boxes, dtype=np.int64).reshape(-1, 4))
+
+
+def check_boxes(what: str, shape: Shape, boxes: np.ndarray) -> None:
+    """Prove that `boxes` [n, 4] of (row, col, rows, cols) cover a matrix exactly once.
+
+    Their edges cut the matrix into cells; each cell must lie in exactly one box. SlimxError names `what` and the gap.
+    """
+    boxes = boxes[(boxes[:, 2] > 0) & (boxes[:, 3] > 0)]
+    ends = boxes[:, :2] + boxes[:, 2:]
+    if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):
+        raise SlimxError(f"{what}: a rectangle reaches beyond its {shape[0]} x {shape[1]} elements")
+    rows, cols = (sorted({0, shape[k], *boxes[:, k].tolist(), *ends[:, k].tolist()}) for k in (0, 1))
+    # Each box adds 1 to its cells by four corners of a two-dimensional difference.
+    count = np.zeros((len(rows), len(cols)), dtype=np.int32)
+    for (top, left), (bottom, right) in zip(boxes[:, :2].tolist(), ends.tolist(), strict=True):
+        t, b = bisect_left(rows, top), bisect_left(rows, bottom)
+        x, y = bisect_left(cols, left), bisect_left(cols, right)
+        count[t, x] += 1
+        count[b, x] -= 1
+        count[t, y] -= 1
+        count[b, y] += 1
+    count = count.cumsum(0).cumsum(1)[:-1, :-1]
+    for wrong, problem in ((count > 1, "covered twice"), (count == 0, "not covered")):
+        if wrong.any():
+            row, col = np.argwhere(wrong)[0]
+            raise SlimxError(f"{what} is {problem} at row {rows[row]}, column {cols[col]}")
