@@ -37,7 +37,7 @@ def install_megatron() -> list[str]:
     """Entries inside megatron.core itself; call after `install()`, before a model is built."""
     if torch.cuda.is_available():
         return []
-    entries = (_router_without_te, _mla_without_te, _token_dispatcher)
+    entries = (_router_without_te, _mla_without_te, _yarn_device, _token_dispatcher)
     for entry in entries:
         entry()
     return [entry.__name__.strip("_") for entry in entries]
@@ -168,6 +168,14 @@ def _mla_without_te() -> None:
     from megatron.core.transformer import multi_latent_attention
 
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
+
+def _yarn_device() -> None:
+    """YarnRotaryEmbedding enters torch.device(torch.cuda.current_device()), and MLA does not tell it that the model is
+    initialised on the CPU."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    YarnRotaryEmbedding.__init__ = functools.partialmethod(YarnRotaryEmbedding.__init__, use_cpu_initialization=True)
 
 
 def _token_dispatcher() -> None:

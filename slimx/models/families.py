@@ -5,14 +5,41 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
-from slimx.models import qwen3_moe
+from slimx.models import deepseek_v3, qwen3_moe
 
-FAMILIES: dict[str, ModuleType] = {qwen3_moe.ARCHITECTURE: qwen3_moe}
+
+class Family(Protocol):
+    """What a family's file defines; `hf` is the content of config.json. A field that is missing there is a KeyError."""
+
+    ARCHITECTURE: str
+    """Of config.json's `architectures`."""
+
+    def unsupported(self, hf: dict[str, Any]) -> str | None:
+        """What of this config cannot be built, in words; None if all can."""
+        ...
+
+    def transformer_config(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Fields of megatron-core's TransformerConfig (with `multi_latent_attention`: MLATransformerConfig)."""
+        ...
+
+    def gpt_arguments(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of megatron-core's GPTModel."""
+        ...
+
+    def mtp_layers(self, hf: dict[str, Any]) -> int:
+        """Layers of multi-token prediction that the checkpoint declares."""
+        ...
+
+    def weight_table(self, hf: dict[str, Any], mtp: int = 0) -> Table:
+        """Where every checkpoint tensor lives in a model with `mtp` of those layers; the others are frozen."""
+        ...
+
+
+FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in (deepseek_v3, qwen3_moe)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +63,10 @@ class ModelSpec:
         return self.table.experts
 
 
-def read_model(path: str | Path) -> ModelSpec:
-    """Read `path`/config.json. Raises SlimxError for a missing directory, an unknown family or an unsupported field."""
+def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
+    """Read `path`/config.json, for a model with `mtp_layers` layers of multi-token prediction.
+
+    Raises SlimxError for a missing directory, an unknown family, an unsupported field or layers that are not there."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise SlimxError(f"{path}: no checkpoint there (config.json is missing); give a Hugging Face model directory")
@@ -53,8 +82,11 @@ def read_model(path: str | Path) -> ModelSpec:
         problem = family.unsupported(hf)
         if problem:
             raise SlimxError(f"{file}: {names[0]} with {problem} is not supported")
-        return ModelSpec(
-            str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), family.weight_table(hf)
-        )
+        if mtp_layers > (declared := family.mtp_layers(hf)):
+            raise SlimxError(
+                f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}"
+            )
+        table = family.weight_table(hf, mtp_layers)
+        return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), table)
     except KeyError as error:
         raise SlimxError(f"{file}: field {error} is missing; a {names[0]} checkpoint must have it") from error

@@ -60,7 +60,12 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     return None
 
 
-def weight_table(hf: dict[str, Any]) -> Table:
+def mtp_layers(hf: dict[str, Any]) -> int:
+    """Layers of multi-token prediction: the family has none."""
+    return 0
+
+
+def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """Where every checkpoint tensor lives in the Megatron model."""
     hidden, head, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
     heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
