@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -18,6 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
+from slimx.trainer.policy_model import PolicyModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -92,7 +92,7 @@ def build_model(spec: ModelSpec, config: Config, *, device: torch.device) -> Dis
     mtp = None
     if transformer.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True)
-    model = GPTModel(
+    model = PolicyModel(
         transformer,
         layers,
         mtp_block_spec=mtp,
@@ -115,8 +115,8 @@ def build_model(spec: ModelSpec, config: Config, *, device: torch.device) -> Dis
     )
 
 
-def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside its data-parallel and half-precision wrappers."""
+def unwrap(model: torch.nn.Module) -> PolicyModel:
+    """The GPT model inside its data-parallel and half-precision wrappers."""
     while hasattr(model, "module"):
         model = model.module
     return model
