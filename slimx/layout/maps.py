@@ -221,7 +221,8 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """One tensor with rows appended up to a multiple of `multiple`; ranks share the sum. No rectangle fills them."""
+    """One tensor with rows appended, which no rectangle fills, up to a multiple of `multiple` (times the number of
+    ranks, where they could not share that equally)."""
 
     multiple: int
 
@@ -230,6 +231,8 @@ class Pad:
     ) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
         padded = -(-rows // self.multiple) * self.multiple
+        if padded % size:
+            padded = -(-rows // (self.multiple * size)) * self.multiple * size
         first, count = (0, padded) if axis is None else share(padded, rank, size, "a padded vocabulary")
         held = max(0, min(count, rows - first))
         return (count, cols), [Rect(0, first, 0, held, cols, 0, 0)] if held else []

@@ -119,6 +119,11 @@ class Table:
         return out
 
 
+def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group: Group, source: str = "") -> Row:
+    """An embedding or output layer as SGLang's `VocabParallelEmbedding` holds it: padded to a multiple of 64 rows."""
+    return Row(name, ((source or name, (vocab, hidden)),), Pad(64), axis=0, stage=stage, group=group)
+
+
 def check_row(row: Row, experts: int) -> None:
     """Prove that the row's map is invertible: it fills its local tensor once, padding aside, and uses each checkpoint
     element once."""

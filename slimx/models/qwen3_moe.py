@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimx.layout.maps import Concat, InterleaveQKV
-from slimx.layout.table import Row, Table
+from slimx.layout.maps import Blocks, Concat, InterleaveQKV
+from slimx.layout.table import Row, Table, padded_vocabulary
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -88,10 +88,16 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
             ),
             qkv,
             axis=0,
+            quantised=True,
         ),
         Row(attention + "q_layernorm.weight", ((there + "self_attn.q_norm.weight", (head,)),)),
         Row(attention + "k_layernorm.weight", ((there + "self_attn.k_norm.weight", (head,)),)),
-        Row(attention + "linear_proj.weight", ((there + "self_attn.o_proj.weight", (hidden, heads * head)),), axis=1),
+        Row(
+            attention + "linear_proj.weight",
+            ((there + "self_attn.o_proj.weight", (hidden, heads * head)),),
+            axis=1,
+            quantised=True,
+        ),
         Row(here + "pre_mlp_layernorm.weight", ((there + "post_attention_layernorm.weight", (hidden,)),)),
         Row(moe + "router.weight", ((there + "mlp.gate.weight", (experts, hidden)),)),
         Row(
@@ -99,9 +105,67 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
             ((expert + "gate_proj.weight", (inner, hidden)), (expert + "up_proj.weight", (inner, hidden))),
             Concat(),
             axis=0,
+            quantised=True,
         ),
-        Row(moe + "experts.linear_fc2.weight{expert}", ((expert + "down_proj.weight", (hidden, inner)),), axis=1),
+        Row(
+            moe + "experts.linear_fc2.weight{expert}",
+            ((expert + "down_proj.weight", (hidden, inner)),),
+            axis=1,
+            quantised=True,
+        ),
         Row("decoder.final_layernorm.weight", (("model.norm.weight", (hidden,)),), stage="last"),
         Row("output_layer.weight", (("lm_head.weight", (vocab, hidden)),), axis=0, stage="last"),
+    )
+    return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
+
+
+def engine_table(hf: dict[str, Any]) -> Table:
+    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels want."""
+    hidden, head, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
+    heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
+    experts, inner = hf["num_experts"], hf["moe_intermediate_size"]
+    layer = "model.layers.{layer}."
+    attention, expert = layer + "self_attn.", layer + "mlp.experts.{expert}."
+    rows = (
+        padded_vocabulary("model.embed_tokens.weight", vocab, hidden, stage="first", group="attention"),
+        Row(layer + "input_layernorm.weight", ((layer + "input_layernorm.weight", (hidden,)),)),
+        Row(
+            attention + "qkv_proj.weight",
+            (
+                (attention + "q_proj.weight", (heads * head, hidden)),
+                (attention + "k_proj.weight", (groups * head, hidden)),
+                (attention + "v_proj.weight", (groups * head, hidden)),
+            ),
+            Blocks((heads, groups, groups)),
+            axis=0,
+            group="attention",
+            quantised=True,
+        ),
+        Row(attention + "q_norm.weight", ((attention + "q_norm.weight", (head,)),)),
+        Row(attention + "k_norm.weight", ((attention + "k_norm.weight", (head,)),)),
+        Row(
+            attention + "o_proj.weight",
+            ((attention + "o_proj.weight", (hidden, heads * head)),),
+            axis=1,
+            group="attention",
+            quantised=True,
+        ),
+        Row(layer + "post_attention_layernorm.weight", ((layer + "post_attention_layernorm.weight", (hidden,)),)),
+        Row(layer + "mlp.gate.weight", ((layer + "mlp.gate.weight", (experts, hidden)),)),
+        Row(
+            layer + "mlp.experts.w13_weight",
+            ((expert + "gate_proj.weight", (inner, hidden)), (expert + "up_proj.weight", (inner, hidden))),
+            Concat(),
+            axis=0,
+            quantised=True,
+        ),
+        Row(
+            layer + "mlp.experts.w2_weight",
+            ((expert + "down_proj.weight", (hidden, inner)),),
+            axis=1,
+            quantised=True,
+        ),
+        Row("model.norm.weight", (("model.norm.weight", (hidden,)),), stage="last"),
+        padded_vocabulary("lm_head.weight", vocab, hidden, stage="last", group="tensor"),
     )
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)

@@ -1,0 +1,128 @@
+"""Where two layouts of the same checkpoint tensor meet: the rectangles that go from one rank's tensor to another's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.parts import check_boxes
+
+
+class Move(NamedTuple):
+    """Target element (row + i * row_step, col + j) takes source element (source_row + i * source_step, source_col + j)
+    or, `transposed`, (source_row + j, source_col + i)."""
+
+    source: int
+    """Which of the source rectangles."""
+    source_row: int
+    source_col: int
+    source_step: int
+    row: int
+    col: int
+    row_step: int
+    rows: int
+    cols: int
+    transposed: bool
+
+
+def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
+    """What fills `target` from `sources`, all rectangles of checkpoint tensor `name`, each element exactly once.
+
+    Raises SlimxError naming the tensor and the gap if the sources do not hold all of it, or hold some of it twice.
+    """
+    found = [move for k, source in enumerate(sources) if (move := _meet(k, source, target)) is not None]
+    boxes = []
+    for m in found:
+        row, col = m.row - target.local_row, m.col - target.local_col
+        if m.row_step == 1:
+            boxes.append((row, col, m.rows, m.cols))
+        else:
+            boxes.extend((row + k * m.row_step, col, 1, m.cols) for k in range(m.rows))
+    check_boxes(
+        f"plan: the part of {name} at row {target.row}, column {target.col}",
+        (target.rows, target.cols),
+        np.array(boxes, dtype=np.int64).reshape(-1, 4),
+    )
+    return tuple(found)
+
+
+def _meet(index: int, source: Rect, target: Rect) -> Move | None:
+    if source.transposed != target.transposed:
+        return _meet_transposed(index, source, target)
+    if source.transposed:
+        # The same meeting seen in the transposed tensor.
+        source, target = _flip(source), _flip(target)
+    col, stop = max(source.col, target.col), min(source.col + source.cols, target.col + target.cols)
+    if col >= stop or (rows := _common_rows(source, target)) is None:
+        return None
+    first, count, step = rows
+    return Move(
+        index,
+        source.local_row + (first - source.row) // source.step,
+        source.local_col + col - source.col,
+        step // source.step,
+        target.local_row + (first - target.row) // target.step,
+        target.local_col + col - target.col,
+        step // target.step,
+        count,
+        stop - col,
+        False,
+    )
+
+
+def _flip(rect: Rect) -> Rect:
+    return Rect(rect.source, rect.col, rect.row, rect.rows, rect.cols, rect.local_row, rect.local_col)
+
+
+def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
+    """First row, number and step of the rows of the checkpoint tensor that both take."""
+    if a.step != b.step and 1 not in (a.step, b.step):
+        raise SlimxError(f"plan: rectangles that take every {a.step}th and every {b.step}th row cannot be matched")
+    step = max(a.step, b.step)
+    if a.step == b.step and (a.row - b.row) % step:
+        return None
+    coarse, fine = (a, b) if a.step >= b.step else (b, a)
+    low = max(a.row, b.row)
+    first = coarse.row + -(-(low - coarse.row) // step) * step
+    last = min(coarse.row + (coarse.rows - 1) * coarse.step, fine.row + (fine.rows - 1) * fine.step)
+    return (first, (last - first) // step + 1, step) if first <= last else None
+
+
+def _meet_transposed(index: int, source: Rect, target: Rect) -> Move | None:
+    if source.step > 1 or target.step > 1:
+        raise SlimxError("plan: a rectangle that steps over rows cannot be matched with a transposed one")
+    row, col = max(source.row, target.row), max(source.col, target.col)
+    (a_rows, a_cols), (b_rows, b_cols) = source.extent, target.extent
+    row_stop, col_stop = min(source.row + a_rows, target.row + b_rows), min(source.col + a_cols, target.col + b_cols)
+    if row >= row_stop or col >= col_stop:
+        return None
+    rows, cols = row_stop - row, col_stop - col
+    if target.transposed:
+        return Move(
+            index,
+            source.local_row + row - source.row,
+            source.local_col + col - source.col,
+            1,
+            target.local_row + col - target.col,
+            target.local_col + row - target.row,
+            1,
+            cols,
+            rows,
+            True,
+        )
+    return Move(
+        index,
+        source.local_row + col - source.col,
+        source.local_col + row - source.row,
+        1,
+        target.local_row + row - target.row,
+        target.local_col + col - target.col,
+        1,
+        rows,
+        cols,
+        True,
+    )

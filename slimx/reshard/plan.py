@@ -1,0 +1,297 @@
+"""The publication plan: which rectangle of which rank's tensor goes where, compiled from shapes alone.
+
+Source and target are two layouts of the same checkpoint tensors (`slimx.layout`); a plan is where they meet. The target
+is either the checkpoint itself, in Hugging Face names (`checkpoint_parts`), or the fused tensors of every rank of an
+engine, so that each engine rank receives its own bytes and no others. Every element of every target tensor is proven to
+be written exactly once. The same inputs give the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.parts import Part, check_boxes, matrix
+from slimx.layout.table import Table
+from slimx.reshard.intersect import Move, moves
+from slimx.reshard.precision import ITEMSIZE, SCALE_SUFFIX, Precision
+
+ALIGNMENT = 64
+"""Bytes: tensors start on a cache line, so that the receiver's views are aligned for every dtype."""
+
+MOVE = np.dtype(
+    [
+        ("source", np.int32),  # rank that holds the elements
+        ("parameter", np.int32),  # index into Plan.parameters
+        ("target", np.int32),  # rank that takes them
+        ("bucket", np.int32),
+        ("tensor", np.int32),  # index into Plan.buckets[target][bucket].tensors
+        ("source_row", np.int32),
+        ("source_col", np.int32),
+        ("source_step", np.int32),  # rows from one source row to the next
+        ("row", np.int32),
+        ("col", np.int32),
+        ("row_step", np.int32),
+        ("rows", np.int32),
+        ("cols", np.int32),
+        ("transposed", np.int32),
+    ]
+)
+
+
+class BucketTensor(msgspec.Struct, frozen=True):
+    """One tensor's place in its bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the bucket."""
+    nbytes: int
+    scale_of: int = -1
+    """Index in the bucket of the codes whose block scales these are; -1: values."""
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Tensors that travel together to one target rank; `size` in bytes."""
+
+    tensors: tuple[BucketTensor, ...]
+    size: int
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A tensor of the trainer that moves read from, under the name that it has on its ranks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Plan:
+    """What `compile_plan` makes; moves are sorted by bucket, then by source rank."""
+
+    def __init__(
+        self, precision: Precision, parameters: list[Parameter], buckets: list[list[Bucket]], moved: np.ndarray
+    ):
+        self.precision, self.parameters, self.buckets, self.moved = precision, parameters, buckets, moved
+        """`buckets[target][bucket]`; ranks with fewer buckets than others have empty ones at the end."""
+
+    @property
+    def targets(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def count(self) -> int:
+        """Buckets of each target."""
+        return len(self.buckets[0])
+
+    def moves_of(self, source: int, bucket: int) -> np.ndarray:
+        """What rank `source` contributes to `bucket`, for all targets."""
+        start, stop = self._slices.get((bucket, source), (0, 0))
+        return self.moved[start:stop]
+
+    @cached_property
+    def _slices(self) -> dict[tuple[int, int], tuple[int, int]]:
+        keys = np.stack([self.moved["bucket"], self.moved["source"]], axis=1)
+        edges = np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1
+        starts = [0, *edges.tolist()] if len(keys) else []
+        stops = [*edges.tolist(), len(keys)]
+        return {tuple(keys[start].tolist()): (start, stop) for start, stop in zip(starts, stops, strict=True)}
+
+    def sent(self) -> np.ndarray:
+        """Bytes of values [sources, targets] that each rank brings to each target."""
+        out = np.zeros((int(self.moved["source"].max(initial=0)) + 1, self.targets), dtype=np.int64)
+        itemsize = np.array([ITEMSIZE[p.dtype] for p in self.parameters], dtype=np.int64)[self.moved["parameter"]]
+        nbytes = self.moved["rows"].astype(np.int64) * self.moved["cols"] * itemsize
+        np.add.at(out, (self.moved["source"], self.moved["target"]), nbytes)
+        return out
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches of one publication by the rank that has most of them: one per bucket."""
+        ranks = [source for _, source in self._slices]
+        return max((ranks.count(rank) for rank in set(ranks)), default=0)
+
+    def to_bytes(self) -> bytes:
+        """The plan, the same bytes for the same plan."""
+        head = (self.precision, self.parameters, self.buckets)
+        return msgspec.msgpack.encode((msgspec.to_builtins(head), self.moved.tobytes()))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Plan:
+        head, moved = msgspec.msgpack.decode(data)
+        precision, parameters, buckets = msgspec.convert(
+            head, tuple[Precision, list[Parameter], list[list[Bucket]]], strict=False
+        )
+        return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE))
+
+
+def checkpoint_parts(table: Table) -> Iterator[Part]:
+    """The checkpoint itself as a target of one rank: every tensor whole, under its Hugging Face name."""
+    for entry in table.entries():
+        for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
+            rows, cols = matrix(shape)
+            whole = (Rect(0, 0, 0, rows, cols, 0, 0),)
+            yield Part(name, tuple(shape), (0,), (name,), whole, entry.row.dtype, entry.row.quantised)
+
+
+def compile_plan(
+    source: Iterable[Part], target: Iterable[Part], *, precision: Precision, bucket_bytes: int, ranks: int = 1
+) -> Plan:
+    """The moves that fill every tensor of `target` (`ranks` of them) from `source`, in buckets of `bucket_bytes`.
+
+    Where several source ranks hold the same bytes, the one that sends least so far sends them. A tensor larger than a
+    bucket travels alone. Raises SlimxError naming a tensor that the source does not hold, or a shard that a
+    quantisation block would cross.
+    """
+    return _Compiler(source, precision, bucket_bytes, ranks).compile(target)
+
+
+class _Compiler:
+    def __init__(self, source: Iterable[Part], precision: Precision, bucket_bytes: int, ranks: int):
+        self.precision, self.bucket_bytes = precision, bucket_bytes
+        self.parameters: list[Parameter] = []
+        self.numbers: dict[tuple[str, str, tuple[int, ...]], int] = {}
+        self.holders: list[tuple[int, tuple[int, ...]]] = []
+        """Per source part its parameter and the ranks that hold it."""
+        self.held: dict[str, tuple[list[Rect], list[int]]] = {}
+        """Checkpoint tensor -> its rectangles in source parts, and those parts."""
+        for part in source:
+            if not part.copy:
+                self._add_source(part)
+        self.geometries: dict[tuple[Rect, ...], int] = {}
+        self.geometry_of = {
+            name: self.geometries.setdefault(tuple(rects), len(self.geometries))
+            for name, (rects, _) in self.held.items()
+        }
+        self.met: dict[tuple[int, Rect, bool], tuple[Move, ...]] = {}
+        self.checked: set[tuple[tuple[int, ...], tuple[Rect, ...]]] = set()
+        self.load: list[int] = [0] * (1 + max((rank for _, held in self.holders for rank in held), default=0))
+        self.tensors: list[list[list[BucketTensor]]] = [[[]] for _ in range(ranks)]
+        self.ends = [0] * ranks
+        self.rows: list[tuple[int, ...]] = []
+
+    def compile(self, target: Iterable[Part]) -> Plan:
+        for part in target:
+            self._add_target(part)
+        moved = np.array(self.rows, dtype=MOVE)
+        order = np.lexsort((moved["tensor"], moved["target"], moved["source"], moved["bucket"]))
+        count = max(len(buckets) for buckets in self.tensors)
+        buckets = [
+            [Bucket(tuple(tensors), _end(tensors)) for tensors in per_rank + [[]] * (count - len(per_rank))]
+            for per_rank in self.tensors
+        ]
+        return Plan(self.precision, self.parameters, buckets, moved[order])
+
+    def _add_source(self, part: Part) -> None:
+        form = part.name, part.dtype or self.precision.trainer, part.shape
+        number = self.numbers.setdefault(form, len(self.parameters))
+        if number == len(self.parameters):
+            self.parameters.append(Parameter(*form))
+        self.holders.append((number, part.ranks))
+        for rect in part.rects:
+            rects, parts = self.held.setdefault(part.sources[rect.source], ([], []))
+            rects.append(rect)
+            parts.append(len(self.holders) - 1)
+
+    def _add_target(self, part: Part) -> None:
+        self._check_filled(part)
+        found = []
+        for rect in part.rects:
+            name = part.sources[rect.source]
+            if name not in self.held:
+                raise SlimxError(f"plan: {part.name} needs checkpoint tensor {name}, which the trainer does not hold")
+            holders = self.held[name][1]
+            for move in self._meet(name, rect, part.quantised):
+                found.append((holders[move.source], move))
+        itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
+        for rank in part.ranks:
+            bucket, tensor = self._place(part, rank)
+            for holder, m in found:
+                parameter, ranks = self.holders[holder]
+                sender = ranks[0] if len(ranks) == 1 else min(ranks, key=self.load.__getitem__)
+                self.load[sender] += m.rows * m.cols * itemsize
+                self.rows.append((sender, parameter, rank, bucket, tensor, *m[1:]))
+
+    def _check_filled(self, part: Part) -> None:
+        """Each element of the target tensor is in one rectangle; rows without any may only be padding at the end."""
+        # Source numbers count the experts of a stack and say nothing about the place.
+        key = part.shape, part.rects
+        if key not in self.checked:
+            filled = max((r.local_row + r.rows for r in part.rects), default=0)
+            boxes = [(r.local_row, r.local_col, r.rows, r.cols) for r in part.rects]
+            shape = (filled, matrix(part.shape)[1])
+            check_boxes(f"plan: {part.name}", shape, np.array(boxes, dtype=np.int64).reshape(-1, 4))
+            self.checked.add(key)
+
+    def _meet(self, name: str, rect: Rect, quantised: bool) -> tuple[Move, ...]:
+        quantised = quantised and self.precision.quantisation is not None
+        key = self.geometry_of[name], rect, quantised
+        if key not in self.met:
+            found = moves(self.held[name][0], rect, name)
+            if quantised:
+                for move in found:
+                    self._check_blocks(name, move, rect)
+            self.met[key] = found
+        return self.met[key]
+
+    def _check_blocks(self, name: str, move: Move, rect: Rect) -> None:
+        """A block is quantised where its elements are: all of them must come from one rectangle of one rank."""
+        high, wide = self.precision.quantisation.block
+        ends = rect.local_row + rect.rows, rect.local_col + rect.cols
+        for what, start, length, block, end in (
+            ("row", move.row, move.rows, high, ends[0]),
+            ("column", move.col, move.cols, wide, ends[1]),
+        ):
+            if start % block or (length % block and start + length != end):
+                raise SlimxError(
+                    f"plan: {name} is cut at {what} {start + length * (start % block == 0)}, inside a quantisation "
+                    f"block of {high} x {wide}; head_dim, the experts' inner size / ETP and every other shard must be "
+                    f"multiples of {block}: choose other parallel sizes or publish in {self.precision.engine}"
+                )
+        if move.row_step > 1 or move.transposed:
+            raise SlimxError(f"plan: {name} is reordered inside its quantisation blocks; publish it unquantised")
+
+    def _place(self, part: Part, rank: int) -> tuple[int, int]:
+        """Bucket and index of `part` on `rank`; its scales, if any, follow it."""
+        quantisation = self.precision.quantisation if part.quantised else None
+        dtype = part.dtype or ("float8_e4m3fn" if quantisation else self.precision.engine)
+        forms = [(part.name, dtype, part.shape, -1)]
+        if quantisation:
+            high, wide = quantisation.block
+            *stack, rows, cols = part.shape
+            shape = (*stack, -(-rows // high), -(-cols // wide))
+            forms.append((part.name + SCALE_SUFFIX, quantisation.scale_dtype, shape, 0))
+        offset, need = _align(self.ends[rank]), 0
+        for _, form, shape, _ in forms:
+            need = _align(need) + _nbytes(shape, form)
+        buckets = self.tensors[rank]
+        if buckets[-1] and offset + need > self.bucket_bytes:
+            buckets.append([])
+            offset = 0
+        first = len(buckets[-1])
+        for name, form, shape, scale_of in forms:
+            nbytes = _nbytes(shape, form)
+            index = first if scale_of == 0 else -1
+            buckets[-1].append(BucketTensor(name, form, tuple(shape), offset, nbytes, index))
+            self.ends[rank] = offset + nbytes
+            offset = _align(self.ends[rank])
+        return len(buckets) - 1, first
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _end(tensors: list[BucketTensor]) -> int:
+    return tensors[-1].offset + tensors[-1].nbytes if tensors else 0
+
+
+def _nbytes(shape: Iterable[int], dtype: str) -> int:
+    rows, cols = matrix(tuple(shape))
+    return rows * cols * ITEMSIZE[dtype]

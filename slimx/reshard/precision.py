@@ -1,0 +1,44 @@
+"""In which dtypes weights travel: the trainer's, the engine's, and block quantisation in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slimx.errors import SlimxError
+
+Dtype = Literal["float32", "bfloat16", "float8_e4m3fn", "uint8"]
+Rule = Literal["ieee", "triton", "te", "ue8m0", "mxfp8"]
+
+ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
+SCALE_SUFFIX = "_scale_inv"
+"""What Hugging Face's block-fp8 checkpoints and SGLang append to a quantised tensor's name for its scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """fp8 e4m3 codes with one scale per block (reshard.md's rules; docs/numerics.md defines them)."""
+
+    rule: Rule
+    block: tuple[int, int] = (128, 128)
+    """Rows and columns of a block in elements."""
+
+    def __post_init__(self) -> None:
+        if (self.rule == "mxfp8") != (self.block == (1, 32)):
+            raise SlimxError(
+                f"rule {self.rule} with blocks of {self.block}: mxfp8 has 1 x 32 blocks, no other rule has"
+            )
+
+    @property
+    def scale_dtype(self) -> Dtype:
+        """E8M0 exponents for MXFP8, fp32 scales for the others."""
+        return "uint8" if self.rule == "mxfp8" else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtype of the trainer's weights, dtype of the engine's, and how those that the family quantises are quantised."""
+
+    trainer: Dtype
+    engine: Dtype
+    quantisation: Quantisation | None = None
