@@ -230,7 +230,9 @@ async def measure(config: Config) -> Figures:
         samples, drops = (JsonlFile(directory / f"{name}.jsonl", resume_step=0) for name in ("samples", "dropped"))
         records = Records(tracker, Timeline(directory, resume_step=0), samples, drops, table)
         stack.callback(records.close)
-        trainers = TrainerGroup(config, prepared.sizes, "cpu", logs, worker=BareTrainerWorker)
+        trainers = TrainerGroup(
+            config, prepared.sizes, "cpu", logs, prepared.spec.table, prepared.plans, worker=BareTrainerWorker
+        )
         stack.push_async_callback(trainers.stop)
         engines = EngineGroup(config, "cpu", logs, moe=True)
         stack.push_async_callback(engines.stop)

@@ -139,6 +139,12 @@ class Engines(Section):
     count: PositiveInt = Field(1, description="number of servers in the group")
     max_total_tokens: PositiveInt | None = Field(None, description="KV-cache room in tokens; null: SGLang decides")
     threads: PositiveInt = Field(1, description="CPU threads of a server (CPU only)")
+    tensor: PositiveInt = Field(1, description="tensor parallel size of a server (SGLang's tp_size)")
+    expert: PositiveInt = Field(1, description="expert parallel size of a server (ep_size); divides tensor")
+    pipeline: PositiveInt = Field(1, description="pipeline parallel size of a server (pp_size)")
+    dp_attention: PositiveInt = Field(
+        1, description="copies of the attention in a server (dp_size with enable_dp_attention); divides tensor"
+    )
     sglang: dict[str, Any] = Field(
         default_factory=dict, description="fields of SGLang's ServerArgs, passed through after a check"
     )
@@ -148,6 +154,7 @@ class Health(Section):
     interval: PositiveFloat = Field(5, description="seconds between two checks of /health_generate")
     timeout: PositiveFloat = Field(30, description="seconds that one check may take")
     threshold: PositiveInt = Field(3, description="failed checks in a row after which an engine is DEAD")
+    restarts: Count = Field(2, description="times that each engine may be started again in a run; 0: never")
 
 
 class Rollout(Section):
@@ -161,6 +168,7 @@ class Rollout(Section):
     max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are refused before the run starts")
     concurrency: PositiveInt = Field(256, description="rollouts in flight, at most")
     request_deadline: PositiveFloat = Field(600, description="seconds for one request to an engine")
+    request_retries: Count = Field(2, description="times that a request is sent again when its engine was lost")
     rollout_deadline: PositiveFloat = Field(1800, description="seconds for one rollout, all turns and tools included")
     max_failed_share: Share = Field(0.1, description="share of a step's groups that may fail before the run stops")
     routed_experts: bool = Field(True, description="return each token's experts with the completion (MoE)")
@@ -211,7 +219,19 @@ class Schedule(Section):
 
 class Publish(Section):
     bucket_mib: PositiveFloat = Field(512, description="size of one bucket of weights in MiB")
+    encoding: Literal["auto", "hf", "local"] = Field(
+        "hf",
+        description="hf: tensors with Hugging Face names, which any engine loads; local: each engine rank's own bytes "
+        "in its fused layout; auto: local where slimx knows that layout",
+    )
+    quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = Field(
+        None,
+        description="rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md); null: none",
+    )
     deadline: PositiveFloat = Field(300, description="seconds for one publication")
+    step_deadline: PositiveFloat = Field(
+        120, description="seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined"
+    )
 
 
 class Checkpoint(Section):

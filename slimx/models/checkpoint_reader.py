@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ class CheckpointReader:
                     f"{self.path / name}: truncated or not a safetensors file ({error}); download it again"
                 ) from error
         return self._files[name]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor of the checkpoint."""
+        return frozenset(self._where)
+
+    def nbytes(self, name: str) -> int:
+        """Size of a tensor, estimated at 4 bytes per element."""
+        return 4 * math.prod(self._open(self._where[name]).get_slice(name).get_shape())
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self._open(self._where[name]).get_tensor(name)
 
     def check(self, table: Table) -> None:
         """Compare names and shapes with a weight table; raises SlimxError naming the first tensor that does not fit."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Stage, Table
+from slimx.models.deepseek_v3_engine import engine_table as engine_table
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 

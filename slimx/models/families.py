@@ -34,6 +34,10 @@ class Family(Protocol):
         """Layers of multi-token prediction that the checkpoint declares."""
         ...
 
+    def engine_table(self, hf: dict[str, Any]) -> Table:
+        """Where SGLang holds every checkpoint tensor."""
+        ...
+
     def weight_table(self, hf: dict[str, Any], mtp: int = 0) -> Table:
         """Where every checkpoint tensor lives in a model with `mtp` of those layers; the others are frozen."""
         ...
@@ -53,6 +57,9 @@ class ModelSpec:
     gpt: dict[str, Any]
     """Arguments of megatron-core's GPTModel."""
     table: Table
+    """Where the trainer holds every checkpoint tensor."""
+    engine: Table
+    """Where SGLang does."""
 
     @property
     def vocab_size(self) -> int:
@@ -86,7 +93,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
             raise SlimxError(
                 f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}"
             )
-        table = family.weight_table(hf, mtp_layers)
-        return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), table)
+        tables = family.weight_table(hf, mtp_layers), family.engine_table(hf)
+        return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), *tables)
     except KeyError as error:
         raise SlimxError(f"{file}: field {error} is missing; a {names[0]} checkpoint must have it") from error

@@ -15,6 +15,9 @@ from slimx.layout.ranks import Sizes
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, read_model
 from slimx.preflight.layout import check_layout
+from slimx.preflight.publication import export_plan, publication_plan
+from slimx.reshard.manifest import Encoding
+from slimx.reshard.plan import Plan
 from slimx.rollout.arguments import check_server_args
 from slimx.rollout.hooks import Hooks, load_hooks
 
@@ -25,6 +28,10 @@ class Prepared:
 
     spec: ModelSpec
     sizes: Sizes
+    plans: dict[str, Plan]
+    """By which weights leave the trainers: "export" and, with engines, "publish"."""
+    encoding: Encoding
+    """How the engines receive them."""
     hooks: Hooks
     tokenizer: Any
     prompts: list[Prompt]
@@ -34,7 +41,7 @@ class Prepared:
 def check_run(config: Config) -> Prepared:
     """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first thing that cannot
     work."""
-    spec = read_model(config.model.path)
+    spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
     sizes = check_layout(config, spec)
     CheckpointReader(config.initial_weights).check(spec.table)
     hooks = load_hooks(config)
@@ -56,7 +63,11 @@ def check_run(config: Config) -> Prepared:
             f"a step of {rows} rollouts (rollout.prompts_per_step x rollout.group_size) cannot feed {sizes.data} "
             "data-parallel ranks; raise one of them or lower trainer.data"
         )
-    return Prepared(spec, sizes, hooks, tokenizer, prompts, eval_prompts)
+    plans, published = {"export": export_plan(config, spec, sizes)}, publication_plan(config, spec, sizes)
+    if published is not None:
+        plans["publish"] = published.plan
+    encoding = published.encoding if published is not None else "hf"
+    return Prepared(spec, sizes, plans, encoding, hooks, tokenizer, prompts, eval_prompts)
 
 
 def _prompts(config: Config, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:

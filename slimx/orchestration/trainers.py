@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,34 @@ import ray
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch
 from slimx.layout.ranks import Sizes, coordinates
+from slimx.layout.table import Table
 from slimx.models.checkpoint_writer import finish_directory, shard_name
 from slimx.orchestration.waiting import gather
 from slimx.reshard.gather import PUBLISHER
 from slimx.reshard.packed import PackedBucket
+from slimx.reshard.packer import describe
+from slimx.reshard.pieces import PlannedBuckets
+from slimx.reshard.plan import Plan
 from slimx.trainer.worker import TrainerWorker
 
 
 class TrainerGroup:
     """`trainer.world_size` Ray actors, called together, each call with a deadline."""
 
-    def __init__(self, config: Config, sizes: Sizes, device: str, log_dir: Path, worker: type = TrainerWorker):
-        self.config, self.sizes = config, sizes
+    def __init__(
+        self,
+        config: Config,
+        sizes: Sizes,
+        device: str,
+        log_dir: Path,
+        table: Table,
+        plans: Mapping[str, Plan],
+        worker: type = TrainerWorker,
+    ):
+        """`table`: of the model. `plans`: by which weights leave, "export" and, with engines, "publish"."""
+        self.config, self.sizes, self.table = config, sizes, table
+        self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
         self.logs = [log_dir / f"trainer-{rank}.log" for rank in range(sizes.world)]
-        self._buckets: list[dict[str, str]] = []
         share = 0.5 if config.schedule.colocate else 1
         actor = ray.remote(worker).options(num_cpus=config.trainer.threads, num_gpus=share if device == "cuda" else 0)
         values = config.model_dump(mode="json")
@@ -40,7 +55,7 @@ class TrainerGroup:
             logs=self.logs[:1],
         )
         started = await self._all("start", [(where,)] * self.sizes.world, "the start of the trainers", limit)
-        self._buckets = started[0]["buckets"]
+        await self._prepare()
         return started
 
     async def train_step(self, batch: TrainBatch, *, step: int, version: int) -> dict[str, float]:
@@ -61,14 +76,13 @@ class TrainerGroup:
 
     async def export(self, directory: Path) -> None:
         """Write the present weights into `directory`, an empty one, as Hugging Face files."""
-        shards = []
-        for bucket in range(len(self._buckets)):
-            path = str(directory / shard_name("model", bucket, len(self._buckets)))
-            results = await self._all(
-                "export_bucket", [(bucket, path)] * self.sizes.world, f"the export to {directory}"
-            )
-            shards.append(results[PUBLISHER])
-        finish_directory(directory, Path(self.config.model.path), shards, "model")
+        buckets, shards = self.plans["export"], []
+        for bucket in range(buckets.plan.count):
+            path = str(directory / shard_name(bucket, buckets.plan.count))
+            packed = await self._pack("export", bucket)
+            shards.append(await self._publisher("write_bucket", packed, path))
+            await self._publisher("release_buckets", "export", bucket)
+        finish_directory(directory, Path(self.config.model.path), self.table, shards)
 
     async def offload(self) -> None:
         await self._all("offload", [()] * self.sizes.world, "the offload of the trainers")
@@ -76,20 +90,45 @@ class TrainerGroup:
     async def reload(self) -> None:
         await self._all("reload", [()] * self.sizes.world, "the reload of the trainers")
 
-    # Source of weights (slimx.reshard.publish) ------------------------------------------------------------------------
+    # Source of weights (slimx.reshard.parties) ------------------------------------------------------------------------
 
-    async def tensors(self) -> dict[str, str]:
-        return {name: form for bucket in self._buckets for name, form in bucket.items()}
+    async def forms(self) -> list[dict[str, str]]:
+        return self.plans["publish"].forms()
 
     async def bucket_count(self) -> int:
-        return len(self._buckets)
+        return self.plans["publish"].plan.count
 
     async def gather(self, bucket: int) -> PackedBucket:
-        results = await self._all("gather", [(bucket,)] * self.sizes.world, f"the gather of bucket {bucket}")
-        return results[PUBLISHER]
+        return await self._pack("publish", bucket)
 
-    async def release(self) -> None:
-        await self._all("release", [()] * self.sizes.world, "the release of the buckets")
+    async def release(self, bucket: int | None = None) -> None:
+        await self._publisher("release_buckets", "publish", bucket)
+
+    async def _pack(self, name: str, bucket: int) -> PackedBucket:
+        """All ranks write their parts of a bucket of plan `name` into the publisher's memory, together."""
+        path = await self._publisher("open_bucket", name, bucket)
+        arguments = [(name, bucket, path)] * self.sizes.world
+        shares = await self._all("fill_bucket", arguments, f"the packing of bucket {bucket} ({name})")
+        return describe(self.plans[name].form(bucket), path, shares)
+
+    async def _prepare(self) -> None:
+        """Bring the plans to all ranks, and find those that cannot reach the publisher's memory."""
+        path = await self._publisher("probe")
+        reached = await self._all("reaches", [(path,)] * self.sizes.world, "the look for the publisher's memory")
+        remote = [rank for rank, here in enumerate(reached) if not here]
+        for name, buckets in self.plans.items():
+            stored = ray.put(buckets.plan.to_bytes())
+            await self._all("prepare", [(name, stored, remote)] * self.sizes.world, f"the plan of the {name}")
+
+    async def _publisher(self, method: str, *arguments: Any) -> Any:
+        (out,) = await gather(
+            [getattr(self.actors[PUBLISHER], method).remote(*arguments)],
+            what=method.replace("_", " "),
+            holders=[f"trainer rank {PUBLISHER}"],
+            deadline_s=self.config.trainer.deadline,
+            logs=self.logs[PUBLISHER : PUBLISHER + 1],
+        )
+        return out
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End all ranks; does not raise."""

@@ -1,4 +1,4 @@
-"""A bucket of weights in shared memory, as the publisher describes it and a receiver finds it."""
+"""A bucket of weights in memory, as the publisher describes it and receivers find it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class PackedTensor:
     """One tensor of a packed bucket."""
 
     name: str
-    """Hugging Face name."""
+    """Hugging Face name, or the engine's own for rank-local buckets."""
     dtype: str
-    """"float32", "bfloat16", ..."""
+    """"float32", "bfloat16", "float8_e4m3fn", "uint8"."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the bucket."""
@@ -35,10 +35,17 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedBucket:
-    """A bucket in the publisher's memory."""
+    """A bucket in the publisher's memory: one region per target, one after another."""
 
     path: str
     """/proc/PID/fd/N: readable by processes of the same user on the same machine."""
     size: int
-    """Bytes."""
-    tensors: tuple[PackedTensor, ...]
+    """Bytes, of all targets together."""
+    targets: tuple[tuple[PackedTensor, ...], ...]
+    """Per target its tensors: one target for Hugging Face names (every rank of every engine takes them all), one per
+    engine rank for rank-local buckets."""
+
+    @property
+    def tensors(self) -> tuple[PackedTensor, ...]:
+        """All tensors of all targets."""
+        return tuple(tensor for target in self.targets for tensor in target)

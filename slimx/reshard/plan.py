@@ -131,9 +131,13 @@ class Plan:
         return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE))
 
 
-def checkpoint_parts(table: Table) -> Iterator[Part]:
-    """The checkpoint itself as a target of one rank: every tensor whole, under its Hugging Face name."""
+def checkpoint_parts(table: Table, *, mtp: bool = True) -> Iterator[Part]:
+    """The checkpoint itself as a target of one rank: every tensor whole, under its Hugging Face name.
+
+    `mtp`: with the layers of multi-token prediction, which only a draft model loads."""
     for entry in table.entries():
+        if entry.row.stage == "mtp" and not mtp:
+            continue
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
             rows, cols = matrix(shape)
             whole = (Rect(0, 0, 0, rows, cols, 0, 0),)

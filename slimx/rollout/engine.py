@@ -21,6 +21,7 @@ from typing import Any, Literal
 import psutil
 
 from slimx.errors import SlimxError
+from slimx.layout.ranks import EngineSizes
 from slimx.reshard.packed import PackedTensor
 from slimx.rollout.arguments import check_server_args, command_line
 from slimx.rollout.control import RECEIVER, EngineControl, Json, PauseMode, Tag
@@ -72,6 +73,8 @@ class EngineSpec:
     """CPU threads of the server (CPU only)."""
     max_total_tokens: int | None = None
     """KV-cache room in tokens; None: SGLang decides."""
+    sizes: EngineSizes = EngineSizes()
+    """How the server splits the model over its ranks."""
     seed: int = 1
     routed_experts: bool = True
     """Whether the server can return each token's experts (MoE models)."""
@@ -93,11 +96,16 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "port": spec.port,
         "random_seed": spec.seed,
         "max_total_tokens": spec.max_total_tokens,
+        "tp_size": spec.sizes.tensor,
+        "ep_size": spec.sizes.expert,
+        "pp_size": spec.sizes.pipeline,
         "custom_weight_loader": [RECEIVER],
         "enable_return_routed_experts": spec.routed_experts,
         # Seeded sampling per request, and log-probs that are log_softmax(logits / temperature).
         "enable_deterministic_inference": True,
     }
+    if spec.sizes.attention_data > 1:
+        ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
     defaults: dict[str, Any] = {"log_level": "warning"}
     if spec.device == "cpu":
         ours |= {"attention_backend": "torch_native", "disable_cuda_graph": True}

@@ -12,6 +12,8 @@ from typing import Any
 
 from slimx.ports import free_port
 
+PROBE = b"slimx publisher"
+
 
 class TrainerWorker:
     """One rank as a Ray actor. The group calls every method on all ranks together."""
@@ -22,7 +24,8 @@ class TrainerWorker:
         self.rank, self.device = rank, device
         self._values = config
         self._trainer: Any = None
-        self._gatherer: Any = None
+        self._gatherers: dict[str, Any] = {}
+        self._probe: Any = None
 
     def rendezvous(self) -> str:
         """Where the ranks meet, on this rank's node: an init_method for torch.distributed."""
@@ -40,7 +43,6 @@ class TrainerWorker:
         from slimx.config.schema import Config
         from slimx.layout.ranks import sizes_of
         from slimx.models.families import read_model
-        from slimx.reshard.gather import Gatherer
         from slimx.trainer.parallel import ParallelState
         from slimx.trainer.trainer import Trainer
 
@@ -55,18 +57,9 @@ class TrainerWorker:
             deadline_s=config.trainer.deadline,
             seed=config.run.seed,
         )
-        spec = read_model(config.model.path)
+        spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
         self._trainer = Trainer(config, spec, parallel)
-        self._gatherer = Gatherer(
-            spec.table,
-            parallel.sizes,
-            self.rank,
-            self._trainer.weights.parameters,
-            dtype=getattr(torch, config.numerics.dtype),
-            bucket_bytes=int(config.publish.bucket_mib * 2**20),
-            group=parallel.host_group,
-        )
-        return {"pid": os.getpid(), "adapters": adapters, "buckets": self._gatherer.forms()}
+        return {"pid": os.getpid(), "adapters": adapters}
 
     def train_step(self, batches: Any, step: int, version: int) -> dict[str, float]:
         return self._trainer.train_step(batches, step=step, version=version)
@@ -83,21 +76,52 @@ class TrainerWorker:
     def restore(self, path: str, same_layout: bool) -> None:
         self._trainer.restore(path, same_layout=same_layout)
 
-    def gather(self, bucket: int) -> Any:
-        """The packed bucket on the publishing rank, None elsewhere."""
-        return self._gatherer.gather(bucket)
+    # Weights leave by a plan ("publish" or "export"), bucket by bucket ---------------------------------------------
 
-    def release(self) -> None:
-        self._gatherer.release()
+    def probe(self) -> str:
+        """Publisher only: a memory file that the other ranks try to open."""
+        from slimx.reshard.transports.memory import MemoryFile
 
-    def export_bucket(self, bucket: int, path: str) -> list[str] | None:
-        """Write one bucket as a safetensors file; its tensors' names on the publishing rank, None elsewhere."""
+        self._probe = MemoryFile(len(PROBE))
+        self._probe.bytes[:] = memoryview(bytearray(PROBE))
+        return self._probe.path
+
+    def reaches(self, path: str) -> bool:
+        """Whether this rank can write into the publisher's memory: the same machine and the same namespace."""
+        from slimx.errors import SlimxError
+        from slimx.reshard.transports.memory import open_memory
+
+        try:
+            return bytes(open_memory(path, len(PROBE)).tolist()) == PROBE
+        except SlimxError:
+            return False
+
+    def prepare(self, name: str, plan: bytes, remote: list[int]) -> None:
+        """Get ready for the buckets of a plan; `remote`: the ranks that cannot reach the publisher's memory."""
+        from slimx.reshard.gather import Gatherer
+        from slimx.reshard.packer import Packer
+        from slimx.reshard.plan import Plan
+
+        packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.parameters)
+        self._gatherers[name] = Gatherer(packer, remote=remote, group=self._trainer.parallel.host_group)
+
+    def open_bucket(self, name: str, bucket: int) -> str:
+        """Publisher only: memory for a bucket; its path."""
+        return self._gatherers[name].open(bucket)
+
+    def fill_bucket(self, name: str, bucket: int, path: str) -> Any:
+        """This rank's part of a bucket, into the memory at `path`."""
+        return self._gatherers[name].fill(bucket, path)
+
+    def release_buckets(self, name: str, bucket: int | None) -> None:
+        """Publisher only: give the memory of one bucket back, or of all."""
+        self._gatherers[name].release(bucket)
+
+    def write_bucket(self, packed: Any, path: str) -> list[str]:
+        """Write a packed bucket as a safetensors file; its tensors' names."""
         from slimx.models.checkpoint_writer import write_bucket
 
-        packed = self._gatherer.gather(bucket)
-        names = write_bucket(packed, path) if packed is not None else None
-        self._gatherer.release()
-        return names
+        return write_bucket(packed, path)
 
     def offload(self) -> None:
         self._trainer.offload()

@@ -137,23 +137,33 @@ class Rank:
 
     def write_tensors(self, name: str, tensors: dict[str, Any]) -> None:
         """Gather one tensor per parameter into `name`.safetensors, under Hugging Face names; collective."""
-        import torch
+        import torch.distributed as dist
 
+        from slimx.layout.megatron import MegatronLayout
         from slimx.models.checkpoint_writer import write_bucket
-        from slimx.reshard.gather import Gatherer
+        from slimx.reshard.gather import PUBLISHER, Gatherer
+        from slimx.reshard.packer import Packer, describe
+        from slimx.reshard.plan import checkpoint_parts, compile_plan
+        from slimx.reshard.precision import Precision
 
-        gatherer = Gatherer(
-            self.spec.table,
-            self.sizes,
-            self.rank,
-            tensors,
-            dtype=torch.float32,
+        parts = MegatronLayout(self.spec.table, self.sizes).parts()
+        plan = compile_plan(
+            parts,
+            checkpoint_parts(self.spec.table),
+            precision=Precision("float32", "float32"),
             bucket_bytes=2**30,
-            group=self.parallel.host_group,
         )
-        packed = gatherer.gather(0)
-        if packed is not None:
-            write_bucket(packed, str(self.out / f"{name}.safetensors"))
+        packer, group = Packer(plan, self.rank, tensors), self.parallel.host_group
+        # The last rank as one on another machine: it sends its part.
+        remote = [self.sizes.world - 1] if self.sizes.world > 1 else []
+        gatherer = Gatherer(packer, remote=remote, group=group)
+        path = [gatherer.open(0) if self.rank == PUBLISHER else ""]
+        dist.broadcast_object_list(path, src=PUBLISHER, group=group)
+        shares = [None] * self.sizes.world
+        dist.all_gather_object(shares, gatherer.fill(0, path[0]), group=group)
+        if self.rank == PUBLISHER:
+            write_bucket(describe(packer.form(0), path[0], shares), str(self.out / f"{name}.safetensors"))
+        self.barrier()
         gatherer.release()
 
     def gradients(self, trainer: Any) -> dict[str, Any]:
@@ -246,6 +256,7 @@ class Rank:
             "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
             "expert": parallel_state.get_expert_model_parallel_rank(),
             "expert_data": parallel_state.get_expert_data_parallel_rank(),
+            "context": parallel_state.get_context_parallel_rank(),
         }
         (self.out / f"{self.rank}.json").write_text(json.dumps(self.said))
         np.savez(self.out / f"{self.rank}.npz", **self.arrays)

@@ -1,0 +1,104 @@
+"""What a publication of the configured run moves: compiled and proven before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimx.config.schema import Config, Engines
+from slimx.errors import SlimxError
+from slimx.layout.engine import EngineLayout
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.models.families import ModelSpec
+from slimx.reshard.manifest import Encoding
+from slimx.reshard.plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.precision import Precision, Quantisation
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationPlan:
+    """The plan of every publication of a run."""
+
+    plan: Plan
+    encoding: Encoding
+    note: str
+    """Why this encoding."""
+
+
+def engine_sizes(group: Engines) -> EngineSizes:
+    """Parallel sizes of one engine of the group. Raises SlimxError for sizes that do not fit together."""
+    return EngineSizes(
+        tensor=group.tensor,
+        expert=group.expert,
+        pipeline=group.pipeline,
+        attention_data=group.dp_attention,
+        redundant=int(group.sglang.get("ep_num_redundant_experts", 0)),
+    )
+
+
+def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> PublicationPlan | None:
+    """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines."""
+    if not config.rollout.engines:
+        return None
+    encoding, note = _encoding(config)
+    if encoding == "local":
+        engine = engine_sizes(config.rollout.engines[0])
+        target, ranks = EngineLayout(spec.engine, engine).parts(), engine.world
+    else:
+        target, ranks = checkpoint_parts(spec.table, mtp=False), 1
+    quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
+    plan = compile_plan(
+        MegatronLayout(spec.table, sizes).parts(),
+        target,
+        precision=Precision(config.numerics.dtype, config.numerics.dtype, quantisation),
+        bucket_bytes=int(config.publish.bucket_mib * MIB),
+        ranks=ranks,
+    )
+    return PublicationPlan(plan, encoding, note)
+
+
+def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
+    """The plan that writes the whole model as a Hugging Face checkpoint, in the trainer's dtype."""
+    return compile_plan(
+        MegatronLayout(spec.table, sizes).parts(),
+        checkpoint_parts(spec.table),
+        precision=Precision(config.numerics.dtype, config.numerics.dtype),
+        bucket_bytes=int(config.publish.bucket_mib * MIB),
+    )
+
+
+def _encoding(config: Config) -> tuple[Encoding, str]:
+    wanted = config.publish.encoding
+    if wanted == "hf":
+        return "hf", "asked for by publish.encoding"
+    reason = _not_local(config)
+    if reason is None:
+        return "local", "each engine rank receives its own bytes"
+    if wanted == "local":
+        raise SlimxError(f"publish.encoding is local, but {reason}; set it to auto or hf")
+    return "hf", f"Hugging Face names, because {reason}"
+
+
+def _not_local(config: Config) -> str | None:
+    """Why the engines' own layout cannot be written; None if it can."""
+    groups = config.rollout.engines
+    if len({engine_sizes(group) for group in groups}) > 1:
+        return "rollout.engines has groups of different parallel sizes, which would need a plan each"
+    for group in groups:
+        for key, why in _UNKNOWN_LAYOUTS.items():
+            if group.sglang.get(key) not in (None, False):
+                return f"rollout.engines.sglang.{key} is set: {why}"
+    return None
+
+
+_UNKNOWN_LAYOUTS = {
+    "enable_eplb": "experts move between ranks while the engine runs",
+    "init_expert_location": "experts do not stand in their own order",
+    "enable_lora": "LoRA wraps the parameters",
+    "quantization": "the engine repacks quantised weights after loading",
+    "speculative_algorithm": "the draft model's weights are loaded by name",
+    "moe_a2a_backend": "its kernels may keep weights in a layout of their own",
+    "moe_runner_backend": "its kernels may keep weights in a layout of their own",
+}

@@ -1,0 +1,1 @@
+"""How a packed bucket reaches the engines."""

@@ -1,0 +1,53 @@
+"""Memory files that processes of one machine share: all trainer ranks write into one, all engines map it.
+
+A memfd has no name in any directory: others open it through /proc, and the kernel frees it when the last process that
+holds it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+import torch
+
+from slimx.errors import SlimxError
+
+
+class MemoryFile:
+    """A shared piece of memory of this process. Others that still map it keep it alive for themselves after `close`."""
+
+    def __init__(self, size: int):
+        """`size` bytes, zero."""
+        self._file = os.memfd_create("slimx-bucket", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, size)
+        self.size = size
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.bytes = _map(self._file, size)
+        """uint8 [size]."""
+
+    def close(self) -> None:
+        self._close()
+
+
+def open_memory(path: str, size: int) -> torch.Tensor:
+    """The memory file of another process of this machine and user, writable: uint8 [size]."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise SlimxError(
+            f"the bucket at {path} cannot be opened ({error.strerror}); its owner must run on the same machine, as the "
+            "same user, and must not have released it"
+        ) from None
+    try:
+        return _map(file, size)
+    finally:
+        os.close(file)
+
+
+def _map(file: int, size: int) -> torch.Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
