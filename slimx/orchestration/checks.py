@@ -14,6 +14,7 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, read_model
+from slimx.orchestration.cluster import device_of
 from slimx.preflight.layout import check_layout
 from slimx.preflight.publication import export_plan, publication_plan
 from slimx.reshard.manifest import Encoding
@@ -47,6 +48,12 @@ def check_run(config: Config) -> Prepared:
     hooks = load_hooks(config)
     for group in config.rollout.engines:
         check_server_args(group.sglang)
+        if group.pipeline > 1:
+            raise SlimxError(
+                f"rollout.engines.pipeline={group.pipeline} of group {group.name}: SGLang 0.5.23 brings back the answers "
+                "of the first pipeline stage only, so the weights of the others could not be verified; set it to 1 and "
+                "raise tensor"
+            )
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
     eval_prompts = _prompts(config, config.eval.prompts, tokenizer, spec) if config.eval.prompts else []
@@ -63,7 +70,10 @@ def check_run(config: Config) -> Prepared:
             f"a step of {rows} rollouts (rollout.prompts_per_step x rollout.group_size) cannot feed {sizes.data} "
             "data-parallel ranks; raise one of them or lower trainer.data"
         )
-    plans, published = {"export": export_plan(config, spec, sizes)}, publication_plan(config, spec, sizes)
+    plans, published = (
+        {"export": export_plan(config, spec, sizes)},
+        publication_plan(config, spec, sizes, device_of(config)),
+    )
     if published is not None:
         plans["publish"] = published.plan
     encoding = published.encoding if published is not None else "hf"

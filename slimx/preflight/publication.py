@@ -38,11 +38,11 @@ def engine_sizes(group: Engines) -> EngineSizes:
     )
 
 
-def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> PublicationPlan | None:
+def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
     """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines."""
     if not config.rollout.engines:
         return None
-    encoding, note = _encoding(config)
+    encoding, note = _encoding(config, spec, device)
     if encoding == "local":
         engine = engine_sizes(config.rollout.engines[0])
         target, ranks = EngineLayout(spec.engine, engine).parts(), engine.world
@@ -69,11 +69,11 @@ def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
     )
 
 
-def _encoding(config: Config) -> tuple[Encoding, str]:
+def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, str]:
     wanted = config.publish.encoding
     if wanted == "hf":
         return "hf", "asked for by publish.encoding"
-    reason = _not_local(config)
+    reason = _not_local(config) or (_padded_on_cpu(config, spec) if device == "cpu" else None)
     if reason is None:
         return "local", "each engine rank receives its own bytes"
     if wanted == "local":
@@ -90,6 +90,20 @@ def _not_local(config: Config) -> str | None:
         for key, why in _UNKNOWN_LAYOUTS.items():
             if group.sglang.get(key) not in (None, False):
                 return f"rollout.engines.sglang.{key} is set: {why}"
+    return None
+
+
+def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
+    """SGLang's CPU path pads heads and inner sizes that do not divide, where GPUs repeat or refuse them."""
+    engine, model = engine_sizes(config.rollout.engines[0]), spec.transformer
+    if model["num_query_groups"] % engine.attention_tensor:
+        return (
+            f"rollout.engines.tensor {engine.attention_tensor} does not divide {model['num_query_groups']} query "
+            "groups, which SGLang pads on the CPU"
+        )
+    inner = model["moe_ffn_hidden_size"] // engine.expert_tensor
+    if spec.experts and inner % 32:
+        return f"{inner} columns of an expert per rank are no multiple of 32, to which SGLang pads them on the CPU"
     return None
 
 
