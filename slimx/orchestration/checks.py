@@ -50,9 +50,9 @@ def check_run(config: Config) -> Prepared:
         check_server_args(group.sglang)
         if group.pipeline > 1:
             raise SlimxError(
-                f"rollout.engines.pipeline={group.pipeline} of group {group.name}: SGLang 0.5.23 brings back the answers "
-                "of the first pipeline stage only, so the weights of the others could not be verified; set it to 1 and "
-                "raise tensor"
+                f"rollout.engines.pipeline={group.pipeline} of group {group.name}: SGLang 0.5.23 brings back the "
+                "answers of the first pipeline stage only, so the weights of the others could not be verified; set it "
+                "to 1 and raise tensor"
             )
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
@@ -70,10 +70,8 @@ def check_run(config: Config) -> Prepared:
             f"a step of {rows} rollouts (rollout.prompts_per_step x rollout.group_size) cannot feed {sizes.data} "
             "data-parallel ranks; raise one of them or lower trainer.data"
         )
-    plans, published = (
-        {"export": export_plan(config, spec, sizes)},
-        publication_plan(config, spec, sizes, device_of(config)),
-    )
+    plans = {"export": export_plan(config, spec, sizes)}
+    published = publication_plan(config, spec, sizes, device_of(config))
     if published is not None:
         plans["publish"] = published.plan
     encoding = published.encoding if published is not None else "hf"
