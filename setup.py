@@ -1,6 +1,8 @@
 """Builds the native libraries of csrc/ into slimx/_lib; everything else about the package stands in pyproject.toml.
 
 The libraries have a plain C interface (csrc/reshard.h): no Python or torch headers, and one wheel for every Python 3.
+The CPU library is always built, the CUDA library where nvcc is found, on a machine without a GPU too. When building,
+SLIMX_CUDA=0 leaves it out and SLIMX_CUDA=1 refuses to go on without it; CXX names the C++ compiler.
 """
 
 import os
@@ -14,15 +16,53 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
+HEADERS = [str(path) for pattern in ("*.h", "*.cuh") for path in sorted(Path("csrc").glob(pattern))]
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+
 CPU = Extension(
     "slimx._lib.libslimx_cpu",
     sources=["csrc/reshard_cpu.cpp"],
-    depends=["csrc/reshard.h", "csrc/words.h"],
+    depends=HEADERS,
     extra_compile_args=[
         *("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off"),  # no -march: the code picks its loop when it runs
-        *("-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"),
+        *WARNINGS,
+        *("-shared", "-fPIC"),
     ],
 )
+
+# The static CUDA runtime keeps its symbols to itself: torch brings a runtime of its own into the same process.
+CUDA = Extension(
+    "slimx._lib.libslimx_cuda",
+    sources=["csrc/reshard.cu"],
+    depends=HEADERS,
+    extra_compile_args=[
+        *(
+            "-O3",
+            "-std=c++17",
+            "-fmad=false",
+        ),  # a multiply and an add fused would round once where the CPU rounds twice
+        *("-gencode", "arch=compute_90,code=sm_90", "-gencode", "arch=compute_100,code=sm_100"),
+        *("-gencode", "arch=compute_100,code=compute_100"),  # PTX, for GB300 (sm_103) and what comes after it
+        *("--threads", "0", "-cudart", "static", "-Werror", "all-warnings"),
+        *("-Xcompiler", ",".join(("-fPIC", "-fvisibility-inlines-hidden", "-ffp-contract=off", *WARNINGS))),
+        *("-shared", "-Xlinker", "--exclude-libs=ALL"),
+    ],
+)
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler of $PATH, of $CUDA_HOME, or of the place where NVIDIA's packages put it."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    return shutil.which("nvcc") or next(filter(None, (shutil.which("nvcc", path=f"{h}/bin") for h in homes if h)), None)
+
+
+def extensions() -> list[Extension]:
+    wanted = os.environ.get("SLIMX_CUDA", "auto")
+    if wanted not in ("0", "1", "auto"):
+        raise SystemExit(f"SLIMX_CUDA is {wanted!r}: set it to 0, 1 or auto")
+    if wanted == "1" and find_nvcc() is None:
+        raise SystemExit("SLIMX_CUDA is 1 and there is no nvcc: install CUDA 12.8 or later, or set CUDA_HOME")
+    return [CPU, CUDA] if wanted != "0" and find_nvcc() else [CPU]
 
 
 class Build(build):
@@ -46,18 +86,26 @@ class BuildLibraries(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"  # without Python's tag
 
     def build_extension(self, ext: Extension) -> None:
+        compiler = self._compiler_of(ext)
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        command = [*compiler, *ext.extra_compile_args, *ext.sources, "-o", str(target)]
+        print(shlex.join(command), flush=True)
+        if subprocess.run(command).returncode:
+            advice = " (nvcc 12.8 is the first to know sm_100; SLIMX_CUDA=0 builds without CUDA)" if ext is CUDA else ""
+            raise SystemExit(f"{compiler[0]} could not compile {ext.sources[0]}: its message stands above{advice}")
+
+    @staticmethod
+    def _compiler_of(ext: Extension) -> list[str]:
+        if ext is CUDA:
+            return [find_nvcc()]
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         if not compiler or shutil.which(compiler[0]) is None:
             raise SystemExit(
                 f"slimx needs a C++17 compiler for {ext.sources[0]} and found no {shlex.join(compiler)!r}: "
                 "install g++ or name a compiler in $CXX"
             )
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        command = [*compiler, *ext.extra_compile_args, *ext.sources, "-o", str(target)]
-        print(shlex.join(command), flush=True)
-        if subprocess.run(command).returncode:
-            raise SystemExit(f"{compiler[0]} could not compile {ext.sources[0]}: its message stands above")
+        return compiler
 
 
 class Wheel(bdist_wheel):
@@ -65,4 +113,4 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(ext_modules=[CPU], cmdclass={"build": Build, "build_ext": BuildLibraries, "bdist_wheel": Wheel})
+setup(ext_modules=extensions(), cmdclass={"build": Build, "build_ext": BuildLibraries, "bdist_wheel": Wheel})

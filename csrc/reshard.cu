@@ -1,0 +1,94 @@
+// reshard.cu: the C interface of the CUDA library. It shares the record, the numerics and the checksum with the CPU
+// library (reshard.h, numerics.h): the same pieces give the same bucket, sums and flags, to the last bit.
+//
+// Functions return a cudaError_t, 0 for success. Calls on streams are asynchronous: none waits for the device,
+// allocates, or sets anything of the device, so that they can be captured into a graph.
+#include <algorithm>
+
+#include "kernel.cuh"
+
+using namespace slimx;
+
+static_assert(sizeof(SlimxPiece) == 128, "the record is read by slimx/reshard/kernel.py");
+
+extern "C" {
+
+// How the kernel is launched for one bucket's pieces on one device.
+typedef struct {
+  int64_t tiles;
+  int32_t kernel;  // slimx::Kernel
+  int32_t blocks;  // thread blocks: as many as the device runs at once, or `tiles` where those are fewer
+  int32_t shared;  // bytes of shared memory in a thread block
+  int32_t reserved;
+} SlimxCudaLaunch;
+
+int slimx_cuda_abi(void);
+const char* slimx_cuda_error_string(int error);
+
+// The number of devices that this process can use.
+int slimx_cuda_devices(int* count);
+
+// Cuts `pieces` [n], in host memory, into tiles: first[k] = tiles before piece k, for k = 0 .. n. `checksum`: for their
+// checksums alone. `blocks_per_sm`: 0 for as many as fit.
+int slimx_cuda_prepare(const SlimxPiece* pieces, int64_t n, int checksum, int blocks_per_sm, int64_t* first,
+                       SlimxCudaLaunch* launch);
+
+// What slimx_pack (or slimx_checksum, where prepared so; it leaves bucket and flags alone) does, in one launch on
+// `stream`. `pieces`, `first`, `bucket`, `sums` and `flags` are the device's, and pieces hold addresses that it can
+// read. Their contents are the caller's to check.
+int slimx_cuda_run(const SlimxPiece* pieces, const int64_t* first, int64_t n, const SlimxCudaLaunch* launch,
+                   uint8_t* bucket, uint64_t* sums, uint32_t* flags, cudaStream_t stream);
+
+// Writes the table for slimx_pack's rule TRITON to the device's `out` [SLIMX_TRITON_SCALES][2].
+int slimx_cuda_triton_scales(float* out, cudaStream_t stream);
+
+}  // extern "C"
+
+namespace {
+
+using Reshard = void (*)(const SlimxPiece*, const int64_t*, int64_t, int64_t, uint8_t*, uint64_t*, uint32_t*);
+
+Reshard kernel_of(int32_t kernel) {
+  return kernel == int32_t(Kernel::kChecksum) ? reshard<Kernel::kChecksum> : reshard<Kernel::kPack>;
+}
+
+}  // namespace
+
+int slimx_cuda_abi(void) { return SLIMX_ABI; }
+
+const char* slimx_cuda_error_string(int error) { return cudaGetErrorString(cudaError_t(error)); }
+
+int slimx_cuda_devices(int* count) { return cudaGetDeviceCount(count); }
+
+int slimx_cuda_prepare(const SlimxPiece* pieces, int64_t n, int checksum, int blocks_per_sm, int64_t* first,
+                       SlimxCudaLaunch* launch) {
+  const Kernel kernel = checksum ? Kernel::kChecksum : Kernel::kPack;
+  int slots = 0, device = 0, processors = 0;
+  count_tiles(pieces, n, kernel, first, &slots);
+  *launch = {first[n], int32_t(kernel), 0, shared_bytes(slots), 0};
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
+    return error;
+  const Reshard run = kernel_of(launch->kernel);
+  const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;  // 48 KiB unless raised
+  if (const cudaError_t error = cudaFuncSetAttribute(run, limit, shared_bytes(2 * kUnits))) return error;
+  int fit = 0;
+  if (const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, run, kThreads, launch->shared))
+    return error;
+  if (blocks_per_sm == 0) blocks_per_sm = fit;
+  launch->blocks = int32_t(std::min<int64_t>(launch->tiles, int64_t(processors) * blocks_per_sm));
+  return cudaSuccess;
+}
+
+int slimx_cuda_run(const SlimxPiece* pieces, const int64_t* first, int64_t n, const SlimxCudaLaunch* launch,
+                   uint8_t* bucket, uint64_t* sums, uint32_t* flags, cudaStream_t stream) {
+  if (launch->tiles == 0) return cudaSuccess;
+  kernel_of(launch->kernel)<<<launch->blocks, kThreads, launch->shared, stream>>>(pieces, first, n, launch->tiles,
+                                                                                  bucket, sums, flags);
+  return cudaGetLastError();
+}
+
+int slimx_cuda_triton_scales(float* out, cudaStream_t stream) {
+  triton_scales<<<(SLIMX_TRITON_SCALES + kThreads - 1) / kThreads, kThreads, 0, stream>>>(out);
+  return cudaGetLastError();
+}

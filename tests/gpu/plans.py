@@ -1,0 +1,167 @@
+"""Random plans of every op, rule and element size for the kernels: aligned and not, split, strided, transposed, odd.
+
+A plan's sources lie in one block of memory, so that the same plan runs on any device that holds a copy of the block.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slimx.reshard.record import OP, PIECE, RULE
+
+FORMS = [  # op, rule, bytes of a source element, of a destination element
+    *((OP.COPY, RULE.NONE, size, size) for size in (1, 2, 3, 4, 8)),
+    (OP.COPY_CHECKED, RULE.NONE, 2, 2),
+    (OP.COPY_CHECKED, RULE.NONE, 4, 4),
+    (OP.FP32_TO_BF16, RULE.NONE, 4, 2),
+    (OP.BF16_TO_FP32, RULE.NONE, 2, 4),
+    *((OP.QUANTISE_FP8, rule, size, 1) for rule in (RULE.IEEE, RULE.TE, RULE.UE8M0) for size in (2, 4)),
+    *((OP.QUANTISE_MXFP8, RULE.MXFP8, size, 1) for size in (2, 4)),
+    *((OP.DEQUANTISE_FP8, RULE.NONE, 1, size) for size in (2, 4)),
+    *((OP.DEQUANTISE_MXFP8, RULE.NONE, 1, size) for size in (2, 4)),
+]
+TRITON = (OP.QUANTISE_FP8, RULE.TRITON, 2, 1)
+BLOCKS = [(128, 128), (128, 128), (1, 128), (64, 32), (16, 40), (3, 5), (200, 256)]
+MARGIN = 64
+"""Bytes of a bucket around each tensor that nothing may write."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Pieces whose addresses count from the start of `memory` [bytes] uint8; see `at`."""
+
+    pieces: np.ndarray
+    memory: np.ndarray
+    bucket_bytes: int
+    tensors: int
+
+    def at(self, address: int) -> np.ndarray:
+        """The pieces for a copy of `memory` that lies at `address`, a multiple of 16."""
+        placed = self.pieces.copy()
+        placed["src"] += np.uint64(address)
+        reads = np.isin(placed["op"], (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8))
+        placed["scale"][reads] += np.uint64(address)
+        return placed
+
+
+class _Memory:
+    """Rectangles laid one after another, with gaps of random bytes."""
+
+    def __init__(self, rng: np.random.Generator):
+        self.rng, self.parts, self.end = rng, [], 0
+
+    def add(self, data: np.ndarray, alignment: int) -> int:
+        """The offset of `data` [n] uint8."""
+        start = -(-self.end // alignment) * alignment
+        self.parts.append((start, data))
+        self.end = start + len(data) + int(self.rng.integers(0, 3))
+        return start
+
+    def bytes(self) -> np.ndarray:
+        whole = self.rng.integers(0, 256, self.end + 16, dtype=np.uint8)
+        for start, data in self.parts:
+            whole[start : start + len(data)] = data
+        return whole
+
+
+def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tensors: int = 6, side: int = 300) -> Plan:
+    """A plan of `tensors` destination tensors of up to `side` rows and columns, in random forms and split at random."""
+    rng = np.random.default_rng(seed)
+    memory, records, end, sums = _Memory(rng), [], 0, 0
+    for _ in range(tensors):
+        op, rule, item, out = forms[rng.integers(len(forms))]
+        mx = op in (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8)
+        block = (1, 32) if mx else BLOCKS[rng.integers(len(BLOCKS))] if op >= OP.QUANTISE_FP8 else (0, 0)
+        tidy = rng.random() < 0.6  # as real weights are: everything a multiple of 16 bytes
+        rows, cols = (int(n) for n in rng.integers(0 if rng.random() < 0.1 else 1, side + 1, 2))
+        cols = -(-cols // 64) * 64 if tidy else cols
+        alignment = 16 if tidy else out if op != OP.COPY else 1
+        end = -(-(end + MARGIN) // alignment) * alignment
+        dst, ld = end, cols * out
+        end += rows * ld
+        quantises = op in (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8)
+        size = 1 if mx else 4
+        scale_dst, scale_ld = 0, 0
+        if quantises:
+            scale_dst, scale_ld = -(-(end + MARGIN) // 4) * 4, -(-cols // block[1]) * size
+            end = scale_dst + -(-rows // block[0]) * scale_ld
+        cut = (max(block[0], 1), max(block[1], 1) if block[1] else (8 if tidy else 1))
+        for r0, r1, c0, c1 in _split(rng, rows, cols, cut):
+            src, src_ld, src_step = _source(rng, memory, op, item, r1 - r0, c1 - c0, tidy)
+            b = (r0 // block[0], c0 // block[1]) if block[0] else (0, 0)
+            scale, ld_of_scales = scale_dst + b[0] * scale_ld + b[1] * size, scale_ld
+            if op >= OP.DEQUANTISE_FP8:
+                scale, ld_of_scales = _scales(rng, memory, mx, -(-(r1 - r0) // block[0]), -(-(c1 - c0) // block[1]))
+            pos = r0 * ld + c0 * out
+            places = (src, src_ld, src_step, dst + pos, ld, pos, ld, r1 - r0, c1 - c0)
+            of_scales = (scale, ld_of_scales, scale - scale_dst, scale_ld) if quantises else (scale, ld_of_scales, 0, 0)
+            if op < OP.QUANTISE_FP8:
+                of_scales = (0, 0, 0, 0)
+            indices = (sums, sums + 1 if quantises else -1, *block)
+            records.append((*places, *of_scales, *indices, op, rule, item, out, 0))
+        sums += 2 if quantises else 1
+    pieces = np.array(records, dtype=PIECE)
+    rng.shuffle(pieces)
+    return Plan(pieces, memory.bytes(), end + MARGIN, sums)
+
+
+def _split(rng: np.random.Generator, rows: int, cols: int, cut: tuple[int, int]) -> list[tuple[int, int, int, int]]:
+    """Random rectangles that cover [rows, cols], whose inner edges are multiples of `cut`."""
+    done, todo = [], [(0, rows, 0, cols)]
+    while todo:
+        r0, r1, c0, c1 = todo.pop()
+        at = r0 + int(rng.integers(0, max(r1 - r0, 1))) // cut[0] * cut[0]
+        by = c0 + int(rng.integers(0, max(c1 - c0, 1))) // cut[1] * cut[1]
+        if rng.random() < 0.5:
+            done.append((r0, r1, c0, c1))
+        elif rng.random() < 0.5 and r0 < at < r1:
+            todo += [(r0, at, c0, c1), (at, r1, c0, c1)]
+        elif c0 < by < c1:
+            todo += [(r0, r1, c0, by), (r0, r1, by, c1)]
+        else:
+            done.append((r0, r1, c0, c1))
+    return done
+
+
+def _source(
+    rng: np.random.Generator, memory: _Memory, op: int, item: int, rows: int, cols: int, tidy: bool
+) -> tuple[int, int, int]:
+    """Places a random rectangle; its offset, bytes between rows and bytes between elements."""
+    elements = _elements(rng, op, item, rows * cols).reshape(rows, cols, item)
+    alignment = 16 if tidy else item if op != OP.COPY else 1
+    if rng.random() < 0.15:  # transposed: down its columns elements are neighbours
+        between = rows * item + (0 if tidy else item * int(rng.integers(0, 3)))
+        lines, line = elements.transpose(1, 0, 2).reshape(cols, rows * item), between
+        steps = (item, between)
+    else:
+        gap = 16 * int(rng.integers(0, 2)) if tidy else item * int(rng.integers(0, 3))
+        lines, line = elements.reshape(rows, cols * item), cols * item + gap
+        steps = (line, item)
+    held = rng.integers(0, 256, (len(lines), line), dtype=np.uint8)
+    held[:, : lines.shape[1]] = lines
+    return memory.add(held.reshape(-1), alignment), *steps
+
+
+def _elements(rng: np.random.Generator, op: int, item: int, count: int) -> np.ndarray:
+    """Bytes [count, item]: numbers of many sizes where an op reads numbers, some of them not finite."""
+    if item == 1 or op == OP.COPY:
+        codes = rng.integers(0, 256, (count, item), dtype=np.uint8)
+        return np.where(codes & 0x7F == 0x7F, 0, codes) if rng.random() < 0.5 else codes
+    scale = np.float32(10.0) ** rng.integers(-42, 30)
+    x = (rng.standard_normal(count) * scale).astype(np.float32) * (rng.random(count) < rng.choice([0, 0.5, 1, 1]))
+    bits = x.view(np.uint32) if item == 4 else (x.view(np.uint32) >> 16).astype(np.uint16)
+    if rng.random() < 0.2 and count:
+        strange = [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7F7F, 0xFF7F, 1, 0x8000]
+        chosen = np.array(strange, dtype=np.uint32)[rng.integers(0, len(strange), 3)]
+        bits[rng.integers(0, count, 3)] = (chosen << 16 | chosen >> 3) if item == 4 else chosen
+    return bits.view(np.uint8).reshape(count, item)
+
+
+def _scales(rng: np.random.Generator, memory: _Memory, mx: bool, rows: int, cols: int) -> tuple[int, int]:
+    """Places random block scales; their offset and the bytes between their rows."""
+    if mx:
+        scales = rng.integers(0, 256, (rows, cols), dtype=np.uint8)
+    else:
+        scales = np.exp(rng.standard_normal((rows, cols)) * 20).astype(np.float32)
+    held = scales.reshape(rows, cols).view(np.uint8).reshape(rows, -1)
+    return memory.add(np.ascontiguousarray(held).reshape(-1), 4), held.shape[1]
