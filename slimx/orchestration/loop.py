@@ -14,6 +14,10 @@
 One loop serves every schedule. `schedule.max_staleness` says how many batches of groups may be in flight beyond the one
 that is waited for: with 0 the engines rest while the trainers train (synchronous), with 1 they generate the next batch
 meanwhile (one step off). A run without engines (supervised fine-tuning) goes round the same loop and publishes nothing.
+
+An engine that is lost does not show here: the others go on, it is started again in the background, and the publication
+after the next step brings it back (slimx/orchestration/recovery.py). If none is left, `run.watched` and `run.publish`
+wait for one.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ async def train(run: Run) -> None:
                 await run.engines.sleep()
                 await run.trainers.reload()
         with run.phase("train"):
-            metrics |= await run.watched(run.trainers.train_step(train_batch, step=run.step, version=run.version))
+            step = run.trainers.train_step(train_batch, step=run.step, version=run.version)
+            metrics |= await run.watched(step, training=True)
         run.step += 1
         if schedule.colocate:
             with run.phase("wake"):

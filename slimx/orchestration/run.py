@@ -26,7 +26,10 @@ from slimx.observability.tracker import Tracker
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
-from slimx.reshard.publish import Publisher
+from slimx.orchestration.waiting import first_line
+from slimx.reshard.manifest import Encoding
+from slimx.reshard.parties import NoReceiverLeft
+from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.client import GenerationClient
 from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import GroupMaker, Outcome
@@ -64,36 +67,54 @@ class Run:
         tokenizer: Any,
         saves: Saves,
         records: Records,
+        encoding: Encoding = "hf",
     ):
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
         self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
         self.rollouts = RolloutManager(config, source, maker, on_drop=self._drop)
         self.eval_prompts, self.tokenizer, self.saves, self.records = eval_prompts, tokenizer, saves, records
-        self.publisher = Publisher(trainers, engines.engines, config.publish.deadline) if engines else None
+        self.publisher = (
+            Publisher(
+                trainers,
+                engines.members,
+                deadline_s=config.publish.deadline,
+                step_deadline_s=config.publish.step_deadline,
+                encoding=encoding,
+            )
+            if engines
+            else None
+        )
         self.step = 0
         self.current = 0
         """Number of the step in progress, from 1; 0 before the first."""
         self.version = 0
-        self._lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._saved_step = -1
 
     # Waiting
     # ------------------------------------------------------------------------------------------------------------
 
-    def lose(self, error: SlimxError) -> None:
-        """An engine is gone: whoever waits in `watched` gets `error`."""
-        if not self._lost.done():
-            self._lost.set_exception(error)
+    async def watched(self, work: Awaitable[T], *, training: bool = False) -> T:
+        """Wait for `work`, but not beyond the moment when the run has lost its engines for good.
 
-    async def watched(self, work: Awaitable[T]) -> T:
-        """Wait for `work`, but not beyond the loss of an engine."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-        if self._lost.done() and not (task.done() and task.exception() is None):
+        Where engines are all out and one of them comes back, it gets the present version; not while `training`, when
+        the trainers' weights are between two versions: then the publication that follows brings the next one.
+        """
+        task: asyncio.Future[T] = asyncio.ensure_future(work)
+        try:
+            while self.engines is not None:
+                members = self.engines.members
+                event = asyncio.ensure_future(members.failed() if training else members.starved())
+                await asyncio.wait({task, event}, return_when=asyncio.FIRST_COMPLETED)
+                if event.done() and not (task.done() and task.exception() is None):
+                    event.result()  # why the run cannot go on tells more than what became of the work
+                event.cancel()
+                if task.done():
+                    break
+                await self._publish()
+            return await task
+        finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            self._lost.result()
-        return task.result()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -118,10 +139,23 @@ class Run:
         if self.publisher is None:
             return {}
         with self.phase("publish"):
-            done = await self.watched(self.publisher.publish(self.step))
-        self.version = self.maker.version = done.version
+            done = await self._publish()
         out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
-        return out | {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
+        out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
+        return out | self.engines.members.metrics() | {"rollout/request_retries": float(self.client.retried)}
+
+    async def _publish(self) -> Publication:
+        """One publication that at least one engine took part in to its end, waiting for restarts if there is none."""
+        members = self.engines.members
+        while True:
+            await members.available()
+            try:
+                done = await self.publisher.publish(self.step, trainer_step=self.step)
+            except NoReceiverLeft as error:
+                self.records.table.note(first_line(error))
+                continue
+            self.version = self.maker.version = done.manifest.version
+            return done
 
     async def save(self) -> None:
         """Write a checkpoint of the present step, unless this step has one."""

@@ -124,18 +124,24 @@ async def _session(
         stack.callback(records.close)
         table.phase("start")
         device = device_of(config)
-        trainers = TrainerGroup(config, prepared.sizes, device, logs)
+        trainers = TrainerGroup(config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans)
         stack.push_async_exit(_stopping(trainers.stop, table))
         engines = client = None
         starting = [trainers.start()]
         if config.rollout.engines:
-            engines = EngineGroup(config, device, logs, moe=prepared.spec.experts > 0)
+            engines = EngineGroup(config, device, logs, moe=prepared.spec.experts > 0, note=table.note)
             stack.push_async_exit(_stopping(engines.stop, table))
             starting.append(engines.start())
         await _together(starting)
         if engines is not None:
             client = GenerationClient(
-                engines.router.url, ModelShape.of(prepared.spec.hf), config.rollout.request_deadline
+                engines.router.url,
+                ModelShape.of(prepared.spec.hf),
+                config.rollout.request_deadline,
+                # While no engine serves, a request waits for one as long as it may last at all.
+                retry_s=config.rollout.request_deadline,
+                retries=config.rollout.request_retries,
+                on_lost=engines.members.look,
             )
             await stack.enter_async_context(client)
         maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client)
@@ -151,10 +157,11 @@ async def _session(
             tokenizer=prepared.tokenizer,
             saves=saves,
             records=records,
+            encoding=prepared.encoding,
         )
         stack.push_async_callback(run.rollouts.stop)
         if engines is not None:
-            engines.watch(run.lose)
+            engines.members.watch()
         if state is not None and resume_from is not None:
             await run.restore(resume_from, state)
             table.note(f"resumed at step {state.step} from {resume_from}")

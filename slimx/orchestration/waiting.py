@@ -12,6 +12,10 @@ import ray
 from slimx.errors import DeadlineError, SlimxError
 
 
+class ActorDied(SlimxError):
+    """The process behind an actor has ended."""
+
+
 async def gather(
     references: Sequence[ray.ObjectRef], *, what: str, holders: Sequence[str], deadline_s: float, logs: Sequence[Path]
 ) -> list[Any]:
@@ -44,7 +48,7 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
     if isinstance(cause, SlimxError):
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        out = SlimxError(f"{holder} died during {what}; the end of {log}:\n{tail(log)}")
+        out: SlimxError = ActorDied(f"{holder} died during {what}; the end of {log}:\n{tail(log)}")
     else:
         out = SlimxError(
             f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}"
@@ -60,3 +64,8 @@ def tail(path: Path, lines: int = 20) -> str:
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, 2) - 65536))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def first_line(error: BaseException) -> str:
+    """An error without the log that it may quote."""
+    return str(error).partition("\n")[0]

@@ -23,8 +23,8 @@ class Manifest:
     """The version that a delta is added to; None for whole weights."""
     scope: Scope = "full"
     encoding: Encoding = "hf"
-    """"hf": tensors with Hugging Face names, the same bytes for every rank. "local": each engine rank's own bytes, named
-    and shaped as the parameters that it holds."""
+    """"hf": tensors with Hugging Face names, the same bytes for every rank. "local": each engine rank's own bytes,
+    named and shaped as the parameters that it holds."""
     rule: str = "none"
     """How values were quantised (docs/numerics.md); "none" where they were not."""
     trainer_step: int

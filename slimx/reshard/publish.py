@@ -1,11 +1,14 @@
-"""Publication: the trainers' weights become a new version in every engine, proven equal, or the run stops.
+"""Publication: the trainers' weights become a new version in every engine, proven equal; an engine that fails is out.
 
-    for each bucket: gather, stage (bytes verified in the engine's staging) -> pause -> load in place -> verify what the
-    engine holds -> commit (version set) -> resume
+    trainers   gather 0   gather 1   gather 2  ...
+    engines    begin      stage 0    stage 1   ...   then each on its own: pause, load, verify, commit, resume, admit
 
-Engines serve while buckets are staged. Before the first copy an abort changes nothing. From the first copy an engine is
-DIRTY and serves nothing until a complete publication is verified. This room knows no engine and no trainer: it is given
-both as the protocols below.
+Engines serve while buckets are staged, and before its first copy an abort changes nothing in an engine. From the first
+copy on it is DIRTY and serves nothing until everything that it holds is verified. With `staging = "bucket"` each bucket
+is copied as it comes: two buckets of host memory instead of a whole model, but engines are paused from the beginning.
+
+A failure belongs to an engine: one that refuses, dies or misses a deadline is quarantined and the others go on. A
+failure of the trainers ends the publication. Engines and trainers are given as protocols (`slimx.reshard.parties`).
 """
 
 from __future__ import annotations
@@ -13,165 +16,304 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, TypeVar
 
 from slimx.errors import DeadlineError, SlimxError
+from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import Members, NoReceiverLeft, Receiver, ReceiverLost, Source
 
+T = TypeVar("T")
+Staging = Literal["model", "bucket"]
 ABORT_S = 10.0
-"""Seconds that the engines get to drop what is staged when a publication has failed."""
+"""Seconds that engines and trainers get to drop what they hold of a publication that has failed."""
 
 
-class Source(Protocol):
-    """The trainers."""
+@dataclass(slots=True)
+class Outcome:
+    """What became of one engine in one publication."""
 
-    async def tensors(self) -> dict[str, str]:
-        """Every tensor that will be sent: name -> "dtype:d0,d1"."""
-        ...
-
-    async def bucket_count(self) -> int: ...
-
-    async def gather(self, bucket: int) -> PackedBucket: ...
-
-    async def release(self) -> None: ...
-
-
-class Receiver(Protocol):
-    """One engine."""
-
-    name: str
-
-    async def inventory(self) -> dict[str, str]:
-        """Every tensor that the engine loads, in the form of `Source.tensors`."""
-        ...
-
-    async def pause(self) -> None: ...
-
-    async def stage(self, packed: PackedBucket, bucket: int) -> None: ...
-
-    async def abort(self) -> None: ...
-
-    async def load(self) -> None: ...
-
-    async def verify(self) -> int: ...
-
-    async def commit(self, version: int) -> None: ...
-
-    async def resume(self) -> None: ...
+    step: str = "begin"
+    """The step that it did last."""
+    tensors: int = 0
+    """Tensors that it proved to hold; 0 unless all were."""
+    error: SlimxError | None = None
+    """Why it was quarantined."""
 
 
 @dataclass(slots=True)
 class Publication:
     """What one publication did."""
 
-    version: int
+    manifest: Manifest
+    engines: dict[str, Outcome] = field(default_factory=dict)
     tensors: int = 0
-    """Tensors verified in every engine."""
+    """Tensors sent to each engine, and verified in each that is not lost."""
     nbytes: int = 0
     """Bytes sent to each engine."""
     buckets: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """By stage: check (the first time), gather, stage, pause, load, verify, commit."""
+    """By stage: check, begin, gather, stage, pause, load, verify, commit (with resume and admission), total. A stage
+    lasts as long as its slowest engine; gather and stage overlap, so that their sum can exceed the total."""
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the engines that were quarantined."""
+        return [name for name, outcome in self.engines.items() if outcome.error is not None]
 
 
 class Publisher:
-    """Publishes versions, one at a time. A failed publication leaves engines paused or DIRTY and raises."""
+    """Publishes versions of one policy, one at a time."""
 
-    def __init__(self, source: Source, receivers: Sequence[Receiver], deadline_s: float):
-        self.source, self.receivers, self.deadline_s = source, list(receivers), deadline_s
-        self._checked: set[str] = set()
-        """Receivers whose list of tensors was compared with the source's."""
-        self._stage = "start"
+    def __init__(
+        self,
+        source: Source,
+        members: Members,
+        *,
+        deadline_s: float,
+        step_deadline_s: float,
+        staging: Staging = "model",
+        policy: str = "actor",
+        encoding: Encoding = "hf",
+        rule: str = "none",
+    ):
+        """`deadline_s`: seconds for a whole publication; `step_deadline_s`: for one call to one engine."""
+        self.source, self.members, self.staging = source, members, staging
+        self.deadline_s, self.step_deadline_s = deadline_s, step_deadline_s
+        self.policy, self.encoding, self.rule = policy, encoding, rule
+        self.checked: dict[str, int] = {}
+        """By engine the incarnation whose list of tensors was compared with the source's."""
+        self._under_way: int | None = None
 
-    async def publish(self, version: int) -> Publication:
-        """Bring the trainers' present weights into every engine as `version`."""
+    async def publish(self, version: int, *, trainer_step: int) -> Publication:
+        """Bring the trainers' present weights into every engine as `version`.
+
+        Raises NoReceiverLeft if no engine got them, SlimxError if the trainers failed, if an engine holds another
+        model, or if every engine refused the same thing. A second call while one is under way is refused.
+        """
+        if self._under_way is not None:
+            raise SlimxError(
+                f"version {version} cannot be published while the publication of version {self._under_way} is under "
+                "way; wait for it"
+            )
+        self._under_way = version
         try:
-            return await asyncio.wait_for(self._publish(version), self.deadline_s)
-        except TimeoutError:
-            engines = ", ".join(receiver.name for receiver in self.receivers)
-            raise DeadlineError(
-                f"publication of version {version}, stage {self._stage}", self.deadline_s, f"engines {engines}"
-            ) from None
-
-    async def _publish(self, version: int) -> Publication:
-        out = Publication(version)
-        async with _Stage(self, out, "check"):
-            await self._check_tensors()
-        try:
-            for bucket in range(await self.source.bucket_count()):
-                async with _Stage(self, out, "gather"):
-                    packed = await self.source.gather(bucket)
-                async with _Stage(self, out, "stage"):
-                    await self._all("stage", packed, bucket)
-                out.nbytes += packed.size
-                out.tensors += len(packed.tensors)
-                out.buckets += 1
-            async with _Stage(self, out, "pause"):
-                await self._all("pause")
-            async with _Stage(self, out, "load"):
-                await self._all("load")
-            async with _Stage(self, out, "verify"):
-                counts = await self._all("verify")
-            for receiver, count in zip(self.receivers, counts, strict=True):
-                if count != out.tensors:
-                    raise SlimxError(
-                        f"engine {receiver.name} verified {count} of {out.tensors} tensors of version {version}; "
-                        "it must not serve: restart it"
-                    )
-            async with _Stage(self, out, "commit"):
-                await self._all("commit", version)
-                await self._all("resume")
-        except BaseException:
-            # Best effort, and not for long: the error that stopped the publication is the one to tell.
-            with contextlib.suppress(TimeoutError):
-                aborts = asyncio.gather(*(receiver.abort() for receiver in self.receivers), return_exceptions=True)
-                await asyncio.wait_for(aborts, min(self.deadline_s, ABORT_S))
-            raise
+            manifest = Manifest(
+                policy=self.policy,
+                version=version,
+                encoding=self.encoding,
+                rule=self.rule,
+                trainer_step=trainer_step,
+                membership_epoch=self.members.epoch,
+            )
+            return await _Attempt(self, manifest).run()
         finally:
-            await self.source.release()
-        return out
+            self._under_way = None
 
-    async def _all(self, action: str, *arguments: object) -> list:
-        """The same call to every engine. One that fails waits for the others: none may run on into an abort."""
-        calls = (getattr(receiver, action)(*arguments) for receiver in self.receivers)
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+
+class _Dropped(Exception):
+    """The engine has left this publication; its quarantine has begun."""
+
+
+class _Attempt:
+    """One publication under way."""
+
+    def __init__(self, publisher: Publisher, manifest: Manifest):
+        self.publisher, self.source, self.members = publisher, publisher.source, publisher.members
+        self.manifest = manifest
+        self.active = list(self.members.candidates())
+        self.out = Publication(manifest, {receiver.name: Outcome() for receiver in self.active})
+        self.ends = time.monotonic() + publisher.deadline_s
+        self._running: dict[str, tuple[int, float]] = {}
+        """By stage how many calls are in it, and since when."""
+
+    async def run(self) -> Publication:
+        by_bucket = self.publisher.staging == "bucket"
+        try:
+            with self._timed("total"):
+                self._someone_left()
+                await self._check_tensors()
+                await self._each("begin", self.manifest)
+                if by_bucket:
+                    await self._each("pause")
+                await self._stage(load=by_bucket)
+                await self._together(self._switch(receiver, load=not by_bucket) for receiver in self.active)
+        except BaseException:
+            await self._give_up()
+            raise
+        await self._of_trainers("release", self.source.release())
+        return self.out
+
+    # Stages -----------------------------------------------------------------------------------------------------------
 
     async def _check_tensors(self) -> None:
         """Names, shapes and dtypes of all tensors against each engine's own list, before it is sent the first byte."""
-        sent = await self.source.tensors()
-        for receiver in self.receivers:
-            if receiver.name in self._checked:
-                continue
-            known = await receiver.inventory()
-            for name, form in sent.items():
-                if name not in known:
-                    raise SlimxError(f"engine {receiver.name} has no tensor {name}; it loads another model")
-                if known[name] != form:
-                    raise SlimxError(f"engine {receiver.name} holds {name} as {known[name]}, the trainer sends {form}")
-            if missing := sorted(known.keys() - sent.keys()):
-                raise SlimxError(
-                    f"engine {receiver.name} loads {missing[0]}, which the trainer does not have "
-                    f"({len(missing)} such tensors)"
-                )
-            self._checked.add(receiver.name)
+        with self._timed("check"):
+            sent = await self._of_trainers("check", self.source.forms())
+        checked = self.publisher.checked
+        new = [receiver for receiver in self.active if checked.get(receiver.name) != receiver.incarnation]
+        with self._timed("check"):
+            lists = await self._together(self._call(receiver, "inventory") for receiver in new)
+        for receiver, known in zip(new, lists, strict=True):
+            if known is not None:
+                _compare(receiver.name, sent, known)
+                checked[receiver.name] = receiver.incarnation
+
+    async def _stage(self, *, load: bool) -> None:
+        """All buckets through all engines: one is staged while the next is gathered."""
+        count = await self._of_trainers("gather", self.source.bucket_count())
+        coming: asyncio.Task[PackedBucket] | None = asyncio.create_task(self._gather(0))
+        try:
+            for bucket in range(count):
+                packed = await coming
+                coming = asyncio.create_task(self._gather(bucket + 1)) if bucket + 1 < count else None
+                await self._each("stage", packed, bucket)
+                if load:
+                    await self._each("load")
+                    await self._of_trainers("release", self.source.release(bucket))
+                self.out.nbytes += packed.size
+                self.out.tensors += len(packed.tensors)
+                self.out.buckets += 1
+        finally:
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+
+    async def _gather(self, bucket: int) -> PackedBucket:
+        with self._timed("gather"):
+            return await self._of_trainers("gather", self.source.gather(bucket))
+
+    async def _switch(self, receiver: Receiver, *, load: bool) -> None:
+        """From staged to serving, at this engine's own pace: another one that hangs does not keep it paused."""
+        if load:
+            await self._call(receiver, "pause")
+            await self._call(receiver, "load")
+        count = await self._call(receiver, "verify")
+        if count != self.out.tensors:
+            await self._drop(
+                receiver,
+                SlimxError(
+                    f"engine {receiver.name} verified {count} of {self.out.tensors} tensors of version "
+                    f"{self.manifest.version}"
+                ),
+            )
+        self.out.engines[receiver.name].tensors = count
+        await self._call(receiver, "commit", self.manifest.version)
+        await self._call(receiver, "resume")
+        try:
+            await self.members.admit(receiver)
+        except SlimxError as error:
+            await self._drop(receiver, error)
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    async def _each(self, step: str, *arguments: object) -> None:
+        """The same call to every engine that is left."""
+        await self._together(self._call(receiver, step, *arguments) for receiver in self.active)
+
+    async def _together(self, calls: Iterator[Awaitable[T]]) -> list[T | None]:
+        """Results of all calls, None for an engine that was dropped. One that fails waits for the others: none may run
+        on into an abort."""
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, _Dropped):
+                raise result
+        self._someone_left()
+        return [None if isinstance(result, _Dropped) else result for result in results]
+
+    async def _call(self, receiver: Receiver, step: str, *arguments: object) -> Any:
+        """One call to one engine within its deadline. An engine that fails is dropped."""
+        self.out.engines[receiver.name].step = step
+        seconds = min(self.publisher.step_deadline_s, self._left())
+        try:
+            with self._timed({"inventory": "check", "resume": "commit"}.get(step, step)):
+                async with asyncio.timeout(seconds):
+                    return await getattr(receiver, step)(*arguments)
+        except TimeoutError:
+            error = ReceiverLost(
+                f"engine {receiver.name} did not answer {step} of {self.manifest} within {seconds:.0f} s"
+            )
+        except SlimxError as problem:
+            error = problem
+        await self._drop(receiver, error)
+
+    async def _drop(self, receiver: Receiver, error: SlimxError) -> None:
+        self.active.remove(receiver)
+        self.out.engines[receiver.name].error = error
+        self.out.engines[receiver.name].tensors = 0
+        await self.members.quarantine(receiver, error)
+        raise _Dropped
+
+    async def _of_trainers(self, stage: str, work: Awaitable[T]) -> T:
+        """Wait for the trainers, not beyond the publication's deadline."""
+        try:
+            async with asyncio.timeout(self._left()):
+                return await work
+        except TimeoutError:
+            raise DeadlineError(
+                f"publication of version {self.manifest.version}, stage {stage}",
+                self.publisher.deadline_s,
+                "the trainers",
+            ) from None
+
+    async def _give_up(self) -> None:
+        """Best effort, and not for long: the error that stopped the publication is the one to tell."""
+        drops = [*(receiver.abort() for receiver in self.active), self.source.release()]
+        with contextlib.suppress(TimeoutError):
+            limit = min(self.publisher.deadline_s, ABORT_S)
+            await asyncio.wait_for(asyncio.gather(*drops, return_exceptions=True), limit)
+
+    def _someone_left(self) -> None:
+        """Raise if no engine is left: to be tried again, unless all answered, and refused, the same step."""
+        if self.active:
+            return
+        outcomes = self.out.engines
+        which = f"version {self.manifest.version}"
+        if not outcomes:
+            raise NoReceiverLeft(f"{which} cannot be published: no engine runs")
+        told = "; ".join(str(outcome.error) for outcome in outcomes.values())
+        steps = {outcome.step for outcome in outcomes.values()}
+        if len(steps) == 1 and not any(isinstance(outcome.error, ReceiverLost) for outcome in outcomes.values()):
+            raise SlimxError(f"{which} was refused by every engine, step {steps.pop()}: {told}")
+        raise NoReceiverLeft(f"{which} reached no engine: {told}")
+
+    def _left(self) -> float:
+        return max(0.0, self.ends - time.monotonic())
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        """Add the block's time to `stage`; of blocks that overlap (several engines), the union."""
+        inside, since = self._running.get(stage, (0, time.perf_counter()))
+        self._running[stage] = inside + 1, since
+        try:
+            yield
+        finally:
+            inside, since = self._running.pop(stage)
+            if inside > 1:
+                self._running[stage] = inside - 1, since
+            else:
+                seconds = self.out.seconds
+                seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - since
 
 
-class _Stage:
-    """Times a stage of a publication and remembers its name for the deadline's error."""
-
-    def __init__(self, publisher: Publisher, out: Publication, name: str):
-        self.publisher, self.out, self.name = publisher, out, name
-
-    async def __aenter__(self) -> None:
-        self.publisher._stage = self.name
-        self.start = time.perf_counter()
-
-    async def __aexit__(self, *_: object) -> None:
-        seconds = self.out.seconds
-        seconds[self.name] = seconds.get(self.name, 0.0) + time.perf_counter() - self.start
+def _compare(engine: str, sent: list[dict[str, str]], known: list[dict[str, str]]) -> None:
+    """Refuse a model that is not the trainers': restarting the engine would not help."""
+    if len(sent) != len(known):
+        raise SlimxError(
+            f"engine {engine} has {len(known)} ranks to load tensors into, the trainer sends to {len(sent)}; the "
+            "engine was started with other sizes than this run's configuration"
+        )
+    for rank, (outgoing, held) in enumerate(zip(sent, known, strict=True)):
+        where = f"engine {engine}" + (f" rank {rank}" if len(sent) > 1 else "")
+        for tensor, form in outgoing.items():
+            if tensor not in held:
+                raise SlimxError(f"{where} has no tensor {tensor}; it loads another model")
+            if held[tensor] != form:
+                raise SlimxError(f"{where} holds {tensor} as {held[tensor]}, the trainer sends {form}")
+        if missing := sorted(held.keys() - outgoing.keys()):
+            raise SlimxError(
+                f"{where} loads {missing[0]}, which the trainer does not have ({len(missing)} such tensors)"
+            )

@@ -10,7 +10,7 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -83,21 +83,41 @@ class Scores:
 
 
 def lost(status: int, answer: dict[str, Any]) -> bool:
-    """Whether no engine answered: connection failed, none registered, or the router lost the one that it had chosen."""
+    """Whether a request was lost with its engine: the connection failed, or the router lost the engine it had
+    chosen."""
     error = answer.get("error")
     code = error.get("code") if isinstance(error, dict) else None
-    return status in (0, 502, 503) or (status == 500 and code == "call_upstream_request_error")
+    return status in (0, 502) or (status == 500 and code == "call_upstream_request_error")
+
+
+NO_ENGINE = 503
+"""The router's answer when no engine is registered."""
+
+
+async def _nothing() -> None: ...
 
 
 class GenerationClient:
     """Requests over one HTTP session; `async with` opens and closes it."""
 
-    def __init__(self, url: str, shape: ModelShape, deadline_s: float = 600.0, retry_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        shape: ModelShape,
+        deadline_s: float = 600.0,
+        retry_s: float = 30.0,
+        retries: int = 2,
+        on_lost: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
         """`url`: the router's, or a server's. `deadline_s`: seconds for one request, waiting in queues included.
 
-        `retry_s`: seconds during which a request is sent again while no engine answers it.
+        A request that is lost with its engine is sent again `retries` times, one that finds no engine for `retry_s`
+        seconds. `on_lost` is awaited before it is: it should take the lost engine out of the router.
         """
         self.url, self.shape, self.deadline_s, self.retry_s = url.rstrip("/"), shape, deadline_s, retry_s
+        self.retries, self.on_lost = retries, on_lost
+        self.retried = 0
+        """Requests that were sent again because an engine was lost, so far."""
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GenerationClient:
@@ -172,19 +192,26 @@ class GenerationClient:
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The `meta_info` of one /generate request.
 
-        A request that is lost with its engine, or finds none, is sent again for `retry_s` seconds: it has no effects
-        besides its answer, the seed gives the same tokens again, and the engine's owner takes the lost engine out
-        meanwhile.
+        It may be sent several times: it has no effects besides its answer, and the seed gives the same tokens again.
         """
         url, give_up, pause = f"{self.url}/generate", time.monotonic() + self.retry_s, 0.1
+        lost_before = 0
         try:
             async with asyncio.timeout(self.deadline_s):
                 while True:
                     status, answer = await self._send(url, body)
                     if status == 200 and "meta_info" in answer:
                         return answer["meta_info"]
-                    if not lost(status, answer) or time.monotonic() + pause > give_up:
+                    if lost(status, answer):
+                        again = lost_before < self.retries
+                        lost_before += 1
+                    else:
+                        again = status == NO_ENGINE and time.monotonic() + pause < give_up
+                    if not again:
                         raise SlimxError(f"POST {url} answered {status}: {message_of(answer)}")
+                    if status != NO_ENGINE:
+                        self.retried += 1
+                        await self.on_lost()
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, 2.0)
         except TimeoutError:

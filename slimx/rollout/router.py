@@ -1,7 +1,7 @@
 """sglang-router in front of the engines: started as a supervised process, told which engines may serve.
 
-An engine that is paused for a publication may stay registered (its requests wait and resume), one that is DIRTY or DEAD
-must not.
+An engine stays registered while a publication has it paused, DIRTY too: its requests wait in it and go on after the
+verification. One that fails is taken out before anything else happens to it.
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ class Router:
     async def stop(self, grace_s: float = 5.0) -> None:
         await asyncio.to_thread(self.process.stop, grace_s)
 
+    def ended(self) -> str | None:
+        """How its process ended; None while it runs."""
+        if (status := self.process.poll()) is None:
+            return None
+        return f"the router ended with status {status}; its log {self.process.log_path}:\n{self.process.tail(20)}"
+
     async def wait_ready(self, deadline_s: float) -> None:
         """Wait until the router answers; it has no workers yet."""
         await self._until(self.workers, deadline_s, f"the router at {self.url} to answer")
@@ -108,10 +114,8 @@ class Router:
         """Repeat `look` until it returns something other than False without an error."""
         start = time.monotonic()
         while time.monotonic() - start < deadline_s:
-            if (status := self.process.poll()) is not None:
-                raise SlimxError(
-                    f"the router ended with status {status}; its log {self.process.log_path}:\n{self.process.tail(20)}"
-                )
+            if (end := self.ended()) is not None:
+                raise SlimxError(end)
             try:
                 if await look() is not False:
                     return

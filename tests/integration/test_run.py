@@ -75,7 +75,7 @@ def _ends_in_order(run: TrainProcess, signum: int, code: int) -> None:
 @pytest.mark.parametrize(
     ("victim", "said", "log"),
     [
-        ("sglang::scheduler", "slimx: engine actor-0 ended with status", "engine-actor-0.log"),
+        ("sglang::scheduler", "the last one lost: engine actor-0 ended with status", "engine-actor-0.log"),
         ("ray::TrainerWorker", "slimx: trainer rank 0 died during", "trainer-0.log"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_part_that_dies_ends_the_run_and_is_named_with_its_log(victim, said, l
         tiny_model,
         task / "train.jsonl",
         schedule={"steps": 1000},
-        rollout=_rollout(task, health={"interval": 0.5, "timeout": 10, "threshold": 3}),
+        rollout=_rollout(task, health={"interval": 0.5, "timeout": 10, "threshold": 3, "restarts": 0}),
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 1)

@@ -1,0 +1,254 @@
+"""One engine: the Ray actor that owns its server, and the handle by which loop and publisher call it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slimx.errors import DeadlineError, SlimxError
+from slimx.orchestration.waiting import ActorDied, gather
+from slimx.ports import free_port
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import ReceiverLost
+from slimx.rollout.engine import Engine, EngineSpec, State
+
+ANSWER_S = 5.0
+"""Seconds in which a server that is alive says so."""
+STOP_S = 30.0
+"""Seconds in which a server's tree must be gone."""
+
+
+class Standing(StrEnum):
+    """What an engine is to the run; its server's own state is `slimx.rollout.engine.State`."""
+
+    OUT = "out"
+    """Not started yet, or being stopped and started again: no request and no publication reaches it."""
+    JOINING = "joining"
+    """Its server runs with weights that nobody published: it gets the next publication, and no request before."""
+    MEMBER = "member"
+    """It holds a verified version and is in the router."""
+    GONE = "gone"
+    """Lost for good: its restarts are used up."""
+
+
+class EngineActor:
+    """The process that owns one server: on the server's own node, so that it can start, watch and end it."""
+
+    def __init__(self, values: dict[str, Any], log_path: str, call_deadline_s: float):
+        """`values`: an EngineSpec without its port. `call_deadline_s`: seconds for one call to the server."""
+        self.values, self.log_path, self.call_deadline_s = values, log_path, call_deadline_s
+        self.engine = Engine(EngineSpec(port=free_port(), **values), log_path)
+        self.epoch = -1
+        """Membership epoch of the publication that was begun last."""
+
+    async def start(self, deadline_s: float) -> dict[str, Any]:
+        """Start a server and wait until it attests the plugin; its URL and attestation.
+
+        Each start takes a port of its own: what was sent to an earlier server cannot reach the new one.
+        """
+        self.engine = Engine(EngineSpec(port=free_port(), **self.values), self.log_path)
+        self.engine.control.deadline_s = self.call_deadline_s
+        self.engine.start()
+        try:
+            await self.engine.wait_ready(deadline_s)
+        except SlimxError as error:
+            raise SlimxError(str(error)) from None
+        return {"url": self.engine.spec.url, "attestation": self.engine.attestation}
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Open a publication; whatever belongs to an older one is refused from now on."""
+        if manifest.membership_epoch < self.epoch:
+            raise SlimxError(
+                f"engine {self.engine.spec.name}: {manifest} is older than the publication of epoch {self.epoch} that "
+                "it takes part in"
+            )
+        self.epoch = manifest.membership_epoch
+
+    async def publication(self, epoch: int, method: str, *arguments: Any) -> Any:
+        """One of Engine's methods, as a step of the publication that began in `epoch`."""
+        if epoch != self.epoch:
+            raise SlimxError(
+                f"engine {self.engine.spec.name}: {method} of epoch {epoch} is late; a publication of epoch "
+                f"{self.epoch} has begun"
+            )
+        return await self.call(method, *arguments)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """One of Engine's own methods."""
+        try:
+            return await getattr(self.engine, method)(*arguments)
+        except SlimxError as error:
+            raise await self._told(error) from None
+
+    async def inventory(self) -> list[dict[str, str]]:
+        """Names and forms of what it loads, one dict for all ranks."""
+        try:
+            return [await self.engine.control.inventory()]
+        except SlimxError as error:
+            raise await self._told(error) from None
+
+    async def state(self) -> str:
+        return str(self.engine.state)
+
+    async def ended(self) -> str | None:
+        """How the server's process ended; None while it runs."""
+        if (status := self.engine.process.poll()) is None:
+            return None
+        name, process = self.engine.spec.name, self.engine.process
+        return f"engine {name} ended with status {status}; the end of {process.log_path}:\n{process.tail(20)}"
+
+    async def stop(self, grace_s: float) -> None:
+        await self.engine.stop(grace_s)
+
+    async def _told(self, error: SlimxError) -> SlimxError:
+        """`error` as ReceiverLost if the server is gone or silent, as a refusal if it still answers."""
+        if (end := await self.ended()) is not None:
+            return ReceiverLost(end)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self.engine.control.status()
+        except (SlimxError, TimeoutError):
+            return ReceiverLost(str(error))
+        return SlimxError(str(error))
+
+
+class EngineHandle:
+    """One engine as the loop and the publisher see it, through all its restarts."""
+
+    def __init__(self, name: str, make_actor: Callable[[], Any], log: Path, deadline_s: float):
+        """`make_actor` gives a new EngineActor; `deadline_s`: seconds for one call to it."""
+        self.name, self.make_actor, self.log, self.deadline_s = name, make_actor, log, deadline_s
+        self.actor: Any = make_actor()
+        """None after it had to be killed, until the next start."""
+        self.url = ""
+        self.standing = Standing.OUT
+        self.restarts = 0
+        self.incarnation = 0
+        self._epoch = -1
+        self._lost: asyncio.Future[SlimxError] | None = None
+        """Done when this incarnation is lost: then nobody waits for its answers any more."""
+
+    # Life -----------------------------------------------------------------------------------------------------------
+
+    async def start(self, deadline_s: float) -> None:
+        """Start a server. JOINING afterwards; on failure its tree is ended."""
+        if self.actor is None:
+            self.actor = self.make_actor()
+        self.incarnation += 1
+        self._lost = asyncio.get_running_loop().create_future()
+        try:
+            started = await self._wait("the start", self.actor.start.remote(deadline_s), deadline_s + STOP_S)
+        except BaseException:
+            await self.stop(grace_s=0)
+            raise
+        self.url, self.standing = started["url"], Standing.JOINING
+
+    def lose(self, error: SlimxError) -> None:
+        """Out of the run: whoever waits for an answer gets `error`, and a late answer nobody."""
+        self.standing = Standing.OUT
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(error)
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """End the server with its whole tree. If its actor does not do it, the actor is killed, and the server's guard,
+        which watches the actor, ends the tree."""
+        self.standing = Standing.OUT
+        if self.actor is None:
+            return
+        try:
+            await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
+        except SlimxError:
+            ray.kill(self.actor)
+            self.actor = None
+
+    async def ended(self) -> str | None:
+        """How server or actor ended; None while they run, or do not say."""
+        try:
+            return await self._wait("the look at its process", self.actor.ended.remote(), ANSWER_S)
+        except ActorDied as error:
+            return str(error)
+        except SlimxError:
+            return None
+
+    async def check_health(self, deadline_s: float) -> None:
+        """Raise SlimxError if the server has ended or, while it serves, does not generate."""
+        await self._call("the health check", self.actor.call.remote("check_health", deadline_s), deadline_s + ANSWER_S)
+
+    async def state(self) -> State:
+        return State(await self._call("its state", self.actor.state.remote()))
+
+    async def sleep(self) -> None:
+        """Release the memory of the KV cache (nothing on the CPU)."""
+        if await self.state() is State.READY:
+            await self._call("pause", self.actor.call.remote("pause"))
+        await self._call("sleep", self.actor.call.remote("sleep", ("kv_cache",)))
+
+    async def wake(self) -> None:
+        if await self.state() is State.ASLEEP:  # one that was started meanwhile is awake
+            await self._call("wake", self.actor.call.remote("wake"))
+
+    # A receiver of publications (slimx.reshard.parties) ---------------------------------------------------------------
+
+    async def inventory(self) -> list[dict[str, str]]:
+        return await self._call("the inventory", self.actor.inventory.remote())
+
+    async def begin(self, manifest: Manifest) -> None:
+        self._epoch = manifest.membership_epoch
+        await self._call("begin", self.actor.begin.remote(manifest))
+
+    async def stage(self, packed: PackedBucket, bucket: int) -> None:
+        await self._step("stage", packed.path, list(packed.tensors), bucket, packed.size)
+
+    async def abort(self) -> None:
+        await self._step("abort")
+
+    async def pause(self) -> None:
+        if await self.state() is State.READY:
+            await self._step("pause")
+
+    async def load(self) -> None:
+        await self._step("load")
+
+    async def verify(self) -> int:
+        return (await self._step("verify"))["checked"]
+
+    async def commit(self, version: int) -> None:
+        await self._step("commit", version)
+
+    async def resume(self) -> None:
+        await self._step("resume")
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    async def _step(self, method: str, *arguments: Any) -> Any:
+        return await self._call(method, self.actor.publication.remote(self._epoch, method, *arguments))
+
+    async def _call(self, what: str, reference: Any, deadline_s: float | None = None) -> Any:
+        """Wait for an answer, unless the engine is lost meanwhile. Raises ReceiverLost if it, or its actor, is gone."""
+        answer = asyncio.ensure_future(self._wait(what, reference, deadline_s or self.deadline_s))
+        try:
+            if self._lost is not None:
+                await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+                if self._lost.done():
+                    raise ReceiverLost(str(self._lost.result()))
+            return await answer
+        except (ActorDied, DeadlineError) as error:
+            raise ReceiverLost(str(error)) from None
+        finally:
+            answer.cancel()
+
+    async def _wait(self, what: str, reference: Any, deadline_s: float) -> Any:
+        (out,) = await gather(
+            [reference],
+            what=f"{what} of engine {self.name}",
+            holders=[f"engine {self.name}"],
+            deadline_s=deadline_s,
+            logs=[self.log],
+        )
+        return out

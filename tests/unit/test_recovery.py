@@ -1,0 +1,230 @@
+"""A lost engine leaves the router at once, comes back in the background, and serves only after a publication."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slimx.config.schema import Health
+from slimx.errors import SlimxError
+from slimx.orchestration.engine_actor import Standing
+from slimx.orchestration.recovery import Membership
+from slimx.reshard.parties import ReceiverLost
+
+
+class FakeEngine:
+    """An engine whose starts are the outcomes in `starts`: None, or the error that it ends with."""
+
+    def __init__(self, name: str, log: list[str], starts: list[SlimxError | None]):
+        self.name, self.log, self.starts = name, log, starts
+        self.url, self.standing, self.restarts, self.incarnation = f"http://{name}/0", Standing.JOINING, 0, 1
+        self.end: str | None = None
+        self.sick: SlimxError | None = None
+
+    def lose(self, error: SlimxError) -> None:
+        self.standing = Standing.OUT
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        assert grace_s == 0, "a half-updated server gets no time to answer"
+        self.log.append(f"stop {self.url}")
+
+    async def start(self, deadline_s: float) -> None:
+        self.log.append(f"start {self.name}")
+        await asyncio.sleep(0.01)
+        if (problem := self.starts.pop(0)) is not None:
+            raise problem
+        self.incarnation += 1
+        self.end = self.sick = None
+        self.url, self.standing = f"http://{self.name}/{self.incarnation}", Standing.JOINING
+
+    async def ended(self) -> str | None:
+        return self.end
+
+    async def check_health(self, deadline_s: float) -> None:
+        if self.end or self.sick:
+            raise self.sick or SlimxError("no answer")
+
+
+class FakeRouter:
+    def __init__(self, log: list[str]):
+        self.log, self.urls, self.end = log, set(), None
+        self.slow = asyncio.Event()
+        self.slow.set()
+
+    async def add(self, url: str) -> None:
+        await self.slow.wait()
+        if self.end:
+            raise SlimxError(self.end)
+        self.log.append(f"add {url}")
+        self.urls.add(url)
+
+    async def remove(self, url: str) -> None:
+        if self.end:
+            raise SlimxError(self.end)
+        self.log.append(f"remove {url}")
+        self.urls.discard(url)
+
+    def ended(self) -> str | None:
+        return self.end
+
+
+class Stand:
+    """Two engines in the router of a membership that looks at them every 10 ms."""
+
+    def __init__(self, restarts: int = 2, starts: list[SlimxError | None] | None = None, count: int = 2):
+        self.log: list[str] = []
+        self.router = FakeRouter(self.log)
+        self.engines = [FakeEngine(f"e{n}", self.log, list(starts or [None] * 9)) for n in range(count)]
+        health = Health(interval=0.01, threshold=3, restarts=restarts)
+        self.notes: list[str] = []
+        self.members = Membership(self.engines, self.router, health=health, start_deadline_s=5, note=self.notes.append)
+
+    async def __aenter__(self) -> Stand:
+        for engine in self.engines:
+            await self.members.admit(engine)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.members.stop()
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+
+def gone(name: str = "e0") -> ReceiverLost:
+    return ReceiverLost(f"engine {name} ended with status 137; the end of its log:\nKilled")
+
+
+async def test_an_engine_is_in_the_router_only_after_its_admission():
+    stand = Stand()
+    assert not stand.router.urls and len(stand.members.candidates()) == 2 and not stand.members.members()
+    async with stand:
+        assert stand.router.urls == {"http://e0/0", "http://e1/0"}
+        await stand.members.admit(stand.engines[0])
+        assert stand.log.count("add http://e0/0") == 1, "one that stays is not taken out and in again"
+
+
+async def test_a_lost_engine_leaves_the_router_first_then_is_ended_and_started_and_waits_for_a_publication():
+    async with Stand() as stand:
+        epoch = stand.members.epoch
+        await stand.members.quarantine(stand.engines[0], gone())
+        assert "http://e0/0" not in stand.router.urls, "gone from the router when the call returns"
+        await stand.members.quarantine(stand.engines[0], gone())
+        assert stand.members.metrics()["engines/quarantined"] == 1 and stand.members.epoch > epoch
+        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        assert stand.log[-3:] == ["remove http://e0/0", "stop http://e0/0", "start e0"]
+        assert stand.router.urls == {"http://e1/0"}, "its weights are not published yet"
+        assert stand.engines[0] in stand.members.candidates()
+        await stand.members.admit(stand.engines[0])
+        assert stand.router.urls == {"http://e0/2", "http://e1/0"}
+        assert stand.members.metrics() == {
+            "engines/serving": 2,
+            "engines/quarantined": 0,
+            "engines/lost": 1,
+            "engines/restarted": 1,
+        }
+        assert stand.notes == [
+            "engine e0 is quarantined: engine e0 ended with status 137; the end of its log:",
+            "engine e0: restart 1 of 2",
+        ]
+
+
+async def test_an_engine_lost_while_it_is_being_added_is_not_left_in_the_router():
+    async with Stand() as stand:
+        await stand.members.quarantine(stand.engines[0], gone())
+        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        stand.router.slow.clear()
+        admission = asyncio.create_task(stand.members.admit(stand.engines[0]))
+        await asyncio.sleep(0.01)
+        await stand.members.quarantine(stand.engines[0], gone())
+        stand.router.slow.set()
+        with pytest.raises(ReceiverLost, match="engine e0 was lost before it could serve"):
+            await admission
+        assert stand.router.urls == {"http://e1/0"}
+
+
+async def test_restarts_are_counted_per_engine_and_a_failed_start_is_one():
+    async with Stand(restarts=3, starts=[SlimxError("no memory"), None, None]) as stand:
+        await stand.members.quarantine(stand.engines[0], gone())
+        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        assert stand.engines[0].restarts == 2
+        await stand.members.quarantine(stand.engines[0], gone())
+        await stand.until(lambda: stand.engines[0].standing is Standing.JOINING)
+        await stand.members.quarantine(stand.engines[0], gone())
+        await stand.until(lambda: stand.engines[0].standing is Standing.GONE)
+        assert stand.members.candidates() == [stand.engines[1]] and stand.engines[1].restarts == 0
+        await stand.members.available()
+
+
+async def test_the_run_ends_with_one_sentence_when_the_last_engine_is_gone_for_good():
+    async with Stand(restarts=0) as stand:
+        waiting = asyncio.create_task(stand.members.failed())
+        await stand.members.quarantine(stand.engines[0], gone("e0"))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await stand.members.quarantine(stand.engines[1], gone("e1"))
+        for wait in (waiting, stand.members.available(), stand.members.starved()):
+            with pytest.raises(
+                SlimxError, match=r"no engine is left.*rollout.health.restarts is 0.*engine e1 ended with status 137"
+            ):
+                await wait
+
+
+async def test_when_all_are_out_the_loop_can_wait_for_the_first_that_is_back():
+    async with Stand() as stand:
+        starved = asyncio.create_task(stand.members.starved())
+        for engine in stand.engines:
+            await stand.members.quarantine(engine, gone(engine.name))
+        assert not stand.members.candidates()
+        await asyncio.wait_for(stand.members.available(), 5)
+        await asyncio.wait_for(starved, 5)
+        assert stand.members.candidates() and not stand.members.members() and not stand.router.urls
+
+
+async def test_a_dead_engine_is_found_by_the_watch_at_once_and_a_sick_one_after_three_checks():
+    async with Stand() as stand:
+        stand.members.watch()
+        stand.engines[0].end = "engine e0 ended with status 1"
+        await stand.until(lambda: stand.members.lost == 1)
+        assert stand.engines[1].standing is Standing.MEMBER
+        stand.engines[1].sick = SlimxError("it does not generate")
+        checks = 0
+
+        async def check(deadline_s: float) -> None:
+            nonlocal checks
+            checks += 1
+            raise SlimxError("it does not generate")
+
+        stand.engines[1].check_health = check
+        await stand.until(lambda: stand.members.lost == 2)
+        assert checks == 3 and "engine e1 is quarantined: it does not generate" in stand.notes
+
+
+async def test_whoever_lost_a_request_has_the_dead_engines_out_when_the_look_returns():
+    async with Stand() as stand:
+        stand.engines[1].end = "engine e1 ended with status 1"
+        await asyncio.gather(*(stand.members.look() for _ in range(5)))
+        assert stand.router.urls == {"http://e0/0"} and stand.members.lost == 1
+
+
+async def test_without_its_router_a_run_ends_with_the_routers_last_words():
+    async with Stand() as stand:
+        stand.members.watch()
+        stand.router.end = "the router ended with status 1"
+        with pytest.raises(SlimxError, match="the router ended with status 1"):
+            await asyncio.wait_for(stand.members.failed(), 5)
+
+
+async def test_a_mistake_of_ours_in_the_background_reaches_the_loop():
+    async with Stand() as stand:
+
+        async def broken(deadline_s: float) -> None:
+            raise TypeError("a mistake")
+
+        stand.engines[0].start = broken
+        await stand.members.quarantine(stand.engines[0], gone())
+        with pytest.raises(SlimxError, match="TypeError: a mistake"):
+            await asyncio.wait_for(stand.members.failed(), 5)

@@ -1,0 +1,99 @@
+"""A request that is lost with its engine is sent again, the same request, a bounded number of times."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp.web
+import pytest
+
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.client import GenerationClient, ModelShape
+
+GOOD = (
+    200,
+    {
+        "meta_info": {
+            "output_token_logprobs": [[-1.5, 4, None]],
+            "finish_reason": {"type": "stop"},
+            "weight_version": "6",
+            "cached_tokens": 0,
+        }
+    },
+)
+LOST = 500, {"error": {"code": "call_upstream_request_error", "message": "error sending request"}}
+NO_ENGINE = 503, {"error": {"message": "no available workers"}}
+FAULT = 500, {"error": {"message": "the server's own mistake"}}
+
+
+async def _nothing() -> None: ...
+
+
+@asynccontextmanager
+async def client_of(
+    *answers: tuple[int, dict], on_lost: Callable[[], Awaitable[None]] = _nothing, **options: Any
+) -> AsyncIterator[tuple[GenerationClient, list[dict]]]:
+    """A client of a fake router that gives `answers` in turn, and its last one for ever; and the bodies it got."""
+    bodies: list[dict] = []
+
+    async def generate(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        bodies.append(await request.json())
+        status, answer = answers[min(len(bodies), len(answers)) - 1]
+        return aiohttp.web.json_response(answer, status=status)
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/generate", generate)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    try:
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with GenerationClient(url, ModelShape(10), on_lost=on_lost, **options) as client:
+            yield client, bodies
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("retries", [0, 1, 2])
+async def test_a_lost_request_is_sent_again_as_often_as_allowed_with_the_same_seed(retries):
+    for lost in range(retries + 2):
+        looks: list[int] = []
+
+        async def look(looks: list[int] = looks) -> None:
+            looks.append(1)
+
+        async with client_of(*[LOST] * lost, GOOD, retries=retries, on_lost=look) as (client, bodies):
+            if lost <= retries:
+                assert (await client.generate([1, 2], {"max_new_tokens": 3}, seed=9)).token_ids.tolist() == [4]
+            else:
+                with pytest.raises(SlimxError, match="answered 500: error sending request"):
+                    await client.generate([1, 2], {"max_new_tokens": 3}, seed=9)
+            assert len(bodies) == 1 + min(lost, retries) and all(body == bodies[0] for body in bodies)
+            assert bodies[0]["sampling_params"]["sampling_seed"] == 9
+            assert client.retried == len(looks) == min(lost, retries)
+
+
+async def test_a_request_that_finds_no_engine_waits_for_one_and_that_is_no_retry():
+    async with client_of(NO_ENGINE, LOST, NO_ENGINE, NO_ENGINE, GOOD, retries=1) as (client, bodies):
+        await client.generate([1], {}, seed=1)
+        assert (len(bodies), client.retried) == (5, 1)
+    async with client_of(NO_ENGINE, retry_s=0.2) as (client, bodies):
+        with pytest.raises(SlimxError, match="answered 503: no available workers"):
+            await client.generate([1], {}, seed=1)
+        assert client.retried == 0
+
+
+async def test_an_engines_own_answer_is_final():
+    async with client_of(FAULT) as (client, bodies):
+        with pytest.raises(SlimxError, match="answered 500: the server's own mistake"):
+            await client.generate([1], {}, seed=1)
+        assert len(bodies) == 1
+
+
+async def test_the_deadline_of_a_request_covers_all_its_attempts():
+    async with client_of(NO_ENGINE, deadline_s=0.3) as (client, _), asyncio.timeout(2):
+        with pytest.raises(DeadlineError, match="a generation request"):
+            await client.generate([1], {}, seed=1)
