@@ -47,7 +47,10 @@ def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -
     for part in parts:
         if not part.copy:
             for rect in part.rects:
-                covered[part.sources[rect.source]].append(rect)
+                name = part.sources[rect.source]
+                if name not in covered:
+                    raise SlimxError(f"weight table: {part.name} holds a part of {name}, which the checkpoint has not")
+                covered[name].append(rect)
     proven: set[tuple[Shape, tuple[Rect, ...]]] = set()
     for name, shape in shapes.items():
         # Layers and experts repeat the same geometry: it is proven once.
