@@ -1,0 +1,293 @@
+"""Tiny models, and by plain torch operations what each rank of a trainer must hold of them: the oracle of the layouts.
+
+Nothing here reads the weight tables' maps or rectangles, `slimx.layout.ranks` or a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slimx.layout.parts import Part
+from slimx.layout.ranks import Sizes
+from slimx.layout.table import Table
+from slimx.models import deepseek_v3, qwen3_moe
+
+# No two dimensions alike and no square matrix, so that a transposed or exchanged one cannot pass.
+QWEN: dict[str, Any] = {
+    "hidden_size": 12,
+    "head_dim": 6,
+    "vocab_size": 140,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 4,
+    "moe_intermediate_size": 20,
+    "num_hidden_layers": 4,
+}
+DEEPSEEK: dict[str, Any] = {
+    "vocab_size": 132,
+    "hidden_size": 28,
+    "intermediate_size": 44,
+    "moe_intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 4,
+    "n_shared_experts": 2,
+    "n_routed_experts": 4,
+    "kv_lora_rank": 18,
+    "q_lora_rank": 22,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+}
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A tiny model and its tables."""
+
+    name: str
+    hf: dict[str, Any]
+    table: Table
+
+    @property
+    def layers(self) -> int:
+        return self.hf["num_hidden_layers"]
+
+
+MODELS = {
+    "qwen": Model("qwen", QWEN, qwen3_moe.weight_table(QWEN)),
+    "deepseek": Model("deepseek", DEEPSEEK, deepseek_v3.weight_table(DEEPSEEK)),
+    "deepseek-mtp": Model("deepseek-mtp", DEEPSEEK, deepseek_v3.weight_table(DEEPSEEK, 1)),
+}
+
+
+@functools.cache
+def checkpoint(model: Model) -> Tensors:
+    """A checkpoint in which the elements are numbered from 1."""
+    out, start = {}, 1
+    for name, shape in model.table.checkpoint().items():
+        out[name] = torch.arange(start, start + math.prod(shape)).view(shape)
+        start += math.prod(shape)
+    return out
+
+
+# Covering arrays ------------------------------------------------------------------------------------------------------
+
+
+def covering(strength: int, values: Sequence[Iterable[Any]], valid: Callable[..., bool]) -> list[tuple]:
+    """Few valid cases in which every `strength` values that can meet do meet: greedy, always the same."""
+    rest = [case for case in itertools.product(*values) if valid(*case)]
+    tuples = {case: set(itertools.combinations(enumerate(case), strength)) for case in rest}
+    missing, out = set().union(*tuples.values()), []
+    while missing:
+        best = max(rest, key=lambda case: len(tuples[case] & missing))
+        missing -= tuples[best]
+        out.append(best)
+    return out
+
+
+def _fits(tensor: int, pipeline: int, virtual: int, expert: int, expert_tensor: int, context: int, data: int) -> bool:
+    stage = tensor * context * data
+    return stage * pipeline <= 16 and stage % (expert * expert_tensor) == 0 and (virtual == 1 or pipeline > 1)
+
+
+def layouts(strength: int) -> list[Sizes]:
+    """Every `strength` parallel sizes that can stand together on at most 16 ranks do so in one of these."""
+    values = [(1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4)]
+    names = "tensor", "pipeline", "virtual", "expert", "expert_tensor", "context", "data"
+    return [Sizes(**dict(zip(names, case, strict=True))) for case in covering(strength, values, _fits)]
+
+
+LAYOUTS = layouts(2)
+
+
+def name_of(sizes: Sizes) -> str:
+    return (
+        f"TP{sizes.tensor}PP{sizes.pipeline}x{sizes.virtual}EP{sizes.expert}ETP{sizes.expert_tensor}"
+        f"CP{sizes.context}DP{sizes.data}"
+    )
+
+
+def split_of(model: Model, sizes: Sizes) -> tuple[int, ...]:
+    """Layers of each stage: uneven where there are more stages than layers or an even split would be too easy."""
+    stages = sizes.pipeline * sizes.virtual
+    base, more = divmod(model.layers, stages)
+    out = [base + (stage < more) for stage in range(stages)]
+    if out[0] > 1 and stages > 1:
+        out[0], out[-1] = out[0] - 1, out[-1] + 1
+    return tuple(out)
+
+
+# Megatron -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place by megatron-core's own groups."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+
+
+def places(sizes: Sizes) -> list[Place]:
+    """Of every rank, as `parallel_state.initialize_model_parallel` makes the groups."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that megatron-core would use on CUDA
+        from megatron.core.parallel_state import RankGenerator
+
+    order, replicas = "tp-cp-ep-dp-pp", sizes.stage // (sizes.expert * sizes.expert_tensor)
+    dense = RankGenerator(sizes.tensor, 1, sizes.data, sizes.pipeline, sizes.context, order)
+    sparse = RankGenerator(sizes.expert_tensor, sizes.expert, replicas, sizes.pipeline, 1, order)
+
+    def index(generator: RankGenerator, token: str) -> dict[int, int]:
+        return {rank: i for group in generator.get_ranks(token) for i, rank in enumerate(group)}
+
+    columns = [index(dense, "tp"), index(dense, "pp"), index(sparse, "ep"), index(sparse, "tp")]
+    return [Place(*(column[rank] for column in columns)) for rank in range(sizes.world)]
+
+
+def megatron_rank(model: Model, whole: Tensors, sizes: Sizes, place: Place, split: Sequence[int]) -> Tensors:
+    """Local name -> tensor of what the rank at `place` holds, copies included."""
+    out: Tensors = {}
+    stages = sizes.pipeline * sizes.virtual
+    for chunk in range(sizes.virtual):
+        stage = chunk * sizes.pipeline + place.pipeline
+        held = dict(
+            _chunk(model, whole, sizes, place, sum(split[:stage]), split[stage], stage == 0, stage + 1 == stages)
+        )
+        out |= {f"{chunk}.{name}" if sizes.virtual > 1 else name: tensor for name, tensor in held.items()}
+    return out
+
+
+def _chunk(
+    model: Model, whole: Tensors, sizes: Sizes, place: Place, start: int, count: int, first: bool, last: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    layer = _qwen_layer if model.name == "qwen" else _deepseek_layer
+    embedding = whole["model.embed_tokens.weight"].chunk(sizes.tensor)[place.tensor]
+    mtp = last and model.name == "deepseek-mtp"
+    if first:
+        yield "embedding.word_embeddings.weight", embedding
+    for local in range(count):
+        for name, tensor in layer(model.hf, whole, sizes, place, start + local):
+            yield f"decoder.layers.{local}.{name}", tensor
+    if last:
+        yield "decoder.final_layernorm.weight", whole["model.norm.weight"]
+        yield "output_layer.weight", whole["lm_head.weight"].chunk(sizes.tensor)[place.tensor]
+    if mtp:
+        # A rank that has both ends holds the embedding once; chunks are modules of their own all the same.
+        if sizes.pipeline > 1:
+            yield "embedding.word_embeddings.weight", embedding
+        here, there = "mtp.layers.0.", f"model.layers.{model.layers}."
+        for norm, name in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
+            yield f"{here}{norm}.weight", whole[f"{there}{name}.weight"]
+        yield here + "eh_proj.weight", whole[there + "eh_proj.weight"].chunk(sizes.tensor)[place.tensor]
+        for name, tensor in layer(model.hf, whole, sizes, place, model.layers):
+            yield f"{here}transformer_layer.{name}", tensor
+
+
+def _qwen_layer(
+    hf: dict[str, Any], whole: Tensors, sizes: Sizes, place: Place, layer: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    there = f"model.layers.{layer}."
+    groups, head, hidden = hf["num_key_value_heads"], hf["head_dim"], hf["hidden_size"]
+    query, key, value = (whole[f"{there}self_attn.{kind}_proj.weight"].view(groups, -1, head, hidden) for kind in "qkv")
+    fused = torch.cat([query, key, value], dim=1)  # [groups, query heads + key + value, head, hidden]
+    yield "self_attention.linear_qkv.weight", fused.chunk(sizes.tensor)[place.tensor].reshape(-1, hidden)
+    yield "self_attention.linear_qkv.layer_norm_weight", whole[there + "input_layernorm.weight"]
+    yield "self_attention.q_layernorm.weight", whole[there + "self_attn.q_norm.weight"]
+    yield "self_attention.k_layernorm.weight", whole[there + "self_attn.k_norm.weight"]
+    yield (
+        "self_attention.linear_proj.weight",
+        whole[there + "self_attn.o_proj.weight"].chunk(sizes.tensor, 1)[place.tensor],
+    )
+    yield "pre_mlp_layernorm.weight", whole[there + "post_attention_layernorm.weight"]
+    yield "mlp.router.weight", whole[there + "mlp.gate.weight"]
+    yield from _experts(whole, sizes, place, there, hf["num_experts"])
+
+
+def _deepseek_layer(
+    hf: dict[str, Any], whole: Tensors, sizes: Sizes, place: Place, layer: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    there = f"model.layers.{layer}."
+    attention, own = there + "self_attn.", place.tensor
+    yield "input_layernorm.weight", whole[there + "input_layernorm.weight"]
+    for name, source in (("linear_q", "q_a_proj"), ("linear_kv", "kv_a_proj_with_mqa")):
+        yield f"self_attention.{name}_down_proj.weight", whole[f"{attention}{source}.weight"]
+    for name, kind in (("linear_q", "q"), ("linear_kv", "kv")):
+        yield f"self_attention.{name}_up_proj.layer_norm_weight", whole[f"{attention}{kind}_a_layernorm.weight"]
+        heads = whole[f"{attention}{kind}_b_proj.weight"].chunk(sizes.tensor)
+        yield f"self_attention.{name}_up_proj.weight", heads[own]
+    yield "self_attention.linear_proj.weight", whole[attention + "o_proj.weight"].chunk(sizes.tensor, 1)[own]
+    if layer < hf["first_k_dense_replace"]:
+        yield "mlp.linear_fc1.layer_norm_weight", whole[there + "post_attention_layernorm.weight"]
+        yield from _swiglu(whole, "mlp.linear_fc{}.weight", there + "mlp", sizes.tensor, own)
+        return
+    yield "pre_mlp_layernorm.weight", whole[there + "post_attention_layernorm.weight"]
+    yield "mlp.router.weight", whole[there + "mlp.gate.weight"]
+    yield "mlp.router.expert_bias", whole[there + "mlp.gate.e_score_correction_bias"]
+    yield from _swiglu(whole, "mlp.shared_experts.linear_fc{}.weight", there + "mlp.shared_experts", sizes.tensor, own)
+    yield from _experts(whole, sizes, place, there, hf["n_routed_experts"])
+
+
+def _experts(
+    whole: Tensors, sizes: Sizes, place: Place, there: str, experts: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    own = torch.arange(experts).chunk(sizes.expert)[place.expert].tolist()
+    for local, expert in enumerate(own):
+        source = f"{there}mlp.experts.{expert}"
+        name = "mlp.experts.linear_fc{}.weight" + str(local)
+        yield from _swiglu(whole, name, source, sizes.expert_tensor, place.expert_tensor)
+
+
+def _swiglu(whole: Tensors, name: str, source: str, size: int, own: int) -> Iterator[tuple[str, torch.Tensor]]:
+    gate, up = (whole[f"{source}.{kind}_proj.weight"].chunk(size)[own] for kind in ("gate", "up"))
+    yield name.format(1), torch.cat([gate, up])
+    yield name.format(2), whole[source + ".down_proj.weight"].chunk(size, 1)[own]
+
+
+# What a part says -----------------------------------------------------------------------------------------------------
+
+
+def fill(part: Part, whole: Tensors) -> torch.Tensor:
+    """The local tensor that a part describes, rectangle by rectangle; 0 where none is. None may overlap."""
+    local = torch.zeros(part.shape, dtype=torch.int64)
+    matrix = local.view(-1, 1) if local.dim() == 1 else local.view(-1, local.shape[-1])
+    for r in part.rects:
+        source = whole[part.sources[r.source]]
+        source = source.view(-1, 1) if source.dim() == 1 else source.view(-1, source.shape[-1])
+        if r.transposed:
+            block = source[r.row : r.row + r.cols, r.col : r.col + r.rows].T
+        else:
+            block = source[r.row : r.row + r.rows * r.step : r.step, r.col : r.col + r.cols]
+        place = matrix[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols]
+        assert place.shape == block.shape and not place.any(), f"{part.name} is written twice, or beyond its edge"
+        place.copy_(block)
+    return local
+
+
+def by_rank(parts: Iterable[Part], world: int) -> list[dict[str, Part]]:
+    """Name -> part of each rank; no rank may hold two of one name, nor be named twice."""
+    out: list[dict[str, Part]] = [{} for _ in range(world)]
+    for part in parts:
+        for rank in part.ranks:
+            assert part.name not in out[rank], f"rank {rank} holds {part.name} twice"
+            out[rank][part.name] = part
+    return out
+
+
+def assert_same(found: Tensors, expected: Tensors, where: str) -> None:
+    assert found.keys() == expected.keys(), (where, found.keys() ^ expected.keys())
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), f"{where}: {name}"
