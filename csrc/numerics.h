@@ -3,7 +3,7 @@
 //
 // Compile with contraction off (-ffp-contract=off; on the device the _rn intrinsics below forbid it) and with denormals
 // honoured. No NaN payload of the hardware ever reaches a byte that is written: where a result is NaN its bits stand
-// here. The functions have no branches that depend on data, so that a compiler can vectorise the loops around them.
+// here. What is done to every element has no branches, so that a compiler can vectorise the loops around it.
 #pragma once
 
 #include <stdint.h>
@@ -35,6 +35,9 @@ typedef enum {
 #define SLIMX_NAN_E4M3 0x7Fu
 #define SLIMX_NAN_E8M0 0xFFu
 #define SLIMX_MAX_E4M3 448.0f
+#define SLIMX_MAX_BITS 0x43E00000                   // of 448.0f
+#define SLIMX_NORMAL_BITS (121 << 23)               // of 2^-6, the smallest normal e4m3
+#define SLIMX_ROUNDER ((uint32_t)(20 << 23) + 56u)  // 56: -(121 << 3) mod 256, the change of the exponent's bias
 
 SLIMX_INLINE uint32_t slimx_bits(float x) {
   uint32_t bits;
@@ -47,6 +50,14 @@ SLIMX_INLINE float slimx_float(uint32_t bits) {
   memcpy(&x, &bits, 4);
   return x;
 }
+
+// Both as arithmetic: GCC 12 turns a ternary into a jump here and then does not vectorise the loop around it.
+SLIMX_INLINE uint32_t slimx_select(uint32_t condition, uint32_t yes, uint32_t no) {
+  const uint32_t mask = 0u - condition;
+  return (yes & mask) | (no & ~mask);
+}
+
+SLIMX_INLINE uint32_t slimx_is_nan(float x) { return (SLIMX_INF_FP32 - (slimx_bits(x) & 0x7FFFFFFFu)) >> 31; }
 
 // Named so that no compiler option can fuse or approximate them on the device.
 #ifdef __CUDA_ARCH__
@@ -65,7 +76,7 @@ SLIMX_INLINE float slimx_div(float a, float b) { return a / b; }
 SLIMX_INLINE uint16_t slimx_bf16(float x) {
   const uint32_t u = slimx_bits(x);
   const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-  return (uint16_t)((u & 0x7FFFFFFFu) > SLIMX_INF_FP32 ? SLIMX_NAN_BF16 : rounded);
+  return (uint16_t)slimx_select(slimx_is_nan(x), SLIMX_NAN_BF16, rounded);
 }
 
 SLIMX_INLINE float slimx_from_bf16(uint16_t x) { return slimx_float((uint32_t)x << 16); }
@@ -73,18 +84,22 @@ SLIMX_INLINE float slimx_from_bf16(uint16_t x) { return slimx_float((uint32_t)x 
 // ---- e4m3 (4 exponent bits, bias 7; no infinity; magnitude 0x7F is NaN)
 // -----------------------------------------------
 
-// To nearest, ties to even, saturating at +-448; every NaN becomes SLIMX_NAN_E4M3. Equal to cvt.rn.satfinite.e4m3x2.f32
-// on every float, and to a clamp followed by torch's cast on every float that is a number.
+// To nearest, ties to even, saturating at +-448. x is a number or infinite. Equal to cvt.rn.satfinite.e4m3x2.f32, and
+// to a clamp followed by torch's cast. csrc/e4m3.h has the same steps in vectors.
+SLIMX_INLINE uint8_t slimx_e4m3_number(float x) {
+  const uint32_t u = slimx_bits(x);
+  const int32_t magnitude = (int32_t)(u & 0x7FFFFFFFu), a = magnitude < SLIMX_MAX_BITS ? magnitude : SLIMX_MAX_BITS;
+  // Codes are 2^(e - 3) apart where 2^e <= a, but not closer than below 2^-6. So are floats of exponent e + 20: adding
+  // that power of two rounds a to a code, and leaves the code's three bits, and the carry, at the end of the mantissa.
+  const int32_t power = (a < SLIMX_NORMAL_BITS ? SLIMX_NORMAL_BITS : a) & 0x7F800000;
+  const uint32_t sum = slimx_bits(slimx_add(slimx_float((uint32_t)a), slimx_float((uint32_t)power + SLIMX_ROUNDER)));
+  const uint32_t code = (sum + ((uint32_t)power >> 20)) & 0x7Fu;  // the exponent joins them; carries go up into it
+  return (uint8_t)(code | (u >> 24 & 0x80u));
+}
+
+// The same for every float: NaN becomes SLIMX_NAN_E4M3.
 SLIMX_INLINE uint8_t slimx_e4m3(float x) {
-  const uint32_t u = slimx_bits(x), magnitude = u & 0x7FFFFFFFu;
-  const uint32_t top = slimx_bits(SLIMX_MAX_E4M3), a = magnitude < top ? magnitude : top;
-  // Normal codes: the exponent's bias changed from 127 to 7, then the 20 low bits rounded away.
-  const uint32_t normal = (a - (120u << 23) + 0x7FFFFu + ((a >> 20) & 1u)) >> 20;
-  // Below 2^-6 codes are 2^-9 apart, as are floats from 2^14 on: the addition rounds.
-  const uint32_t magic = 141u << 23;
-  const uint32_t subnormal = slimx_bits(slimx_add(slimx_float(a), slimx_float(magic))) - magic;
-  const uint32_t code = (a < (121u << 23) ? subnormal : normal) | (u >> 24 & 0x80u);
-  return (uint8_t)(magnitude > SLIMX_INF_FP32 ? SLIMX_NAN_E4M3 : code);
+  return (uint8_t)slimx_select(slimx_is_nan(x), SLIMX_NAN_E4M3, slimx_e4m3_number(x));
 }
 
 // Exact. Both NaN codes become SLIMX_NAN_FP32.
@@ -92,7 +107,7 @@ SLIMX_INLINE float slimx_from_e4m3(uint8_t code) {
   const uint32_t magnitude = code & 0x7Fu, sign = (uint32_t)(code & 0x80u) << 24;
   // Read as a float, the code's bits are 2^-120 of its value: an exponent of bias 7, or a denormal where it is 0.
   const uint32_t value = slimx_bits(slimx_mul(slimx_float(magnitude << 20), slimx_float(247u << 23))) | sign;
-  return slimx_float(magnitude == SLIMX_NAN_E4M3 ? SLIMX_NAN_FP32 : value);
+  return slimx_float(slimx_select(magnitude == SLIMX_NAN_E4M3, SLIMX_NAN_FP32, value));
 }
 
 // The code of twice the value of a code of at most 224: its exponent plus one, or a subnormal's bits shifted.
@@ -176,12 +191,12 @@ SLIMX_INLINE float slimx_from_e8m0(uint8_t e) {
 // ---- elements -------------------------------------------------------------------------------------------------------
 
 SLIMX_INLINE uint8_t slimx_quantise(float x, SlimxScale s) {
-  const uint8_t code = slimx_e4m3(slimx_mul(x, s.inverse));
+  const uint8_t code = slimx_e4m3_number(slimx_mul(x, s.inverse));
   return s.doubled ? slimx_double_e4m3(code) : code;
 }
 
 // In fp32, with NaN as SLIMX_NAN_FP32; bf16 is slimx_bf16 of this.
 SLIMX_INLINE float slimx_dequantise(uint8_t code, float scale) {
   const float x = slimx_mul(slimx_from_e4m3(code), scale);
-  return slimx_float((slimx_bits(x) & 0x7FFFFFFFu) > SLIMX_INF_FP32 ? SLIMX_NAN_FP32 : slimx_bits(x));
+  return slimx_float(slimx_select(slimx_is_nan(x), SLIMX_NAN_FP32, slimx_bits(x)));
 }

@@ -1,10 +1,16 @@
 // reshard_cpu.cpp: the reshard kernels on the CPU: cut the pieces into tiles, one tile per thread at a time.
+#include <omp.h>
+
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <vector>
 
+#include "cut.h"
+#include "isa.h"
+#include "quantise.h"
 #include "reshard.h"
-#include "words.h"
+#include "tile.h"
 
 using namespace slimx;
 
@@ -12,104 +18,162 @@ static_assert(sizeof(SlimxPiece) == 128, "the record is read by slimx/reshard/ke
 
 namespace {
 
-// Enough work to pay for taking a tile from the shared counter, small enough to balance threads over a bucket.
-constexpr int64_t kTileBytes = 256 << 10;
-// Tiles taken at once: a plan of many small pieces would otherwise spend its time on that counter.
+// Tiles taken at once: a plan of many small pieces would otherwise spend its time on the shared counter.
 constexpr int kBatch = 4;
+
+// Gives its thread the arithmetic that csrc/numerics.h promises, whatever the program has set: rounding to nearest, and
+// denormals as they are.
+class IeeeArithmetic {
+#if defined(__x86_64__)
+ public:
+  IeeeArithmetic() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~IeeeArithmetic() { _mm_setcsr(saved_); }
+
+ private:
+  const unsigned saved_;
+#else
+ public:
+  IeeeArithmetic() {}
+#endif
+};
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
 
-// Fewer than four bytes, all in the word that holds offset `pos` of the tensor.
-template <bool kCopy>
-uint64_t part_of_word(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos) {
-  uint32_t word = 0;
-  for (int64_t k = 0; k < bytes; ++k) {
-    if (kCopy) dst[k] = src[k];
-    word |= uint32_t(src[k]) << (8 * ((pos + k) & 3));
+// Brings the elements of a transposed tile into `buffer`, in row order; returns the same tile there.
+SLIMX_INLINE SlimxPiece in_row_order(SlimxPiece p, uint8_t* buffer) {
+  const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src);
+  for (int64_t c = 0; c < p.cols; ++c)
+    for (int64_t r = 0; r < p.rows; ++r) {
+      const uint8_t* from = src + c * p.src_step + r * p.src_ld;
+      uint8_t* to = buffer + (r * p.cols + c) * p.item;
+      if (p.item == 2)
+        memcpy(to, from, 2);
+      else if (p.item == 4)
+        memcpy(to, from, 4);
+      else
+        for (int k = 0; k < p.item; ++k) to[k] = from[k];
+    }
+  p.src = reinterpret_cast<uint64_t>(buffer);
+  p.src_ld = p.cols * p.item;
+  p.src_step = p.item;
+  return p;
+}
+
+template <class Isa, bool kCopy>
+SLIMX_INLINE Share run_tile(SlimxPiece p, uint8_t* bucket, const float* triton_scales, uint8_t* buffer) {
+  if (is_transposed(p)) p = in_row_order(p, buffer);
+  if (!kCopy) return copy_tile<Isa, false>(p, nullptr);
+  const bool bf16_in = p.item == 2, bf16_out = p.out == 2;
+  switch (p.op) {
+    case SLIMX_COPY_CHECKED:
+      return bf16_in ? checked_copy_tile<Isa, uint16_t>(p, bucket) : checked_copy_tile<Isa, uint32_t>(p, bucket);
+    case SLIMX_FP32_TO_BF16:
+      return convert_tile<Isa, uint32_t, uint16_t>(p, bucket);
+    case SLIMX_BF16_TO_FP32:
+      return convert_tile<Isa, uint16_t, uint32_t>(p, bucket);
+    case SLIMX_QUANTISE_FP8:
+      return bf16_in ? quantise_tile<Isa, uint16_t, uint32_t>(p, bucket, triton_scales)
+                     : quantise_tile<Isa, uint32_t, uint32_t>(p, bucket, triton_scales);
+    case SLIMX_QUANTISE_MXFP8:
+      return bf16_in ? quantise_tile<Isa, uint16_t, uint8_t>(p, bucket, triton_scales)
+                     : quantise_tile<Isa, uint32_t, uint8_t>(p, bucket, triton_scales);
+    case SLIMX_DEQUANTISE_FP8:
+    case SLIMX_DEQUANTISE_MXFP8:
+      return bf16_out ? dequantise_tile<Isa, uint16_t>(p, bucket) : dequantise_tile<Isa, uint32_t>(p, bucket);
+    default:
+      return copy_tile<Isa, true>(p, bucket);
   }
-  return uint64_t(word) * slimx_multiplier(uint32_t(pos >> 2));
+}
+
+// Everything above becomes part of these three, each for its instruction set.
+using Run = Share (*)(const SlimxPiece&, uint8_t*, const float*, uint8_t*);
+
+template <bool kCopy>
+Share run_scalar(const SlimxPiece& p, uint8_t* bucket, const float* triton_scales, uint8_t* buffer) {
+  return run_tile<Scalar, kCopy>(p, bucket, triton_scales, buffer);
+}
+
+#if defined(__x86_64__)
+template <bool kCopy>
+SLIMX_TARGET_AVX2 Share run_avx2(const SlimxPiece& p, uint8_t* bucket, const float* triton_scales, uint8_t* buffer) {
+  return run_tile<Avx2, kCopy>(p, bucket, triton_scales, buffer);
 }
 
 template <bool kCopy>
-uint64_t rectangle(const SlimxPiece& p, uint8_t* bucket, Words words) {
-  const int64_t row_bytes = p.cols * p.item;
-  const int64_t rows_ahead = (kAhead + row_bytes - 1) / row_bytes;
-  const int64_t ahead = row_bytes > kAhead ? kAhead : rows_ahead * p.src_ld;
-  uint64_t sum = 0;
-  for (int64_t r = 0; r < p.rows; ++r) {
-    const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src) + r * p.src_ld;
-    const auto to = [&](int64_t offset) { return kCopy ? bucket + p.dst + r * p.dst_ld + offset : nullptr; };
-    const uint64_t pos = p.pos + r * p.pos_ld;
-    const int64_t head = std::min<int64_t>(row_bytes, -pos & 3);  // up to the tensor's next word boundary
-    const int64_t whole = (row_bytes - head) >> 2, tail = head + 4 * whole;
-    if (head) sum += part_of_word<kCopy>(src, to(0), head, pos);
-    sum += words(src + head, to(head), whole, uint32_t((pos + head) >> 2), ahead);
-    if (tail < row_bytes) sum += part_of_word<kCopy>(src + tail, to(tail), row_bytes - tail, pos + tail);
-  }
-  return sum;
+SLIMX_TARGET_AVX512 Share run_avx512(const SlimxPiece& p, uint8_t* bucket, const float* triton_scales,
+                                     uint8_t* buffer) {
+  return run_tile<Avx512, kCopy>(p, bucket, triton_scales, buffer);
 }
+#endif
 
-// The loop to run, or nullptr where the processor lacks it.
+// The function to run, or nullptr where the processor lacks the instruction set.
 template <bool kCopy>
-Words words_for(SlimxIsa isa) {
+Run run_for(SlimxIsa isa) {
   if (!slimx_has_isa(isa)) return nullptr;
 #if defined(__x86_64__)
   const SlimxIsa best = slimx_has_isa(SLIMX_ISA_AVX512) ? SLIMX_ISA_AVX512
                         : slimx_has_isa(SLIMX_ISA_AVX2) ? SLIMX_ISA_AVX2
                                                         : SLIMX_ISA_SCALAR;
   const SlimxIsa chosen = isa == SLIMX_ISA_BEST ? best : isa;
-  if (chosen == SLIMX_ISA_AVX512) return words_avx512<kCopy>;
-  if (chosen == SLIMX_ISA_AVX2) return words_avx2<kCopy>;
+  if (chosen == SLIMX_ISA_AVX512) return run_avx512<kCopy>;
+  if (chosen == SLIMX_ISA_AVX2) return run_avx2<kCopy>;
 #endif
-  return words_scalar<kCopy>;
+  return run_scalar<kCopy>;
 }
 
 // ---- all tiles ------------------------------------------------------------------------------------------------------
 
-// Appends rows [row, row + rows) and elements [col, col + cols) of each as a piece of their own.
-void append(std::vector<SlimxPiece>& tiles, const SlimxPiece& p, int64_t row, int64_t rows, int64_t col, int64_t cols) {
-  SlimxPiece tile = p;
-  tile.src += row * p.src_ld + col * p.item;
-  tile.dst += row * p.dst_ld + col * p.item;
-  tile.pos += row * p.pos_ld + col * p.item;
-  tile.rows = rows;
-  tile.cols = cols;
-  tiles.push_back(tile);
-}
+struct Output {
+  uint8_t* bucket;
+  uint64_t* sums;
+  uint32_t* flags;
+};
 
-void cut(std::vector<SlimxPiece>& tiles, SlimxPiece p, bool copy) {
-  if (p.rows == 0 || p.cols == 0) return;
-  const int64_t row_bytes = p.cols * p.item;
-  const bool one_run = p.src_ld == row_bytes && p.pos_ld == row_bytes && (!copy || p.dst_ld == row_bytes);
-  if (one_run) {
-    p.cols *= p.rows;
-    p.rows = 1;
+void add(const SlimxPiece& p, const Share& share, const Output& out) {
+#pragma omp atomic
+  out.sums[p.tensor] += share.values;
+  if (p.scale_tensor >= 0 && share.scales != 0) {
+#pragma omp atomic
+    out.sums[p.scale_tensor] += share.scales;
   }
-  const int64_t cols = std::min(p.cols, kTileBytes / p.item);
-  const int64_t rows = std::max<int64_t>(1, kTileBytes / (cols * p.item));
-  for (int64_t row = 0; row < p.rows; row += rows)
-    for (int64_t col = 0; col < p.cols; col += cols)
-      append(tiles, p, row, std::min(rows, p.rows - row), col, std::min(cols, p.cols - col));
+  if (share.nonfinite) {
+#pragma omp atomic
+    out.flags[p.tensor] |= SLIMX_NONFINITE;
+  }
 }
 
 template <bool kCopy>
-SlimxStatus run(const SlimxPiece* pieces, int64_t n, uint8_t* bucket, uint64_t* sums, SlimxIsa isa, int threads) {
-  const Words words = words_for<kCopy>(isa);
-  if (!words) return SLIMX_NO_SUCH_ISA;
+SlimxStatus run(const SlimxPiece* pieces, int64_t n, const Output& out, const float* triton_scales, SlimxIsa isa,
+                int threads) {
+  const Run run_one = run_for<kCopy>(isa);
+  if (!run_one) return SLIMX_NO_SUCH_ISA;
   std::vector<SlimxPiece> tiles;
+  std::vector<uint8_t> buffers;
+  int64_t buffer = 0;  // bytes for one thread
+  int team = 1;
   try {
-    for (int64_t k = 0; k < n; ++k) cut(tiles, pieces[k], kCopy);
+    for (int64_t k = 0; k < n; ++k) {
+      SlimxPiece p = pieces[k];
+      if (!kCopy) p.op = SLIMX_COPY, p.out = p.item;
+      cut(tiles, p, kCopy);
+    }
+    for (const SlimxPiece& tile : tiles)
+      if (is_transposed(tile)) buffer = std::max(buffer, (tile.rows * tile.cols * tile.item + 63) / 64 * 64);
+    team = int(std::clamp<int64_t>(int64_t(tiles.size()) / kBatch, 1, threads));
+    buffers.resize(team * buffer);
   } catch (const std::bad_alloc&) {
     return SLIMX_NO_MEMORY;
   }
-  const int64_t count = int64_t(tiles.size());
-  const int team = int(std::clamp<int64_t>(count / kBatch, 1, threads));
-#pragma omp parallel for schedule(dynamic, kBatch) num_threads(team)
-  for (int64_t t = 0; t < count; ++t) {
-    const uint64_t sum = rectangle<kCopy>(tiles[t], bucket, words);
-    finish_stores();
-#pragma omp atomic
-    sums[tiles[t].tensor] += sum;
+#pragma omp parallel num_threads(team)
+  {
+    const IeeeArithmetic arithmetic;
+    uint8_t* mine = buffers.data() + omp_get_thread_num() * buffer;
+#pragma omp for schedule(dynamic, kBatch)
+    for (size_t t = 0; t < tiles.size(); ++t) {
+      const Share share = run_one(tiles[t], out.bucket, triton_scales, mine);
+      finish_stores();
+      add(tiles[t], share, out);
+    }
   }
   return SLIMX_OK;
 }
@@ -120,7 +184,9 @@ int slimx_abi(void) { return SLIMX_ABI; }
 
 int slimx_has_isa(SlimxIsa isa) {
 #if defined(__x86_64__)
-  if (isa == SLIMX_ISA_AVX512) return __builtin_cpu_supports("avx512f") != 0;
+  if (isa == SLIMX_ISA_AVX512)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (isa == SLIMX_ISA_AVX2) return __builtin_cpu_supports("avx2") != 0;
 #endif
   return isa == SLIMX_ISA_BEST || isa == SLIMX_ISA_SCALAR;
@@ -135,11 +201,13 @@ void slimx_seed(const int64_t* bytes, int64_t n, uint64_t* sums) {
   }
 }
 
-SlimxStatus slimx_pack(const SlimxPiece* pieces, int64_t n, uint8_t* bucket, uint64_t* sums, uint32_t* /* flags */,
-                       const float* /* triton_scales */, SlimxIsa isa, int threads) {
-  return run<true>(pieces, n, bucket, sums, isa, threads);
+SlimxStatus slimx_pack(const SlimxPiece* pieces, int64_t n, uint8_t* bucket, uint64_t* sums, uint32_t* flags,
+                       const float* triton_scales, SlimxIsa isa, int threads) {
+  const auto needs_table = [](const SlimxPiece& p) { return p.rule == SLIMX_RULE_TRITON; };
+  if (!triton_scales && std::any_of(pieces, pieces + n, needs_table)) return SLIMX_NO_TRITON_SCALES;
+  return run<true>(pieces, n, {bucket, sums, flags}, triton_scales, isa, threads);
 }
 
 SlimxStatus slimx_checksum(const SlimxPiece* pieces, int64_t n, uint64_t* sums, SlimxIsa isa, int threads) {
-  return run<false>(pieces, n, nullptr, sums, isa, threads);
+  return run<false>(pieces, n, {nullptr, sums, nullptr}, nullptr, isa, threads);
 }

@@ -1,0 +1,66 @@
+// cut.h: pieces into tiles: records of the same kind, small enough for one thread at a time and its cache.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "reshard.h"
+#include "tile.h"
+
+namespace slimx {
+
+// Enough work to pay for taking a tile from the shared counter, small enough to balance threads over a bucket, and for
+// a band of blocks to stay in a core's second cache between its two readings.
+constexpr int64_t kTileBytes = 256 << 10;
+// A transposed tile is brought into row order in a buffer first: small enough for the first cache, and wide and high
+// enough that whole cache lines are read and written on both sides.
+constexpr int64_t kTransposedBytes = 32 << 10;
+constexpr int64_t kTransposedCols = 128;
+
+inline bool is_transposed(const SlimxPiece& p) { return p.src_step != p.item; }
+
+inline bool has_blocks(const SlimxPiece& p) { return p.op >= SLIMX_QUANTISE_FP8; }
+
+// Rows [row, row + rows) and columns [col, col + cols) of p, where blocks begin, as a piece of their own.
+inline SlimxPiece part(const SlimxPiece& p, int64_t row, int64_t rows, int64_t col, int64_t cols) {
+  SlimxPiece tile = p;
+  tile.src += row * p.src_ld + col * p.src_step;
+  tile.dst += row * p.dst_ld + col * p.out;
+  tile.pos += row * p.pos_ld + col * p.out;
+  tile.rows = rows;
+  tile.cols = cols;
+  if (has_blocks(p)) {
+    const bool mx = p.op == SLIMX_QUANTISE_MXFP8 || p.op == SLIMX_DEQUANTISE_MXFP8;
+    const int64_t across = col / p.block_cols * (mx ? 1 : 4), down = row / p.block_rows;
+    tile.scale += down * p.scale_ld + across;
+    tile.scale_pos += down * p.scale_pos_ld + across;
+  }
+  return tile;
+}
+
+// The most whole units that `room` holds, but at least one, and no more than `all` is long.
+inline int64_t whole_units(int64_t room, int64_t unit, int64_t all) {
+  return std::min(all, std::max<int64_t>(1, room / unit) * unit);
+}
+
+// Appends the tiles of p; `copy`: for slimx_pack.
+inline void cut(std::vector<SlimxPiece>& tiles, SlimxPiece p, bool copy) {
+  if (p.rows == 0 || p.cols == 0) return;
+  if (p.cols == 1) p.src_step = p.item;
+  const int64_t from = p.cols * p.item, to = p.cols * p.out;
+  const bool one_run = p.src_ld == from && p.pos_ld == to && (!copy || p.dst_ld == to);
+  if (one_run && !is_transposed(p) && !has_blocks(p)) {
+    p.cols *= p.rows;
+    p.rows = 1;
+  }
+  const int64_t down = has_blocks(p) ? p.block_rows : 1, across = has_blocks(p) ? p.block_cols : 1;
+  const int64_t room = (is_transposed(p) ? kTransposedBytes : kTileBytes) / p.item;  // elements
+  const int64_t widest = is_transposed(p) ? kTransposedCols : has_blocks(p) ? kChunk : room;
+  const int64_t cols = whole_units(std::min(widest, room / std::min(room, down)), across, p.cols);
+  const int64_t rows = whole_units(room / std::min(room, cols), down, p.rows);
+  for (int64_t row = 0; row < p.rows; row += rows)
+    for (int64_t col = 0; col < p.cols; col += cols)
+      tiles.push_back(part(p, row, std::min(rows, p.rows - row), col, std::min(cols, p.cols - col)));
+}
+
+}  // namespace slimx

@@ -1,0 +1,121 @@
+// isa.h: the instruction sets of the CPU kernels, and the loops that are written once and compiled for each of them.
+//
+// What is marked SLIMX_INLINE has no instruction set of its own: it becomes part of its caller, and the tile functions
+// in reshard_cpu.cpp, which carry target attributes, are compiled with all loops below in 16, 32 or 64 byte vectors.
+// Only integers, and floats under IEEE rules, are computed: so all of them agree to the last bit.
+#pragma once
+
+#include <algorithm>
+
+#include "e4m3.h"
+#include "reshard.h"
+#include "words.h"
+
+namespace slimx {
+
+// An instruction set is the two loops that a compiler does not find by itself.
+struct Scalar {
+  template <bool kCopy>
+  static constexpr Words words = words_scalar<kCopy>;
+  template <class T>
+  static void encode(const T* x, int64_t n, float inverse, uint8_t* codes) {
+    encode_scalar(x, n, inverse, codes);
+  }
+};
+
+#if defined(__x86_64__)
+struct Avx2 {
+  template <bool kCopy>
+  static constexpr Words words = words_avx2<kCopy>;
+  template <class T>
+  SLIMX_TARGET_AVX2 static void encode(const T* x, int64_t n, float inverse, uint8_t* codes) {
+    encode_avx2(x, n, inverse, codes);
+  }
+};
+
+struct Avx512 {
+  template <bool kCopy>
+  static constexpr Words words = words_avx512<kCopy>;
+  template <class T>
+  SLIMX_TARGET_AVX512 static void encode(const T* x, int64_t n, float inverse, uint8_t* codes) {
+    encode_avx512(x, n, inverse, codes);
+  }
+};
+#endif
+
+// ---- runs of elements -----------------------------------------------------------------------------------------------
+// T: uint16_t for bf16, uint32_t for fp32, both as bits.
+
+template <class T>
+constexpr T kMagnitude = T(~T(0)) >> 1;
+template <class T>
+constexpr uint32_t kInfinite = sizeof(T) == 2 ? SLIMX_INF_BF16 : SLIMX_INF_FP32;
+
+// most[i] = the larger of most[i] and |x[i]|.
+template <class T>
+SLIMX_INLINE void fold_magnitudes(const T* __restrict x, int64_t n, T* __restrict most) {
+  for (int64_t i = 0; i < n; ++i) {
+    const T magnitude = x[i] & kMagnitude<T>;
+    most[i] = most[i] < magnitude ? magnitude : most[i];
+  }
+}
+
+// The largest magnitude of a run.
+template <class T>
+SLIMX_INLINE uint32_t largest(const T* x, int64_t n) {
+  T most = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const T magnitude = x[i] & kMagnitude<T>;
+    most = most < magnitude ? magnitude : most;
+  }
+  return most;
+}
+
+SLIMX_INLINE void double_codes(uint8_t* codes, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) codes[i] = slimx_double_e4m3(codes[i]);
+}
+
+SLIMX_INLINE void convert(const uint32_t* __restrict x, int64_t n, uint16_t* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = slimx_bf16(slimx_float(x[i]));
+}
+
+SLIMX_INLINE void convert(const uint16_t* __restrict x, int64_t n, uint32_t* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = uint32_t(x[i]) << 16;
+}
+
+SLIMX_INLINE void decode(const uint8_t* __restrict codes, int64_t n, float scale, uint16_t* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = slimx_bf16(slimx_dequantise(codes[i], scale));
+}
+
+SLIMX_INLINE void decode(const uint8_t* __restrict codes, int64_t n, float scale, uint32_t* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = slimx_bits(slimx_dequantise(codes[i], scale));
+}
+
+// ---- runs of bytes --------------------------------------------------------------------------------------------------
+
+// Fewer than four bytes, all in the word that holds offset `pos` of the tensor.
+template <bool kCopy>
+SLIMX_INLINE uint64_t part_of_word(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos) {
+  uint32_t word = 0;
+  for (int64_t k = 0; k < bytes; ++k) {
+    if (kCopy) dst[k] = src[k];
+    word |= uint32_t(src[k]) << (8 * ((pos + k) & 3));
+  }
+  return uint64_t(word) * slimx_multiplier(uint32_t(pos >> 2));
+}
+
+// Copies bytes that stand at offset `pos` of their tensor, and returns their share of its checksum. `ahead` as in
+// Words.
+template <class Isa, bool kCopy>
+SLIMX_INLINE uint64_t put(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos, int64_t ahead = 0) {
+  const int64_t head = std::min<int64_t>(bytes, -pos & 3);  // up to the tensor's next word boundary
+  const int64_t whole = (bytes - head) >> 2, tail = head + 4 * whole;
+  uint64_t sum = 0;
+  if (head) sum += part_of_word<kCopy>(src, dst, head, pos);
+  sum +=
+      Isa::template words<kCopy>(src + head, kCopy ? dst + head : nullptr, whole, uint32_t((pos + head) >> 2), ahead);
+  if (tail < bytes) sum += part_of_word<kCopy>(src + tail, kCopy ? dst + tail : nullptr, bytes - tail, pos + tail);
+  return sum;
+}
+
+}  // namespace slimx

@@ -1,0 +1,246 @@
+"""The record that the reshard kernels read, as a numpy dtype, and what must hold for an array of them.
+
+`csrc/reshard.h` defines it. One record is one rectangle of elements, what becomes of it, and its place in its tensor.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from slimx.errors import SlimxError
+
+
+class OP(IntEnum):
+    """What becomes of a piece's elements. "Flags": NONFINITE is set where an element written is infinite or NaN."""
+
+    COPY = 0
+    """Bytes of any item size; flags nothing."""
+    COPY_CHECKED = 1
+    """bf16 or fp32, the same bytes; flags."""
+    FP32_TO_BF16 = 2
+    """To nearest even; flags, also what is too large for bf16."""
+    BF16_TO_FP32 = 3
+    """Exact; flags."""
+    QUANTISE_FP8 = 4
+    """bf16 or fp32 to e4m3 codes and fp32 block scales by a RULE; flags, and the whole block becomes NaN."""
+    QUANTISE_MXFP8 = 5
+    """The same with E8M0 scales (uint8) of 1 x 32 blocks."""
+    DEQUANTISE_FP8 = 6
+    """e4m3 codes and fp32 block scales to bf16 or fp32; flags."""
+    DEQUANTISE_MXFP8 = 7
+    """The same with E8M0 scales of 1 x 32 blocks."""
+
+
+class RULE(IntEnum):
+    """How a quantising op chooses a block's scale from its largest magnitude: csrc/numerics.h, docs/numerics.md."""
+
+    NONE = 0
+    IEEE = 1
+    TRITON = 2
+    TE = 3
+    UE8M0 = 4
+    MXFP8 = 5
+
+
+NONFINITE = 1
+"""The bit of a tensor's flags that says: an element is infinite or not a number."""
+
+PIECE = np.dtype(
+    [
+        ("src", np.uint64),  # address of the first byte to read
+        ("src_ld", np.int64),  # bytes from one source row to the next
+        ("src_step", np.int64),  # bytes from one source element to the next: `item`, or more (a transposed source)
+        ("dst", np.uint64),  # byte offset in the bucket; checksum_rects ignores it
+        ("dst_ld", np.int64),  # bytes from one row to the next in the bucket; checksum_rects ignores it
+        ("pos", np.uint64),  # byte offset of the rectangle in the whole destination tensor
+        ("pos_ld", np.int64),  # bytes from one of its rows to the next there
+        ("rows", np.int64),  # elements
+        ("cols", np.int64),  # elements
+        ("scale", np.uint64),  # the first block's scale: byte offset in the bucket (quantise), address (dequantise)
+        ("scale_ld", np.int64),  # bytes there from one row of scales to the next
+        ("scale_pos", np.uint64),  # byte offset of that scale in the whole scale tensor (quantise)
+        ("scale_pos_ld", np.int64),  # bytes from one row of scales to the next there (quantise)
+        ("tensor", np.int32),  # index of the values into `sums` and `flags`
+        ("scale_tensor", np.int32),  # index of the scales into `sums` (quantise), -1 for other ops
+        ("block_rows", np.int32),  # elements of a block, 0 where the op has none
+        ("block_cols", np.int32),  # a piece starts with a block, and only the tensor's edge may cut one
+        ("op", np.uint8),  # OP
+        ("rule", np.uint8),  # RULE, NONE for ops that do not quantise
+        ("item", np.uint8),  # bytes of one source element
+        ("out", np.uint8),  # bytes of one destination element
+        ("reserved", np.uint32),  # 0
+    ],
+    align=True,
+)
+assert PIECE.itemsize == 128, "SlimxPiece in csrc/reshard.h"
+
+_FORMS = {
+    (OP.COPY_CHECKED, 2, 2),
+    (OP.COPY_CHECKED, 4, 4),
+    (OP.FP32_TO_BF16, 4, 2),
+    (OP.BF16_TO_FP32, 2, 4),
+    (OP.QUANTISE_FP8, 2, 1),
+    (OP.QUANTISE_FP8, 4, 1),
+    (OP.QUANTISE_MXFP8, 2, 1),
+    (OP.QUANTISE_MXFP8, 4, 1),
+    (OP.DEQUANTISE_FP8, 1, 2),
+    (OP.DEQUANTISE_FP8, 1, 4),
+    (OP.DEQUANTISE_MXFP8, 1, 2),
+    (OP.DEQUANTISE_MXFP8, 1, 4),
+}
+"""(op, bytes of a source element, of a destination element); COPY takes any size."""
+_RULES = {(op, RULE.NONE) for op in OP if op not in (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8)} | {
+    (OP.QUANTISE_MXFP8, RULE.MXFP8),
+    *((OP.QUANTISE_FP8, rule) for rule in (RULE.IEEE, RULE.TRITON, RULE.TE, RULE.UE8M0)),
+}
+
+
+def rectangle(
+    view: torch.Tensor, *, tensor: int, pos: int, pos_ld: int, dst: int = 0, dst_ld: int | None = None
+) -> tuple[int, ...]:
+    """One COPY record of a `PIECE` array: `view` [rows, cols] or [cols], of any strides, is part of a tensor.
+
+    `pos`, `dst`: byte offset of its first element in the whole tensor and in the bucket. `pos_ld`, `dst_ld`: bytes per
+    row there; `dst_ld` is `pos_ld` unless given. Does not keep `view` alive.
+    """
+    flat = view.unsqueeze(0) if view.dim() == 1 else view
+    if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != "cpu":
+        raise SlimxError(
+            f"a piece of shape {list(view.shape)}, strides {view.stride()} on {view.device} is no rectangle of CPU "
+            "memory: pass a 1-D or 2-D view whose elements are apart"
+        )
+    size = view.element_size()
+    steps = (flat.stride(0) * size, max(flat.stride(1), 1) * size)
+    dst_ld = pos_ld if dst_ld is None else dst_ld
+    return (
+        flat.data_ptr(),
+        *steps,
+        dst,
+        dst_ld,
+        pos,
+        pos_ld,
+        *flat.shape,
+        0,
+        0,
+        0,
+        0,
+        tensor,
+        -1,
+        0,
+        0,
+        0,
+        0,
+        size,
+    ) + (
+        size,
+        0,
+    )
+
+
+def scale_bytes(pieces: np.ndarray) -> np.ndarray:
+    """Bytes of one block scale of each piece, 0 where its op has none."""
+    mx = np.isin(pieces["op"], (OP.QUANTISE_MXFP8, OP.DEQUANTISE_MXFP8))
+    return np.where(pieces["op"] < OP.QUANTISE_FP8, 0, np.where(mx, 1, 4))
+
+
+def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
+    """Raises SlimxError unless `pieces` can be read and summed; addresses cannot be checked."""
+    if pieces.dtype != PIECE or pieces.ndim != 1 or not pieces.flags.c_contiguous:
+        raise SlimxError(f"pieces are {pieces.dtype} {pieces.shape}: pass a contiguous 1-D array of kernel.PIECE")
+    if sums.dtype != np.uint64 or sums.ndim != 1 or not sums.flags.carray:
+        raise SlimxError(f"sums are {sums.dtype} {sums.shape}: pass a contiguous, writable 1-D array of uint64")
+    rows, cols, tensor = pieces["rows"], pieces["cols"], pieces["tensor"]
+    item = pieces["item"].astype(np.int64)
+    some = (rows > 0) & (cols > 0)
+    _refuse(pieces, (rows < 0) | (cols < 0) | (pieces["src_ld"] < 0), "has a negative extent")
+    _refuse(pieces, item == 0, "has elements of 0 bytes")
+    _refuse(pieces, (tensor < 0) | (tensor >= len(sums)), f"names a tensor outside the {len(sums)} sums")
+    _refuse(pieces, some & (pieces["src"] == 0), "has no source address")
+    _refuse(pieces, some & (cols > 1) & (pieces["src_step"] < item), "has source elements that overlap")
+    _refuse(pieces, pieces["reserved"] != 0, "has a reserved field that is not 0")
+
+
+def check_sums(pieces: np.ndarray) -> None:
+    """Raises SlimxError where the bytes of a source, as they are, do not fit the rows of its tensor."""
+    long = (pieces["rows"] > 1) & (pieces["pos_ld"] // np.maximum(pieces["item"], 1) < pieces["cols"])
+    _refuse(pieces, long, "has rows longer than its tensor's")
+
+
+def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
+    """Raises SlimxError for an op that does not exist in this form, or lacks its blocks or its scales."""
+    op, rule, item, out = (pieces[name].astype(np.int64) for name in ("op", "rule", "item", "out"))
+    forms = np.isin(op << 16 | item << 8 | out, [o << 16 | i << 8 | d for o, i, d in _FORMS])
+    _refuse(pieces, ~(forms | ((op == OP.COPY) & (item == out))), "has an op that does not exist for its element sizes")
+    _refuse(pieces, ~np.isin(op << 8 | rule, [o << 8 | r for o, r in _RULES]), "has a rule that its op does not know")
+    high, wide, blocks = pieces["block_rows"], pieces["block_cols"], op >= OP.QUANTISE_FP8
+    _refuse(
+        pieces, np.where(blocks, (high < 1) | (wide < 1), (high != 0) | (wide != 0)), "has blocks its op cannot use"
+    )
+    mx = scale_bytes(pieces) == 1
+    _refuse(pieces, mx & ((high != 1) | (wide != 32)), "is MXFP8 with blocks other than 1 x 32")
+    quantises = np.isin(op, (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8))
+    target = pieces["scale_tensor"]
+    _refuse(
+        pieces,
+        np.where(quantises, (target < 0) | (target >= len(sums)), target != -1),
+        f"names scales outside the {len(sums)} sums, or has none to write",
+    )
+    _refuse(pieces, (rule == RULE.TRITON) & (item == 4), "quantises fp32 by the rule triton, which is defined for bf16")
+    reads = (blocks & ~quantises) & (pieces["rows"] > 0) & (pieces["cols"] > 0)
+    _refuse(pieces, reads & (pieces["scale"] == 0), "has no address of its scales")
+    _check_alignment(pieces, op, item, out)
+
+
+def _check_alignment(pieces: np.ndarray, op: np.ndarray, item: np.ndarray, out: np.ndarray) -> None:
+    def odd(fields: tuple[str, ...], size: np.ndarray) -> np.ndarray:
+        joined = np.zeros(len(pieces), dtype=np.uint64)
+        for field in fields:
+            joined |= pieces[field].astype(np.uint64)
+        return joined & (np.maximum(size, 1) - 1).astype(np.uint64) != 0
+
+    typed = op != OP.COPY
+    wrong = odd(("src", "src_ld", "src_step"), item) | odd(("dst", "dst_ld", "pos", "pos_ld"), out)
+    wrong |= odd(("scale", "scale_ld", "scale_pos", "scale_pos_ld"), scale_bytes(pieces))
+    _refuse(pieces, typed & wrong, "is not aligned to its elements or scales")
+
+
+def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
+    """Raises SlimxError for a piece that would write outside a bucket of `nbytes`, or twice in one place."""
+    out = pieces["out"].astype(np.int64)
+    long = (pieces["rows"] > 1) & (pieces["pos_ld"] // np.maximum(out, 1) < pieces["cols"])
+    _refuse(pieces, long, "has rows longer than its tensor's")
+    _check_room(pieces, ("dst", "dst_ld"), pieces["rows"], pieces["cols"], out, nbytes)
+    quantises = np.isin(pieces["op"], (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8)) & (pieces["cols"] > 0)
+    down, across = (
+        np.where(quantises, -(-pieces[extent] // np.maximum(pieces[block], 1)), 0)
+        for extent, block in (("rows", "block_rows"), ("cols", "block_cols"))
+    )
+    long = (down > 1) & (pieces["scale_pos_ld"] < across * scale_bytes(pieces))
+    _refuse(pieces, long, "has rows of scales longer than their tensor's")
+    _check_room(pieces, ("scale", "scale_ld"), down, across, scale_bytes(pieces), nbytes)
+
+
+def _check_room(
+    pieces: np.ndarray, fields: tuple[str, str], rows: np.ndarray, cols: np.ndarray, size: np.ndarray, nbytes: int
+) -> None:
+    """By division throughout: a product of two wrong numbers could wrap round into the bucket."""
+    first, ld = pieces[fields[0]], pieces[fields[1]]
+    room = nbytes - np.minimum(first, nbytes + 1).astype(np.int64)
+    too_wide = cols > room // np.maximum(size, 1)
+    width = np.where(too_wide, 0, cols) * size
+    _refuse(pieces, (rows > 1) & (cols > 0) & ~too_wide & (ld < width), "has rows that overlap in the bucket")
+    outside = too_wide | (rows - 1 > (room - width) // np.maximum(ld, 1))
+    _refuse(pieces, (rows > 0) & (cols > 0) & outside, f"ends outside the bucket of {nbytes} bytes")
+
+
+def _refuse(pieces: np.ndarray, bad: np.ndarray, what: str) -> None:
+    if bad.any():
+        k = int(np.flatnonzero(bad)[0])
+        p = pieces[k]
+        op = OP(p["op"]).name if p["op"] in OP.__members__.values() else f"op {p['op']}"
+        raise SlimxError(
+            f"piece {k} of {len(pieces)} {what} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements of "
+            f"{p['item']} bytes, bucket offset {p['dst']}, rows {p['dst_ld']} bytes apart): correct the plan that "
+            "made it"
+        )
