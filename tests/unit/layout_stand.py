@@ -55,9 +55,15 @@ Tensors = dict[str, torch.Tensor]
 class Model:
     """A tiny model and its tables."""
 
-    name: str
     hf: dict[str, Any]
     table: Table
+    mtp: int = 0
+    """Layers of multi-token prediction that are built."""
+
+    @property
+    def latent(self) -> bool:
+        """DeepSeek's attention and router, or Qwen's."""
+        return "kv_lora_rank" in self.hf
 
     @property
     def layers(self) -> int:
@@ -65,9 +71,9 @@ class Model:
 
 
 MODELS = {
-    "qwen": Model("qwen", QWEN, qwen3_moe.weight_table(QWEN)),
-    "deepseek": Model("deepseek", DEEPSEEK, deepseek_v3.weight_table(DEEPSEEK)),
-    "deepseek-mtp": Model("deepseek-mtp", DEEPSEEK, deepseek_v3.weight_table(DEEPSEEK, 1)),
+    "qwen": Model(QWEN, qwen3_moe.weight_table(QWEN)),
+    "deepseek": Model(DEEPSEEK, deepseek_v3.weight_table(DEEPSEEK)),
+    "deepseek-mtp": Model(DEEPSEEK, deepseek_v3.weight_table(DEEPSEEK, 1), 1),
 }
 
 
@@ -174,9 +180,8 @@ def megatron_rank(model: Model, whole: Tensors, sizes: Sizes, place: Place, spli
 def _chunk(
     model: Model, whole: Tensors, sizes: Sizes, place: Place, start: int, count: int, first: bool, last: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    layer = _qwen_layer if model.name == "qwen" else _deepseek_layer
+    layer = _deepseek_layer if model.latent else _qwen_layer
     embedding = whole["model.embed_tokens.weight"].chunk(sizes.tensor)[place.tensor]
-    mtp = last and model.name == "deepseek-mtp"
     if first:
         yield "embedding.word_embeddings.weight", embedding
     for local in range(count):
@@ -185,7 +190,7 @@ def _chunk(
     if last:
         yield "decoder.final_layernorm.weight", whole["model.norm.weight"]
         yield "output_layer.weight", whole["lm_head.weight"].chunk(sizes.tensor)[place.tensor]
-    if mtp:
+    if last and model.mtp:
         # A rank that has both ends holds the embedding once; chunks are modules of their own all the same.
         if sizes.pipeline > 1:
             yield "embedding.word_embeddings.weight", embedding
