@@ -78,6 +78,12 @@ def _deterministic_choices() -> list[str]:
     return DETERMINISTIC_ATTENTION_BACKEND_CHOICES
 
 
+def _deterministic_mla_choices() -> list[str]:
+    from sglang.srt.arg_groups.choices import RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+
+    return RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+
+
 def _host_allocators() -> dict[str, Callable[..., torch.Tensor]]:
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
@@ -94,12 +100,30 @@ def _add_host_allocator() -> None:
     _host_allocators()["cpu"] = _allocate_on_host
 
 
+def _native_attention() -> type:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return TorchNativeAttnBackend
+
+
+def _add_idle_length() -> None:
+    _native_attention().get_cpu_graph_seq_len_fill_value = lambda backend: 1  # as SGLang's other CPU backend
+
+
 CHOICES = (
     Gap(
         "deterministic-attention",
         "--enable-deterministic-inference (seeds, log-probs at the sampling temperature) refuses torch_native",
         open=lambda: "torch_native" not in _deterministic_choices(),
         close=lambda: _deterministic_choices().append("torch_native"),
+    ),
+    Gap(
+        # Deterministic mode also has SGLang's dispatch take absorbed MLA for every batch, the only form that
+        # torch_native computes. Side effect of the list: the radix cache stays on unless --disable-radix-cache.
+        "deterministic-mla",
+        "--enable-deterministic-inference refuses torch_native for models with absorbed MLA (DeepSeek)",
+        open=lambda: "torch_native" not in _deterministic_mla_choices(),
+        close=lambda: _deterministic_mla_choices().append("torch_native"),
     ),
 )
 """Gaps of argument checking: closed in every process, before arguments are read."""
@@ -116,6 +140,12 @@ GAPS = (
         "capture of routed experts would allocate through cudaHostRegister, the default of devices not listed",
         open=lambda: "cpu" not in _host_allocators(),
         close=_add_host_allocator,
+    ),
+    Gap(
+        "idle-length",
+        "DP-attention pads batches with sequences of a length that torch_native does not name",
+        open=lambda: not hasattr(_native_attention(), "get_cpu_graph_seq_len_fill_value"),
+        close=_add_idle_length,
     ),
 )
 

@@ -20,10 +20,11 @@ from typing import Any
 import psutil
 
 import slimx
-from slimx.adapters import sglang_cpu, sglang_receiver
+from slimx.adapters import sglang_cpu
+from slimx.adapters.sglang_receiver import receiver_of
 from slimx.errors import SlimxError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the actions and their JSON; the client (slimx.rollout.control) must speak the same."""
 NAME = "slimx"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
@@ -32,8 +33,10 @@ LOADS_PATH = "sglang.srt.managers.load_snapshot.shm_path_for"
 LOADS = "slimx-loads"
 """Name of the memory file that replaces it."""
 CHECK_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
-ANSWER, ERROR = "slimx", "error"
-"""Keys of the payload's `checksums`: our JSON answer, or the text of an error."""
+ANSWER, ERROR, PID = "slimx", "error", "pid"
+"""Keys of the payload's `checksums`: our JSON answer, or the text of an error, and whose it is."""
+EVERY_RANK = "all"
+"""In place of a rank's number: a bucket of which every rank takes what it holds."""
 
 
 def register() -> None:
@@ -110,37 +113,73 @@ def check_weights(
     except Exception as error:
         answer = {ERROR: f"{action} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"}
     return {
-        "checksums": answer,
+        "checksums": answer | {PID: str(os.getpid())},
         "per_gpu_checksum": "",
         "parallelism_info": runner._weight_checker._parallelism_info(role=role).model_dump(),
     }
 
 
 def _answer(runner: Any, action: str, argument: dict[str, Any]) -> dict[str, Any]:
-    if action == "slimx.attest":
-        return attest(runner)
-    actions: dict[str, Callable[..., dict[str, Any]]] = {
-        "slimx.inventory": sglang_receiver.inventory,
-        "slimx.stage": sglang_receiver.stage,
-        "slimx.abort": sglang_receiver.abort,
-        "slimx.status": sglang_receiver.status,
-        "slimx.verify": sglang_receiver.verify,
+    receiver = receiver_of(runner.model)
+    actions: dict[str, Callable[[], dict[str, Any]]] = {
+        "slimx.attest": lambda: attest(runner),
+        "slimx.inventory": lambda: receiver.inventory(experts=_expert_location()),
+        "slimx.begin": lambda: receiver.begin(**argument, experts=_expert_location()),
+        "slimx.stage": lambda: receiver.stage(**_own_part(argument, _coordinates()["rank"])),
+        "slimx.verify": receiver.verify,
+        "slimx.commit": lambda: receiver.commit(**argument),
+        "slimx.abort": receiver.abort,
+        "slimx.status": receiver.status,
     }
     if action not in actions:
         raise SlimxError(
             f"unknown action {action}; this server's slimx {slimx.__version__} knows {', '.join(sorted(actions))}"
         )
-    if split := {size: count for size, count in _sizes().items() if count > 1}:
-        raise SlimxError(f"{action} supports engines of one rank; this one has {split}: set these sizes to 1")
-    return actions[action](runner.model, **argument)
+    return actions[action]()
 
 
-def _sizes() -> dict[str, int]:
-    """Parallel sizes of this server that split a model or copy it."""
+def _own_part(argument: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What `Receiver.stage` gets of {version, epoch, bucket, ranks: {number or "all": {fd_path, size, tensors}}}."""
+    ranks = argument.pop("ranks")
+    part = ranks.get(str(rank), ranks.get(EVERY_RANK))
+    if part is None:
+        raise SlimxError(f"bucket {argument['bucket']} brings nothing for rank {rank}, only for {', '.join(ranks)}")
+    return argument | part
+
+
+def _expert_location() -> Any:
+    """Which experts the slots of this process hold (None for models without experts)."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    return get_global_expert_location_metadata()
+
+
+def _coordinates() -> dict[str, int]:
+    """Where this rank stands in its engine; `rank` counts as `slimx.layout.ranks.EngineSizes` does."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return {"tp": parallel.tp_size, "ep": parallel.moe_ep_size, "pp": parallel.pp_size, "dp": parallel.dp_size}
+    return {
+        "rank": parallel.pp_rank * parallel.tp_size + parallel.tp_rank,
+        "tensor": parallel.tp_rank,
+        "expert": parallel.moe_ep_rank,
+        "pipeline": parallel.pp_rank,
+        "attention_data": parallel.attn_dp_rank,
+    }
+
+
+def _sizes() -> dict[str, int]:
+    """What this engine splits its model by: the fields of `slimx.layout.ranks.EngineSizes`."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel, location = get_parallel(), _expert_location()
+    return {
+        "tensor": parallel.tp_size,
+        "expert": parallel.moe_ep_size,
+        "pipeline": parallel.pp_size,
+        "attention_data": parallel.attn_dp_size,
+        "redundant": location.num_physical_experts - location.num_logical_experts if location else 0,
+    }
 
 
 def attest(runner: Any) -> dict[str, Any]:
@@ -159,7 +198,9 @@ def attest(runner: Any) -> dict[str, Any]:
         "slimx": slimx.__version__,
         "sglang": sglang.__version__,
         "pid": os.getpid(),
+        "coordinates": _coordinates(),
         "sizes": _sizes(),
+        "fused_shared_experts": getattr(runner.model, "num_fused_shared_experts", 0),
         "model": type(runner.model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": runner.device,

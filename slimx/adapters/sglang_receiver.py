@@ -1,213 +1,314 @@
-"""Weights inside the server: staged from shared memory, verified, copied in place, verified again from what is held.
+"""One rank's receiver of publications: staged from shared memory, proven, copied in place, proven as it is held.
 
-Written for sglang 0.5.23. `stage`, `abort`, `verify` and `inventory` are reached through the stock endpoint
-/weights_checker (`sglang_plugin`), `load_staged` through /update_weights_from_tensor. SGLang loads in place and dies of
-an exception in a loader, so nothing is copied before its bytes are proven, and `load_staged` reports instead of
-raising.
+    begin -> stage* -> load (once, or after each stage) -> verify -> commit          abort ends it at any point
+
+Written for sglang 0.5.23. Actions are reached through the stock endpoint /weights_checker (`sglang_plugin`), the copy
+through /update_weights_from_tensor (`load_staged`). SGLang loads in place and dies of an exception in a loader, so
+nothing is copied before its bytes are proven, and `load_staged` reports instead of raising. A failure here ends the
+publication on this rank only; the client aborts it on the others.
 """
 
 from __future__ import annotations
 
 import difflib
-import mmap
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from slimx.adapters.sglang_layout import Layout, hf_layout
+from slimx.adapters.sglang_layout import hf_layout
+from slimx.adapters.sglang_memory import map_bucket, tensor_at
+from slimx.adapters.sglang_places import Layout, Place, held_sums, local_layout, staged_sums
 from slimx.errors import SlimxError
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.precision import Rule
 
-Checksum = Callable[[torch.Tensor], int]
 Answer = dict[str, Any]
+Staging = Literal["model", "bucket"]
 
-ATTRIBUTE = "_slimx_staging"
+ATTRIBUTE = "_slimx_receiver"
+RULES = ("none", *get_args(Rule))
 
 
 @dataclass(slots=True)
-class Staging:
-    """What one model's receiver knows. It hangs on the model, so that it lives and ends with it."""
+class Staged:
+    """One tensor whose bytes are proven."""
 
+    view: torch.Tensor
+    """In the publisher's memory, [shape]."""
+    share: int
+    """What this rank's part adds to the tensor's checksum."""
+
+
+@dataclass(slots=True)
+class Publication:
+    """The publication that is open on this rank."""
+
+    manifest: Manifest
+    staging: Staging
+    """"model": nothing is copied before everything is staged. "bucket": each load copies what is staged by then."""
     layout: Layout
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Verified and not yet copied: views of the publisher's memory."""
-    checksums: dict[str, int] = field(default_factory=dict)
-    """Checksum of every staged tensor."""
+    taken: set[str] = field(default_factory=set)
+    """Names that came, those for other ranks among them."""
+    staged: dict[str, Staged] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
-    """Checksum of every tensor that was ever copied: what the model should hold."""
-    outcome: Answer = field(default_factory=dict)
-    """How the last copy ended: {"loaded": count} or {"loaded": count so far, "error": text}."""
+    """Tensors that were copied -> share that the model should hold."""
+    verified: bool = False
 
-    def drop(self) -> None:
-        """Forget what is staged; the mapping ends with its last view."""
-        self.tensors.clear()
-        self.checksums.clear()
+    @property
+    def missing(self) -> list[str]:
+        """Tensors that this rank needs and that are neither staged nor loaded."""
+        return [name for name in self.layout.held if name not in self.staged and name not in self.loaded]
 
 
-def staging_of(model: nn.Module) -> Staging:
-    """The model's receiver, made at the first use."""
+class Receiver:
+    """What one rank knows of the publications to its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.open: Publication | None = None
+        self.epoch = -1
+        """Membership epoch of the publication begun last."""
+        self.version: int | None = None
+        """Version committed last; None once anything was copied after it."""
+        self.outcome: Answer = {}
+        """How the last copy ended: {"loaded": count} or {"loaded": count, "error": text}."""
+        self.copied: Publication | None = None
+        """The publication that copied last: its `loaded` is all that vouches for what the model holds."""
+
+    # Life of a publication ------------------------------------------------------------------------------------------
+
+    def begin(self, *, manifest: Answer, staging: Staging = "model", experts: Any = None) -> Answer:
+        """Open a publication, unless one of the same or a newer epoch is open. `experts`: as for `hf_layout`.
+
+        The layout is read anew: expert balancing moves experts between slots.
+        """
+        new = Manifest.from_json(manifest)
+        if new.scope != "full":
+            raise SlimxError(f"{new} has scope {new.scope}; this engine takes whole weights only (scope full)")
+        if new.rule not in RULES:
+            raise SlimxError(f"{new} has rule {new.rule!r}; rules are {', '.join(RULES)}")
+        if staging not in get_args(Staging):
+            raise SlimxError(f"{new} is staged by {staging!r}; it is one of {', '.join(get_args(Staging))}")
+        if new.membership_epoch < self.epoch:
+            raise SlimxError(f"{new} is older than epoch {self.epoch}, of which a publication has begun here")
+        if self.open is not None and new.membership_epoch == self.open.manifest.membership_epoch:
+            raise SlimxError(f"{new} cannot begin while {self.open.manifest} is open; commit or abort that one first")
+        layout = local_layout(self.model) if new.encoding == "local" else hf_layout(self.model, experts)
+        if layout.uncovered:
+            name, why = next(iter(layout.uncovered.items()))
+            raise SlimxError(
+                f"{new}: this rank holds {len(layout.uncovered)} parameters that encoding {new.encoding} does not "
+                f"reach, first {name}: {why}"
+            )
+        self.open, self.epoch = Publication(new, staging, layout), new.membership_epoch
+        return self.status()
+
+    def stage(self, *, version: int, epoch: int, bucket: int, fd_path: str, size: int, tensors: list[Answer]) -> Answer:
+        """Map one bucket of `size` bytes at `fd_path` and keep this rank's tensors once every checksum agrees.
+
+        Each entry of `tensors` is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex
+        digits). Nothing of the model is touched. Any error ends the publication on this rank.
+        """
+        publication = self._belonging(version, epoch)
+        try:
+            for entry in tensors:
+                _check_entry(publication, entry, bucket, size)
+            mine = [entry for entry in tensors if publication.layout.places[entry["name"]].held]
+            # A rank that has no share of a bucket does not even open it.
+            memory = map_bucket(fd_path, size, bucket) if mine else None
+            views = {entry["name"]: tensor_at(memory, entry) for entry in mine}
+            sums = staged_sums(views, publication.layout.places)
+            for entry in mine:
+                name, expected = entry["name"], int(entry["checksum"], 16)
+                actual, share = sums[name]
+                if actual != expected:
+                    raise SlimxError(
+                        f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, {expected:016x} "
+                        "at the publisher; its bytes changed on the way: publish again"
+                    )
+                publication.staged[name] = Staged(views[name], share)
+        except Exception:
+            self.open = None
+            raise
+        publication.taken.update(entry["name"] for entry in tensors)
+        publication.verified = False
+        return self.status()
+
+    def load(self) -> None:
+        """Copy what is staged into the model; raises with the model half copied only if SGLang's own loader fails."""
+        publication = self.open
+        if publication is None or not publication.staged:
+            raise SlimxError("load was asked but nothing is staged; begin a publication and stage its buckets first")
+        if publication.staging == "model" and (missing := publication.missing):
+            raise SlimxError(
+                f"load was asked but {len(missing)} tensors are not staged, first {missing[0]}; stage them all"
+            )
+        ready = {name: staged for name, staged in publication.staged.items() if _complete(publication, name)}
+        # From here the model holds neither the old weights nor the new: nothing else vouches for it any more.
+        self.copied, self.version, publication.verified = publication, None, False
+        if publication.manifest.encoding == "hf":
+            self.model.load_weights(self._counted(ready))
+        else:
+            for name, tensor in self._counted(ready):
+                publication.layout.places[name].held[0].parameter.data.copy_(tensor)
+        publication.loaded.update((name, staged.share) for name, staged in ready.items())
+        # What waits for its partners outlives its bucket, whose memory the publisher may now use again.
+        publication.staged = {
+            name: Staged(staged.view.clone(), staged.share)
+            for name, staged in publication.staged.items()
+            if name not in ready
+        }
+        if publication.manifest.encoding == "local" and not publication.missing:
+            self._derive()
+
+    def verify(self) -> Answer:
+        """Compare what the model HOLDS now with what was copied last.
+
+        Answer: {"encoding", "tensors": count in the publication, "differ": [names], "missing": [held, but never
+        copied], "derived": [tensors that the model computed from the others]}.
+        """
+        if self.copied is None:
+            raise SlimxError("verify was asked but nothing was ever published to this engine; publish first")
+        places, loaded = self.copied.layout.places, self.copied.loaded
+        sums = held_sums(places, loaded)
+        differ = [name for name, share in loaded.items() if sums[name] != {share}]
+        missing = [name for name in self.copied.layout.held if name not in loaded]
+        self.copied.verified = self.copied is self.open and not differ and not missing
+        return {
+            "encoding": self.copied.manifest.encoding,
+            "tensors": len(self.copied.taken),
+            "differ": differ,
+            "missing": missing,
+            "derived": sorted(_derived(self.model)),
+        }
+
+    def commit(self, *, version: int) -> Answer:
+        """Close the open publication: its weights are this rank's `version`."""
+        publication = self.open
+        if publication is None or publication.manifest.version != version:
+            raise SlimxError(f"version {version} cannot be committed: {self._what_is_open()}")
+        if not publication.verified:
+            raise SlimxError(f"{publication.manifest} cannot be committed before it is loaded and verified as a whole")
+        self.open, self.version = None, version
+        return self.status()
+
+    def abort(self) -> Answer:
+        """End the open publication; before its first copy nothing has changed. May be called at any time and again."""
+        self.open = None
+        return self.status()
+
+    # Looks ----------------------------------------------------------------------------------------------------------
+
+    def status(self) -> Answer:
+        """`{"open": text or None, "version", "staged": count, "bytes", "missing": [names], "outcome": {...}}`.
+
+        `missing`: what this rank needs of the open publication and has neither staged nor loaded.
+        """
+        publication = self.open
+        staged = publication.staged.values() if publication else ()
+        return {
+            "open": str(publication.manifest) if publication else None,
+            "version": self.version,
+            "staged": len(staged),
+            "bytes": sum(one.view.nbytes for one in staged),
+            "missing": publication.missing if publication else [],
+            "outcome": self.outcome,
+        }
+
+    def inventory(self, *, experts: Any = None) -> Answer:
+        """`{"parameters": {name: form}, "tensors": {Hugging Face name: form}, "uncovered": {parameter: why}}`.
+
+        A form is "dtype:d0,d1". All that this rank takes of a publication, in either encoding; `uncovered`: what it
+        holds and no Hugging Face name reaches.
+        """
+        hf, local = hf_layout(self.model, experts), local_layout(self.model)
+        return {
+            "parameters": {name: local.places[name].form for name in local.held},
+            "tensors": {name: hf.places[name].form for name in hf.held},
+            "uncovered": hf.uncovered,
+        }
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _belonging(self, version: int, epoch: int) -> Publication:
+        manifest = self.open.manifest if self.open else None
+        if manifest is None or (manifest.version, manifest.membership_epoch) != (version, epoch):
+            raise SlimxError(f"a bucket of version {version}, epoch {epoch} came, but {self._what_is_open()}")
+        return self.open
+
+    def _what_is_open(self) -> str:
+        return f"{self.open.manifest} is open" if self.open else "no publication is open: begin one first"
+
+    def _counted(self, ready: dict[str, Staged]) -> Iterator[tuple[str, torch.Tensor]]:
+        for count, (name, staged) in enumerate(ready.items()):
+            self.outcome["loaded"] = count
+            yield name, staged.view
+        self.outcome["loaded"] = len(ready)
+
+    def _derive(self) -> None:
+        """What SGLang does after loads that pass `load_weights` by (model_loader.loader.post_load_weights): MLA's w_kc
+        and w_vc. `load_weights` does it by itself; process_weights_after_loading runs in /end_weight_update for both.
+        """
+        if hasattr(self.model, "post_load_weights"):
+            self.model.post_load_weights()
+
+
+def receiver_of(model: nn.Module) -> Receiver:
+    """The model's receiver, made at the first use. It hangs on the model, so that it lives and ends with it."""
     if not hasattr(model, ATTRIBUTE):
-        object.__setattr__(model, ATTRIBUTE, Staging(hf_layout(model)))
+        object.__setattr__(model, ATTRIBUTE, Receiver(model))
     return getattr(model, ATTRIBUTE)
 
 
-def kernel_checksum(tensor: torch.Tensor) -> int:
-    """The checksum of slimx's kernels, 64 bits over the raw bytes. Imported late: only a publication needs them."""
-    from slimx.reshard.kernel import checksum_tensor
-
-    return checksum_tensor(tensor)
-
-
-def inventory(model: nn.Module) -> Answer:
-    """`{"tensors": {name: "dtype:d0,d1"}, "uncovered": {parameter: why}}`: all that a publication must bring."""
-    layout = staging_of(model).layout
-    tensors = {name: _describe(place.parameter.dtype, place.shape) for name, place in layout.places.items()}
-    return {"tensors": tensors, "uncovered": layout.uncovered}
-
-
-def stage(
-    model: nn.Module,
-    *,
-    fd_path: str,
-    tensors: list[dict[str, Any]],
-    bucket: int,
-    size: int,
-    checksum: Checksum = kernel_checksum,
-) -> Answer:
-    """Map one bucket of `size` bytes at `fd_path` and keep its tensors once every checksum agrees.
-
-    Each entry of `tensors` is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex
-    digits). Nothing of the model is touched. Any error drops the whole staging area: a publication is staged completely
-    or not.
-    """
-    staging = staging_of(model)
-    try:
-        for entry in tensors:
-            _check_entry(staging, entry, bucket, size)
-        memory = _map(fd_path, size, bucket)
-        for entry in tensors:
-            name, dtype = entry["name"], getattr(torch, entry["dtype"])
-            count = entry["nbytes"] // dtype.itemsize
-            view = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry["offset"]).view(entry["shape"])
-            expected, actual = int(entry["checksum"], 16), checksum(view)
-            if actual != expected:
-                raise SlimxError(
-                    f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, {expected:016x} at "
-                    "the publisher; its bytes changed on the way: publish again"
-                )
-            staging.tensors[name], staging.checksums[name] = view, expected
-    except Exception:
-        staging.drop()
-        raise
-    return status(model)
-
-
-def abort(model: nn.Module) -> Answer:
-    """Drop what is staged; nothing was copied, so nothing changed. May be called at any time, again and again."""
-    staging_of(model).drop()
-    return status(model)
-
-
-def status(model: nn.Module) -> Answer:
-    """`{"staged": count, "bytes": sum, "missing": [names not staged], "outcome": {...}}`."""
-    staging = staging_of(model)
-    return {
-        "staged": len(staging.tensors),
-        "bytes": sum(tensor.nbytes for tensor in staging.tensors.values()),
-        "missing": [name for name in staging.layout.places if name not in staging.tensors],
-        "outcome": staging.outcome,
-    }
-
-
 def load_staged(model: nn.Module, named_tensors: Iterable[Any]) -> None:
-    """SGLang's custom weight loader: copy the staged tensors into the model by the model's own `load_weights`.
+    """SGLang's custom weight loader: copy the staged tensors into the model.
 
     `named_tensors` is the request's (empty) list. SGLang lets an exception of a loader end the scheduler and, with TP,
     leaves the other ranks waiting; so the outcome is recorded for `status` and the caller asks for it.
     """
-    staging, count = staging_of(model), 0
-    staging.outcome = {"loaded": 0}
-
-    def counted() -> Iterable[tuple[str, torch.Tensor]]:
-        nonlocal count
-        for name, tensor in staging.tensors.items():
-            yield name, tensor
-            count += 1
-
+    receiver = receiver_of(model)
+    receiver.outcome = {"loaded": 0}
     try:
-        if not staging.tensors:
-            raise SlimxError("load was asked but nothing is staged; stage the buckets of this publication first")
-        model.load_weights(counted())
-        staging.outcome = {"loaded": count}
-        staging.loaded.update(staging.checksums)
+        receiver.load()
     except Exception as error:
-        staging.outcome = {"loaded": count, "error": f"{type(error).__name__}: {error}"}
-    staging.drop()
+        receiver.outcome["error"] = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
+        receiver.open = None
 
 
-def verify(
-    model: nn.Module, *, tensors: list[dict[str, str]] | None = None, checksum: Checksum = kernel_checksum
-) -> Answer:
-    """Compare what the model HOLDS now with `tensors` ([{name, checksum}]), or with all that was ever loaded here.
-
-    Answer: `{"checked": count, "differ": [names], "unverified": [held names without a checksum]}`.
-    """
-    staging = staging_of(model)
-    expected = staging.loaded if tensors is None else {entry["name"]: int(entry["checksum"], 16) for entry in tensors}
-    places = staging.layout.places
-    if unknown := [name for name in expected if name not in places]:
-        raise SlimxError(f"verify: the model holds no tensor {unknown[0]}{_nearest(unknown[0], places)}")
-    differ = [name for name, value in expected.items() if checksum(places[name].view().contiguous()) != value]
-    return {"checked": len(expected), "differ": differ, "unverified": [name for name in places if name not in expected]}
+def _complete(publication: Publication, name: str) -> bool:
+    """Whether all that the model loads only together with `name` is there."""
+    partners = publication.layout.together.get(name, ())
+    return all(partner in publication.staged for partner in partners)
 
 
-def _check_entry(staging: Staging, entry: dict[str, Any], bucket: int, size: int) -> None:
+def _check_entry(publication: Publication, entry: Answer, bucket: int, size: int) -> None:
     """Refuse, before a byte is read, what the model could not take."""
-    name, place = entry["name"], staging.layout.places.get(entry["name"])
+    name, places = entry["name"], publication.layout.places
+    place: Place | None = places.get(name)
     if place is None:
+        close = difflib.get_close_matches(name, list(places), n=1)
+        nearest = f"the nearest that it takes is {close[0]}" if close else "it takes nothing of a similar name"
+        raise SlimxError(f"tensor {name} of bucket {bucket} is unknown to the model; {nearest}")
+    offered = f"{entry['dtype']}:{','.join(map(str, entry['shape']))}"
+    if offered != place.form:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} is unknown to the model{_nearest(name, staging.layout.places)}"
+            f"tensor {name} of bucket {bucket} is {offered}, the model loads {place.form}; convert it before publishing"
         )
-    offered, wanted = _describe(entry["dtype"], entry["shape"]), _describe(place.parameter.dtype, place.shape)
-    if offered != wanted:
-        raise SlimxError(
-            f"tensor {name} of bucket {bucket} is {offered}, the model loads {wanted}; convert it before publishing"
-        )
-    if name in staging.tensors:
-        raise SlimxError(f"tensor {name} of bucket {bucket} is staged already; send each tensor once, or abort first")
-    nbytes = place.parameter.element_size() * torch.Size(place.shape).numel()
-    if entry["nbytes"] != nbytes or not 0 <= entry["offset"] <= size - nbytes:
+    if name in publication.taken:
+        raise SlimxError(f"tensor {name} of bucket {bucket} came already in this publication; send each tensor once")
+    if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
         raise SlimxError(
             f"tensor {name} of bucket {bucket} claims bytes {entry['offset']} + {entry['nbytes']} of {size}, "
-            f"but needs {nbytes}"
+            f"but needs {place.nbytes}"
         )
 
 
-def _map(fd_path: str, size: int, bucket: int) -> mmap.mmap:
-    """The publisher's memory file, mapped privately: its pages are shared, and nothing here could write to them."""
-    try:
-        fd = os.open(fd_path, os.O_RDONLY)
-    except OSError as error:
-        raise SlimxError(
-            f"bucket {bucket} at {fd_path} cannot be opened ({error.strerror}); "
-            "publisher and engine must share a machine and a user"
-        ) from None
-    try:
-        if (held := os.fstat(fd).st_size) < size:
-            raise SlimxError(f"bucket {bucket} at {fd_path} has {held} bytes, {size} were announced; publish again")
-        # torch.frombuffer warns about read-only buffers; a private writable mapping is as safe and silent.
-        return mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
-
-
-def _describe(dtype: torch.dtype | str, shape: Iterable[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')}:{','.join(map(str, shape))}"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; the nearest that it holds is {close[0]}" if close else "; it holds nothing of a similar name"
+def _derived(model: nn.Module) -> Iterator[str]:
+    """Tensors that hang on modules beside parameters and buffers."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{attribute}" if name else attribute

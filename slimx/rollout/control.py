@@ -17,10 +17,11 @@ import aiohttp
 
 import slimx
 from slimx.errors import DeadlineError, SlimxError
-from slimx.reshard.packed import PackedTensor
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.process import SupervisedProcess
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the plugin's actions that this file speaks."""
 RECEIVER = "slimx.adapters.sglang_receiver.load_staged"
 """The server's custom weight loader, by dotted path."""
@@ -31,6 +32,9 @@ PORT_TAKEN = "error while attempting to bind on address"
 """What uvicorn writes into the server's log."""
 
 Json = dict[str, Any]
+Forms = dict[str, str]
+"""Name of a tensor -> "dtype:d0,d1"."""
+Staging = Literal["model", "bucket"]
 PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
@@ -124,82 +128,112 @@ class EngineControl:
 
     # Weights --------------------------------------------------------------------------------------------------------
 
-    async def inventory(self) -> dict[str, str]:
-        """Every Hugging Face tensor that the model loads -> "dtype:d0,d1"; a parameter without a name is an error."""
-        (rank,) = await self._ask("slimx.inventory")
-        if uncovered := rank["uncovered"]:
-            name, why = next(iter(uncovered.items()))
-            raise SlimxError(
-                f"engine {self.name} holds {len(uncovered)} parameters that slimx cannot publish, first {name}: {why}; "
-                "add a row to slimx/adapters/sglang_layout.py"
-            )
-        return rank["tensors"]
+    async def inventory(self, encoding: Encoding = "hf") -> list[Forms]:
+        """Every tensor that a publication must bring: for "hf" one list for all ranks, for "local" one per rank."""
+        ranks = await self._ask("slimx.inventory")
+        if encoding == "local":
+            return [rank["parameters"] for rank in ranks]
+        tensors: Forms = {}
+        for number, rank in enumerate(ranks):
+            if uncovered := rank["uncovered"]:
+                name, why = next(iter(uncovered.items()))
+                raise SlimxError(
+                    f"engine {self.name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
+                    f"first {name}: {why}; add a row to slimx/adapters/sglang_layout.py"
+                )
+            for name, form in rank["tensors"].items():
+                if tensors.setdefault(name, form) != form:
+                    raise SlimxError(
+                        f"engine {self.name}: ranks disagree on {name}: {tensors[name]}, but {form} on rank {number}"
+                    )
+        return [tensors]
+
+    async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
+        """Open a publication on every rank. `staging`: "model" copies once, "bucket" after each bucket."""
+        await self._ask("slimx.begin", {"manifest": manifest.to_json(), "staging": staging})
 
     async def stage(
-        self, fd_path: str, tensors: list[PackedTensor], bucket: int, size: int, deadline_s: float | None = None
-    ) -> Json:
-        """Have the server map one bucket of `size` bytes and prove its bytes. Changes nothing of the model.
+        self, manifest: Manifest, packed: PackedBucket, bucket: int, deadline_s: float | None = None
+    ) -> list[Json]:
+        """Have every rank map its part of a bucket and prove its bytes. Changes nothing of the model.
 
-        Answer: {staged, bytes, missing, outcome}. A wrong byte or an unknown tensor is an error and drops all that is
-        staged.
+        Answers: each rank's `status`. A wrong byte or an unknown tensor is an error, and ends the publication on the
+        rank that found it: abort it on the others.
         """
-        argument = {"fd_path": fd_path, "tensors": [t.to_json() for t in tensors], "bucket": bucket, "size": size}
-        return (await self._ask("slimx.stage", argument, deadline_s))[0]
+        ranks = {"all": packed.targets[0]} if manifest.encoding == "hf" else dict(enumerate(packed.targets))
+        argument = {
+            "version": manifest.version,
+            "epoch": manifest.membership_epoch,
+            "bucket": bucket,
+            "ranks": {str(rank): _part(packed, tensors) for rank, tensors in ranks.items()},
+        }
+        return await self._ask("slimx.stage", argument, deadline_s)
 
-    async def abort_staging(self) -> Json:
-        """Drop what is staged. May be called at any time."""
-        return (await self._ask("slimx.abort"))[0]
+    async def abort_publication(self, deadline_s: float | None = None) -> None:
+        """End the open publication on every rank, if there is one. May be called at any time."""
+        await self._ask("slimx.abort", deadline_s=deadline_s)
 
-    async def status(self) -> Json:
-        """{staged, bytes, missing: [names], outcome: {loaded, error?}} of the receiver."""
-        return (await self._ask("slimx.status"))[0]
+    async def status(self) -> list[Json]:
+        """By rank {open, version, staged, bytes, missing: [names], outcome: {loaded, error?}} of its receiver."""
+        return await self._ask("slimx.status")
 
     async def check_staged(self) -> None:
-        """Refuse if a tensor of the model is not staged: the last look before the first copy."""
-        if missing := (await self.status())["missing"]:
-            raise SlimxError(
-                f"engine {self.name}: {len(missing)} tensors of the model are not staged, first {missing[0]}; "
-                "stage every tensor before loading"
-            )
+        """Refuse if a rank lacks a tensor of its model: the last look before the first copy."""
+        for number, rank in enumerate(await self.status()):
+            if missing := rank["missing"]:
+                raise SlimxError(
+                    f"engine {self.name} rank {number}: {len(missing)} tensors of the model are not staged, first "
+                    f"{missing[0]}; stage every tensor before loading"
+                )
 
-    async def load(self, deadline_s: float | None = None) -> int:
-        """Copy what is staged into the model and return the number of tensors. After an error the weights are mixed."""
-        begin = {"selector": "target"}
+    async def open_update(self, deadline_s: float | None = None) -> None:
+        """Open SGLang's weight update, in which weights stand as loaders want them; `close_update` packs them again."""
         try:
-            await self._call("POST", "/begin_weight_update", begin, deadline_s=deadline_s)
+            await self._call("POST", "/begin_weight_update", {"selector": "target"}, deadline_s=deadline_s)
         except DeadlineError:
             raise
         except SlimxError:
-            # A publisher that died between begin and end left its session open: close it, then ours must open.
-            await self._call("POST", "/end_weight_update", {}, deadline_s=deadline_s)
-            await self._call("POST", "/begin_weight_update", begin, deadline_s=deadline_s)
-        try:
-            update = {
-                "serialized_named_tensors": [NO_TENSORS],
-                "load_format": RECEIVER,
-                "flush_cache": False,
-                "selector": "target",
-            }
-            await self._call("POST", "/update_weights_from_tensor", update, deadline_s=deadline_s)
-        finally:
-            await self._call("POST", "/end_weight_update", {}, deadline_s=deadline_s)
-        outcome = (await self.status())["outcome"]
-        if "error" in outcome:
-            raise SlimxError(
-                f"engine {self.name}: the copy ended after {outcome['loaded']} tensors: {outcome['error']}; "
-                "publish again"
-            )
-        return outcome["loaded"]
+            # A publisher that died after opening left its update open: close it, then ours must open.
+            await self.close_update(deadline_s)
+            await self._call("POST", "/begin_weight_update", {"selector": "target"}, deadline_s=deadline_s)
 
-    async def verify(self, checksums: dict[str, int] | None = None, deadline_s: float | None = None) -> Json:
-        """Recompute, from what the model holds, the checksum of every tensor given (or of all that was ever loaded).
+    async def close_update(self, deadline_s: float | None = None) -> None:
+        await self._call("POST", "/end_weight_update", {}, deadline_s=deadline_s)
 
-        Answer: {checked: count, differ: [names], unverified: [names that the model holds and nobody vouched for]}.
+    async def load(self, ranks: int, deadline_s: float | None = None) -> None:
+        """Copy what is staged into the model of each of the engine's `ranks`. After an error the weights are mixed."""
+        update = {
+            "serialized_named_tensors": [NO_TENSORS] * ranks,
+            "load_format": RECEIVER,
+            "flush_cache": False,
+            "selector": "target",
+        }
+        await self._call("POST", "/update_weights_from_tensor", update, deadline_s=deadline_s)
+        for number, rank in enumerate(await self.status()):
+            if error := rank["outcome"].get("error"):
+                raise SlimxError(
+                    f"engine {self.name} rank {number}: the copy ended after {rank['outcome']['loaded']} tensors: "
+                    f"{error}; publish again"
+                )
+
+    async def verify(self, deadline_s: float | None = None) -> Json:
+        """Prove on every rank that the model holds what was copied last.
+
+        Answer: {checked: tensors of the publication, differ: [names], missing: [names held but never copied],
+        derived: [names of tensors that the model computed from them]}, of all ranks together.
         """
-        argument = {}
-        if checksums is not None:
-            argument = {"tensors": [{"name": name, "checksum": f"{value:016x}"} for name, value in checksums.items()]}
-        return (await self._ask("slimx.verify", argument, deadline_s))[0]
+        ranks = await self._ask("slimx.verify", deadline_s=deadline_s)
+        counts = [rank["tensors"] for rank in ranks]
+        if ranks[0]["encoding"] == "hf" and len(set(counts)) > 1:
+            raise SlimxError(f"engine {self.name}: ranks got {counts} tensors of one publication; publish again")
+        lists = {
+            key: sorted({name for rank in ranks for name in rank[key]}) for key in ("differ", "missing", "derived")
+        }
+        return {"checked": counts[0] if ranks[0]["encoding"] == "hf" else sum(counts)} | lists
+
+    async def commit(self, version: int) -> None:
+        """Close the open publication on every rank; refused unless it is of `version` and verified there."""
+        await self._ask("slimx.commit", {"version": version})
 
     async def set_version(self, version: int) -> None:
         """Stamp the weights: tokens sampled from now on carry `version`. Running requests go on."""
@@ -208,16 +242,35 @@ class EngineControl:
     # Wire -----------------------------------------------------------------------------------------------------------
 
     async def _ask(self, action: str, argument: Json | None = None, deadline_s: float | None = None) -> list[Json]:
-        """The answer of every rank to one action of the plugin."""
+        """The answers of all ranks to one action of the plugin, in the order of ranks."""
         body = {"action": action, "selector": "target", "skip_tensor_list": [json.dumps(argument or {})]}
         answer = await self._call("POST", "/weights_checker", body, deadline_s=deadline_s)
-        ranks = [rank["checksums"] for rank in answer.get("ranks", [])]
+        ranks = self._by_rank(action, answer.get("ranks", []))
         for number, rank in enumerate(ranks):
             if "error" in rank:
                 raise SlimxError(f"engine {self.name} rank {number}, {action}: {rank['error']}")
-        if not ranks or any("slimx" not in rank for rank in ranks):
-            raise SlimxError(f"engine {self.name} at {self.url}: {action} was not answered by the slimx plugin")
         return [json.loads(rank["slimx"]) for rank in ranks]
+
+    def _by_rank(self, action: str, answers: list[Json]) -> list[Json]:
+        """One answer per rank, or an error. With DP-attention every scheduler brings the answers of all ranks."""
+        found: dict[int, Json] = {}
+        size = 1
+        for entry in answers:
+            (place,), answer = entry["parallelism_info"], entry["checksums"]
+            rank, size = place["rank"], place["size"]
+            if "pid" not in answer:
+                raise SlimxError(f"engine {self.name} at {self.url}: {action} was not answered by the slimx plugin")
+            if found.setdefault(rank, answer)["pid"] != answer["pid"]:
+                raise SlimxError(
+                    f"engine {self.name}: two processes answer as rank {rank}, replicas of one model (dp_size without "
+                    "enable_dp_attention); start one engine per replica"
+                )
+        if sorted(found) != list(range(size)):
+            raise SlimxError(
+                f"engine {self.name}: ranks {sorted(found)} of {size} answered {action}; with pp_size above 1 SGLang "
+                "brings back the first stage's answers only: use tensor and expert parallelism"
+            )
+        return [found[rank] for rank in range(size)]
 
     async def _call(self, method: str, path: str, body: Json | None = None, *, deadline_s: float | None = None) -> Json:
         """One HTTP call. Anything but status 200 (and `success`, where SGLang sends it) is a SlimxError."""
@@ -237,6 +290,11 @@ class EngineControl:
         if status != 200 or answer.get("success") is False:
             raise SlimxError(f"engine {self.name}: {method} {url} answered {status}: {message_of(answer)}")
         return answer
+
+
+def _part(packed: PackedBucket, tensors: tuple[PackedTensor, ...]) -> Json:
+    """What one rank, or every rank, is told of a bucket."""
+    return {"fd_path": packed.path, "size": packed.size, "tensors": [tensor.to_json() for tensor in tensors]}
 
 
 def parse_body(text: str) -> Json:

@@ -12,7 +12,10 @@ No Ray in here: the actor that owns an Engine lives in orchestration.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,11 +23,12 @@ from typing import Any, Literal
 
 import psutil
 
-from slimx.errors import SlimxError
+from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import EngineSizes
-from slimx.reshard.packed import PackedTensor
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.packed import PackedBucket
 from slimx.rollout.arguments import check_server_args, command_line
-from slimx.rollout.control import RECEIVER, EngineControl, Json, PauseMode, Tag
+from slimx.rollout.control import RECEIVER, EngineControl, Forms, Json, PauseMode, Staging, Tag
 from slimx.rollout.process import SupervisedProcess
 
 __all__ = [
@@ -108,7 +112,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
     defaults: dict[str, Any] = {"log_level": "warning"}
     if spec.device == "cpu":
-        ours |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
+        # Without the radix cache, as in SGLang's own deterministic mode with this attention.
+        ours |= {"attention_backend": "torch_native", "disable_cuda_graph": True, "disable_radix_cache": True}
         # An idle server would otherwise poll at full speed on a core that the trainer needs.
         defaults["sleep_on_idle"] = True
     check_server_args(spec.sglang)
@@ -127,7 +132,15 @@ def server_argv(spec: EngineSpec) -> list[str]:
 
 def server_env(spec: EngineSpec) -> dict[str, str]:
     """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
-    return {"HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": str(spec.threads)} if spec.device == "cpu" else {})
+    environment = {"HF_HUB_OFFLINE": "1"}
+    if spec.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(spec.threads)
+        if spec.sizes.world > 1:
+            # SGLang's CPU path refuses several ranks on one NUMA node unless each is told its cores.
+            cores, n = sorted(os.sched_getaffinity(0)), spec.threads
+            shares = [[cores[(rank * n + k) % len(cores)] for k in range(n)] for rank in range(spec.sizes.world)]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return environment
 
 
 class Engine:
@@ -144,6 +157,11 @@ class Engine:
         self.pause_mode: PauseMode = "retract"
         self.version: int | None = None
         """Version of the verified weights; None before the first publication."""
+        self.publication: Manifest | None = None
+        """The publication that is open."""
+        self.staging: Staging = "model"
+        self.updating = False
+        """Whether SGLang's weight update is open: from the first load of a publication to its verification."""
 
     def move(self, to: State) -> None:
         """Change the state, or refuse a change that the table does not allow."""
@@ -165,7 +183,8 @@ class Engine:
         """Start the server process; `wait_ready` next."""
         self.move(State.STARTING)
         self.asleep.clear()
-        self.version = None
+        self.version = self.publication = None
+        self.updating = False
         self.process.start()
 
     async def wait_ready(self, deadline_s: float) -> None:
@@ -178,6 +197,10 @@ class Engine:
             if (dtype := self.attestation[0]["dtype"]) != self.spec.dtype:
                 raise SlimxError(
                     f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}"
+                )
+            if (sizes := EngineSizes(**self.attestation[0]["sizes"])) != self.spec.sizes:
+                raise SlimxError(
+                    f"engine {self.spec.name} runs as {sizes}, the configuration asks for {self.spec.sizes}"
                 )
         except BaseException:
             await self.stop()
@@ -254,30 +277,58 @@ class Engine:
 
     # Publication ----------------------------------------------------------------------------------------------------
 
-    async def stage(
-        self, fd_path: str, tensors: list[PackedTensor], bucket: int, size: int, deadline_s: float | None = None
-    ) -> Json:
-        """Bring one bucket into the server and prove its bytes. Allowed while it serves: the model is not touched."""
+    async def inventory(self, encoding: Encoding = "hf") -> list[Forms]:
+        """Names and forms of all that a publication must bring: one list for "hf", one per rank for "local"."""
+        return await self.control.inventory(encoding)
+
+    async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
+        """Open a publication; refused while another of the same membership epoch is open. Nothing changes yet.
+
+        `staging`: "model" for one load when everything is staged, "bucket" for a load after each bucket.
+        """
+        self.require("begin", State.READY, State.PAUSED, State.DIRTY)
+        await self.control.begin(manifest, staging)
+        self.publication, self.staging = manifest, staging
+
+    async def stage(self, packed: PackedBucket, bucket: int, deadline_s: float | None = None) -> None:
+        """Bring one bucket into the server and prove its bytes. Allowed while it serves: the model is not touched.
+
+        An error ends the publication.
+        """
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)
-        return await self.control.stage(fd_path, tensors, bucket, size, deadline_s)
+        async with self._ending_on_error():
+            await self.control.stage(self._open("stage"), packed, bucket, deadline_s)
 
     async def abort(self) -> None:
-        """Give a publication up. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
-        await self.control.abort_staging()
+        """Give the publication up. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
+        self.publication = None
+        await self.control.abort_publication()
 
-    async def load(self, deadline_s: float | None = None) -> int:
-        """Copy all staged tensors in place; the whole model must be staged. DIRTY from before the first copy."""
+    async def load(self, deadline_s: float | None = None) -> None:
+        """Copy all staged tensors in place. DIRTY from before the first copy, and an error ends the publication."""
         self.require("load", State.PAUSED, State.DIRTY)
-        await self.control.check_staged()
+        self._open("load")
+        if self.staging == "model":
+            await self.control.check_staged()
         self.move(State.DIRTY)
         self.version = None
-        return await self.control.load(deadline_s)
+        async with self._ending_on_error():
+            if not self.updating:
+                await self.control.open_update(deadline_s)
+                self.updating = True
+            await self.control.load(self.spec.sizes.tensor, deadline_s)
 
-    async def verify(self, checksums: dict[str, int] | None = None, deadline_s: float | None = None) -> Json:
-        """Prove that the model holds `checksums` (default: what was loaded), all of it. DIRTY becomes PAUSED."""
+    async def verify(self, deadline_s: float | None = None) -> Json:
+        """Prove that every rank holds all of what was copied last. DIRTY becomes PAUSED.
+
+        Answer: {checked: tensors, derived: [names of tensors that the model computed from them]}.
+        """
         self.require("verify", State.READY, State.PAUSED, State.DIRTY)
-        answer = await self.control.verify(checksums, deadline_s)
-        if wrong := answer["differ"] or answer["unverified"]:
+        if self.updating:
+            await self.control.close_update(deadline_s)
+            self.updating = False
+        answer = await self.control.verify(deadline_s)
+        if wrong := answer["differ"] or answer["missing"]:
             how = "differ from the published ones" if answer["differ"] else "were never published"
             raise SlimxError(
                 f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; "
@@ -285,16 +336,35 @@ class Engine:
             )
         if self.state is State.DIRTY:
             self.move(State.PAUSED)
-        return answer
+        return {"checked": answer["checked"], "derived": answer["derived"]}
 
     async def commit(self, version: int) -> None:
-        """Forget KV of older weights and stamp the verified weights with `version`; `resume` next.
+        """Close the publication, forget KV of older weights and stamp the verified weights; `resume` next.
 
         Paused `in_place`, running requests keep their KV (and SGLang would refuse to flush): the caller chose to mix
         versions.
         """
         self.require("commit", State.PAUSED)
+        await self.control.commit(version)
+        self.publication = None
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
             await self.control.flush_cache()
         await self.control.set_version(version)
         self.version = version
+
+    def _open(self, what: str) -> Manifest:
+        if self.publication is None:
+            raise SlimxError(f"engine {self.spec.name}: {what} needs an open publication; begin one first")
+        return self.publication
+
+    @contextlib.asynccontextmanager
+    async def _ending_on_error(self) -> AsyncIterator[None]:
+        """A rank that fails has ended the publication for itself: end it on all, so that they stay in step."""
+        try:
+            yield
+        except DeadlineError:
+            raise  # the engine is silent: a second call would only wait again
+        except SlimxError:
+            with contextlib.suppress(SlimxError):
+                await self.abort()
+            raise

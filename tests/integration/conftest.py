@@ -8,10 +8,12 @@ left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from safetensors.torch import load_file
 
 from slimx.ports import free_port
 from slimx.reshard.kernel import checksum_tensor
-from slimx.reshard.packed import PackedTensor
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.engine import Engine, EngineSpec
 
 ROOT = Path(__file__).parents[2]
@@ -55,28 +58,28 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class Bucket:
-    """Tensors in a memory file of this process, as a publisher offers them; closed when the engine has copied them."""
+    """A packed bucket in a memory file of this process, as publishers offer it; closed when engines have copied it."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.fd = os.memfd_create("slimx-bucket")
-        self.tensors: list[PackedTensor] = []
-        self.size = 0
+    def __init__(self, *targets: Weights) -> None:
+        """One target for Hugging Face names, one per engine rank for rank-local buckets."""
+        self.fd, size = os.memfd_create("slimx-bucket"), 0
+        packed: list[tuple[PackedTensor, ...]] = []
         with os.fdopen(os.dup(self.fd), "wb") as file:
-            for name, tensor in weights.items():
-                raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-                kind = str(tensor.dtype).removeprefix("torch.")
-                self.tensors.append(
-                    PackedTensor(
-                        name, kind, tuple(tensor.shape), self.size, len(raw), checksum_tensor(tensor.contiguous())
-                    )
-                )
-                padded = raw + bytes(-len(raw) % 64)
-                file.write(padded)
-                self.size += len(padded)
+            for weights in targets:
+                tensors = []
+                for name, weight in weights.items():
+                    tensor = weight.detach().contiguous()
+                    form = name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+                    tensors.append(PackedTensor(*form, size, tensor.nbytes, checksum_tensor(tensor)))
+                    raw = tensor.view(torch.uint8).numpy().tobytes()
+                    file.write(raw + bytes(-len(raw) % 64))
+                    size = file.tell()
+                packed.append(tuple(tensors))
+        self.packed = PackedBucket(f"/proc/{os.getpid()}/fd/{self.fd}", size, tuple(packed))
 
     @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self.fd}"
+    def tensors(self) -> tuple[PackedTensor, ...]:
+        return self.packed.tensors
 
     def flip(self, offset: int) -> None:
         """Spoil one byte."""
@@ -90,18 +93,32 @@ class Bucket:
         os.close(self.fd)
 
 
-async def publish(engine: Engine, weights: Weights, version: int) -> None:
-    """The whole publication of `weights` in two buckets; the engine is READY before and after."""
-    names = list(weights)
-    half = len(names) // 2
-    with (
-        Bucket({n: weights[n] for n in names[:half]}) as first,
-        Bucket({n: weights[n] for n in names[half:]}) as second,
-    ):
-        for number, bucket in enumerate((first, second)):
-            await engine.stage(bucket.path, bucket.tensors, number, bucket.size)
+def manifest(version: int, encoding: Encoding = "hf", epoch: int = 0) -> Manifest:
+    """A publication of whole weights."""
+    return Manifest(policy="actor", version=version, encoding=encoding, trainer_step=version, membership_epoch=epoch)
+
+
+async def publish(
+    engine: Engine, weights: Weights | list[Weights], version: int, staging: Literal["model", "bucket"] = "model"
+) -> None:
+    """The whole publication of `weights` in two buckets; the engine is READY before and after.
+
+    A list is one per engine rank: rank-local tensors.
+    """
+    encoding, targets = ("local", weights) if isinstance(weights, list) else ("hf", [weights])
+    await engine.begin(manifest(version, encoding), staging)
+    if staging == "bucket":
         await engine.pause()
-        await engine.load()
+    halves = [[list(target)[k : k + -(-len(target) // 2)] for target in targets] for k in (0, -(-len(targets[0]) // 2))]
+    with contextlib.ExitStack() as buckets:
+        for number, names in enumerate(halves):
+            parts = [{n: target[n] for n in part} for target, part in zip(targets, names, strict=True)]
+            await engine.stage(buckets.enter_context(Bucket(*parts)).packed, number)
+            if staging == "bucket":
+                await engine.load()
+        if staging == "model":
+            await engine.pause()
+            await engine.load()
     await engine.verify()
     await engine.commit(version)
     await engine.resume()

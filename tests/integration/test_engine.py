@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine, EngineSpec, State
 from slimx.rollout.router import Router
 from slimx.rollout.server import CPU_VARIABLES
-from tests.integration.conftest import Bucket, Weights, perturbed, publish
+from tests.integration.conftest import Bucket, Weights, manifest, perturbed, publish
 
 pytestmark = pytest.mark.integration
 
@@ -77,7 +76,9 @@ async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, t
     assert rank["hooks"] and all(rank["hooks"].values()) and rank["cpu"] and all(rank["cpu"].values())
     assert (rank["model"], rank["dtype"], rank["device"]) == ("Qwen3MoeForCausalLM", "float32", "cpu")
     shapes = {name: f"float32:{','.join(map(str, tensor.shape))}" for name, tensor in tiny_weights.items()}
-    assert await engine.control.inventory() == shapes
+    assert await engine.inventory() == [shapes]
+    (parameters,) = await engine.inventory("local")
+    assert parameters["model.layers.0.mlp.experts.w13_weight"] == "float32:8,128,128"
 
 
 async def test_a_stock_server_without_the_plugin_is_refused_and_ended(tiny_model: Path, tmp_path: Path) -> None:
@@ -141,9 +142,11 @@ async def test_a_flipped_byte_is_refused_and_changes_nothing(
         with Bucket(perturbed(tiny_weights, 5)) as bucket:
             wrong = bucket.tensors[7]
             bucket.flip(wrong.offset + wrong.nbytes - 1)
+            await engine.begin(manifest(2))
             with pytest.raises(SlimxError, match=f"tensor {wrong.name} of bucket 3 has checksum"):
-                await engine.stage(bucket.path, bucket.tensors, 3, bucket.size)
-        assert (await engine.control.status())["staged"] == 0
+                await engine.stage(bucket.packed, 3)
+        (status,) = await engine.control.status()
+        assert (status["open"], status["version"], status["staged"]) == (None, 1, 0)
         assert engine.state is State.READY
         np.testing.assert_array_equal((await client.score(PROMPT)).logprobs, before)
     await engine.verify()
@@ -154,18 +157,23 @@ async def test_what_the_model_cannot_take_is_refused_before_any_change(engine: E
     name = "model.layers.0.mlp.experts.0.gate_proj.weight"
     cases = {
         r"model.layers.9.x of bucket 0 is unknown to the model": {"model.layers.9.x": torch.zeros(2)},
-        r"the nearest that it holds is model.layers.0.mlp.experts.0.gate_proj.weight": {name + "s": torch.zeros(2)},
+        r"the nearest that it takes is model.layers.0.mlp.experts.0.gate_proj.weight": {name + "s": torch.zeros(2)},
         r"is bfloat16:64,128, the model loads float32:64,128": {name: tiny_weights[name].bfloat16()},
         r"is float32:128,64, the model loads float32:64,128": {name: tiny_weights[name].T},
     }
     for message, weights in cases.items():
+        await engine.begin(manifest(1))
         with Bucket(some | weights) as bucket, pytest.raises(SlimxError, match=message):
-            await engine.stage(bucket.path, bucket.tensors, 0, bucket.size)
+            await engine.stage(bucket.packed, 0)
+    await engine.begin(manifest(1))
     with Bucket(some) as bucket:
-        await engine.stage(bucket.path, bucket.tensors, 0, bucket.size)
-        with pytest.raises(SlimxError, match=r"is staged already"):
-            await engine.stage(bucket.path, bucket.tensors, 1, bucket.size)
-        await engine.stage(bucket.path, bucket.tensors, 0, bucket.size)
+        await engine.stage(bucket.packed, 0)
+        with pytest.raises(SlimxError, match=r"came already in this publication"):
+            await engine.stage(bucket.packed, 1)
+        with pytest.raises(SlimxError, match=r"stage needs an open publication"):
+            await engine.stage(bucket.packed, 2)
+        await engine.begin(manifest(1))
+        await engine.stage(bucket.packed, 0)
         await engine.pause()
         with pytest.raises(SlimxError, match=r"66 tensors of the model are not staged"):
             await engine.load()
@@ -173,9 +181,9 @@ async def test_what_the_model_cannot_take_is_refused_before_any_change(engine: E
         await engine.abort()
         await engine.abort()
         await engine.resume()
-    gone = f"/proc/{os.getpid()}/fd/{bucket.fd}"
+    await engine.begin(manifest(1))
     with pytest.raises(SlimxError, match=r"cannot be opened|were announced"):
-        await engine.stage(gone, bucket.tensors, 0, bucket.size)
+        await engine.stage(bucket.packed, 0)
 
 
 async def test_a_publication_gives_the_new_models_logprobs(
@@ -185,7 +193,7 @@ async def test_a_publication_gives_the_new_models_logprobs(
     await publish(engine, tiny_weights, 7)
     async with GenerationClient(engine.spec.url, shape) as client:
         old = await client.score(PROMPT)
-        await publish(engine, new, 8)
+        await publish(engine, new, 8, staging="bucket")
         scores = await client.score(PROMPT)
     assert (old.version, scores.version, engine.version) == (7, 8, 8)
     np.testing.assert_allclose(scores.logprobs, logprobs_of(oracle, new, PROMPT), atol=1e-4)
@@ -242,8 +250,9 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
         await engine.resume()
     await engine.wake(("weights",))
     assert engine.state is State.DIRTY
+    await engine.begin(manifest(30))
     with Bucket(tiny_weights) as bucket:
-        await engine.stage(bucket.path, bucket.tensors, 0, bucket.size)
+        await engine.stage(bucket.packed, 0)
         await engine.load()
     await engine.verify()
     await engine.commit(30)
