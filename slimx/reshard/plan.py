@@ -8,8 +8,10 @@ be written exactly once. The same inputs give the same bytes on every machine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -98,10 +100,10 @@ class Plan:
     @cached_property
     def _slices(self) -> dict[tuple[int, int], tuple[int, int]]:
         keys = np.stack([self.moved["bucket"], self.moved["source"]], axis=1)
-        edges = np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1
-        starts = [0, *edges.tolist()] if len(keys) else []
-        stops = [*edges.tolist(), len(keys)]
-        return {tuple(keys[start].tolist()): (start, stop) for start, stop in zip(starts, stops, strict=True)}
+        if not len(keys):
+            return {}
+        edges = [0, *(np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1).tolist(), len(keys)]
+        return {tuple(keys[start].tolist()): (start, stop) for start, stop in pairwise(edges)}
 
     def sent(self) -> np.ndarray:
         """Bytes of values [sources, targets] that each rank brings to each target."""
@@ -114,8 +116,7 @@ class Plan:
     @property
     def launches(self) -> int:
         """Kernel launches of one publication by the rank that has most of them: one per bucket."""
-        ranks = [source for _, source in self._slices]
-        return max((ranks.count(rank) for rank in set(ranks)), default=0)
+        return max(Counter(source for _, source in self._slices).values(), default=0)
 
     def to_bytes(self) -> bytes:
         """The plan, the same bytes for the same plan."""
@@ -215,6 +216,10 @@ class _Compiler:
                 found.append((holders[move.source], move))
         itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
         for rank in part.ranks:
+            if rank >= len(self.ends):
+                raise SlimxError(
+                    f"plan: {part.name} is for target rank {rank} of {len(self.ends)}; pass the ranks' number"
+                )
             bucket, tensor = self._place(part, rank)
             for holder, m in found:
                 parameter, ranks = self.holders[holder]
@@ -227,9 +232,10 @@ class _Compiler:
         # Source numbers count the experts of a stack and say nothing about the place.
         key = part.shape, part.rects
         if key not in self.checked:
+            rows, cols = matrix(part.shape)
             filled = max((r.local_row + r.rows for r in part.rects), default=0)
             boxes = [(r.local_row, r.local_col, r.rows, r.cols) for r in part.rects]
-            shape = (filled, matrix(part.shape)[1])
+            shape = (min(filled, rows), cols)
             check_boxes(f"plan: {part.name}", shape, np.array(boxes, dtype=np.int64).reshape(-1, 4))
             self.checked.add(key)
 
@@ -245,21 +251,24 @@ class _Compiler:
         return self.met[key]
 
     def _check_blocks(self, name: str, move: Move, rect: Rect) -> None:
-        """A block is quantised where its elements are: all of them must come from one rectangle of one rank."""
-        high, wide = self.precision.quantisation.block
-        ends = rect.local_row + rect.rows, rect.local_col + rect.cols
-        for what, start, length, block, end in (
-            ("row", move.row, move.rows, high, ends[0]),
-            ("column", move.col, move.cols, wide, ends[1]),
-        ):
-            if start % block or (length % block and start + length != end):
-                raise SlimxError(
-                    f"plan: {name} is cut at {what} {start + length * (start % block == 0)}, inside a quantisation "
-                    f"block of {high} x {wide}; head_dim, the experts' inner size / ETP and every other shard must be "
-                    f"multiples of {block}: choose other parallel sizes or publish in {self.precision.engine}"
-                )
-        if move.row_step > 1 or move.transposed:
+        """A block is quantised where its elements are: it must lie in one rectangle of one rank, and be a block of the
+        checkpoint's tensor too, or engines of other sizes would get other codes."""
+        if move.transposed or rect.transposed or max(move.row_step, rect.step) > 1:
             raise SlimxError(f"plan: {name} is reordered inside its quantisation blocks; publish it unquantised")
+        high, wide = self.precision.quantisation.block
+        row, col = (move.row - rect.local_row, rect.row), (move.col - rect.local_col, rect.col)
+        for local, (inside, first), length, whole, block in (
+            (move.row, row, move.rows, rect.rows, high),
+            (move.col, col, move.cols, rect.cols, wide),
+        ):
+            # Where a rectangle ends inside a block without being the tensor's last, the next one starts there.
+            if local % block or (first + inside) % block or (length % block and inside + length != whole):
+                raise SlimxError(
+                    f"plan: a shard of {name}, {move.rows} x {move.cols} at row {sum(row)}, column {sum(col)}, is not "
+                    f"made of whole quantisation blocks of {high} x {wide}; head_dim, the experts' inner size / ETP "
+                    f"and every other shard must be multiples of {block}: choose other parallel sizes or publish in "
+                    f"{self.precision.engine}"
+                )
 
     def _place(self, part: Part, rank: int) -> tuple[int, int]:
         """Bucket and index of `part` on `rank`; its scales, if any, follow it."""
