@@ -228,6 +228,11 @@ class Publish(Section):
         None,
         description="rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md); null: none",
     )
+    staging: Literal["model", "bucket"] = Field(
+        "model",
+        description="model: engines serve while everything is staged, in host memory for a whole model; bucket: they "
+        "are paused and copy each bucket as it comes, in memory for two buckets",
+    )
     deadline: PositiveFloat = Field(300, description="seconds for one publication")
     step_deadline: PositiveFloat = Field(
         120, description="seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined"

@@ -13,9 +13,9 @@ import ray
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.waiting import ActorDied, gather
 from slimx.ports import free_port
-from slimx.reshard.manifest import Manifest
+from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import ReceiverLost
+from slimx.reshard.parties import ReceiverLost, Staging
 from slimx.rollout.engine import Engine, EngineSpec, State
 
 ANSWER_S = 5.0
@@ -61,7 +61,7 @@ class EngineActor:
             raise SlimxError(str(error)) from None
         return {"url": self.engine.spec.url, "attestation": self.engine.attestation}
 
-    async def begin(self, manifest: Manifest) -> None:
+    async def begin(self, manifest: Manifest, staging: Staging) -> None:
         """Open a publication; whatever belongs to an older one is refused from now on."""
         if manifest.membership_epoch < self.epoch:
             raise SlimxError(
@@ -69,6 +69,7 @@ class EngineActor:
                 "it takes part in"
             )
         self.epoch = manifest.membership_epoch
+        await self.call("begin", manifest, staging)
 
     async def publication(self, epoch: int, method: str, *arguments: Any) -> Any:
         """One of Engine's methods, as a step of the publication that began in `epoch`."""
@@ -83,13 +84,6 @@ class EngineActor:
         """One of Engine's own methods."""
         try:
             return await getattr(self.engine, method)(*arguments)
-        except SlimxError as error:
-            raise await self._told(error) from None
-
-    async def inventory(self) -> list[dict[str, str]]:
-        """Names and forms of what it loads, one dict for all ranks."""
-        try:
-            return [await self.engine.control.inventory()]
         except SlimxError as error:
             raise await self._told(error) from None
 
@@ -195,15 +189,15 @@ class EngineHandle:
 
     # A receiver of publications (slimx.reshard.parties) ---------------------------------------------------------------
 
-    async def inventory(self) -> list[dict[str, str]]:
-        return await self._call("the inventory", self.actor.inventory.remote())
+    async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
+        return await self._call("the inventory", self.actor.call.remote("inventory", encoding))
 
-    async def begin(self, manifest: Manifest) -> None:
+    async def begin(self, manifest: Manifest, staging: Staging) -> None:
         self._epoch = manifest.membership_epoch
-        await self._call("begin", self.actor.begin.remote(manifest))
+        await self._call("begin", self.actor.begin.remote(manifest, staging))
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        await self._step("stage", packed.path, list(packed.tensors), bucket, packed.size)
+        await self._step("stage", packed, bucket)
 
     async def abort(self) -> None:
         await self._step("abort")

@@ -79,7 +79,9 @@ class Run:
                 engines.members,
                 deadline_s=config.publish.deadline,
                 step_deadline_s=config.publish.step_deadline,
+                staging=config.publish.staging,
                 encoding=encoding,
+                rule=config.publish.quantise or "none",
             )
             if engines
             else None

@@ -4,11 +4,14 @@ there are."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from slimx.errors import SlimxError
-from slimx.reshard.manifest import Manifest
+from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
+
+Staging = Literal["model", "bucket"]
+"""When engines copy: once, when all buckets are staged, or each bucket as it comes."""
 
 
 class ReceiverLost(SlimxError):
@@ -45,11 +48,11 @@ class Receiver(Protocol):
     incarnation: int
     """Rises with every restart: what was asked of an earlier one has to be asked again."""
 
-    async def inventory(self) -> list[dict[str, str]]:
-        """Every tensor that the engine loads, in the form of `Source.forms`."""
+    async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
+        """Every tensor that the engine takes in this encoding, in the form of `Source.forms`."""
         ...
 
-    async def begin(self, manifest: Manifest) -> None:
+    async def begin(self, manifest: Manifest, staging: Staging) -> None:
         """Get ready for one publication; from now on calls that belong to an older one are refused."""
         ...
 

@@ -19,15 +19,14 @@ import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Members, NoReceiverLeft, Receiver, ReceiverLost, Source
+from slimx.reshard.parties import Members, NoReceiverLeft, Receiver, ReceiverLost, Source, Staging
 
 T = TypeVar("T")
-Staging = Literal["model", "bucket"]
 ABORT_S = 10.0
 """Seconds that engines and trainers get to drop what they hold of a publication that has failed."""
 
@@ -136,7 +135,7 @@ class _Attempt:
             with self._timed("total"):
                 self._someone_left()
                 await self._check_tensors()
-                await self._each("begin", self.manifest)
+                await self._each("begin", self.manifest, self.publisher.staging)
                 if by_bucket:
                     await self._each("pause")
                 await self._stage(load=by_bucket)
@@ -156,7 +155,7 @@ class _Attempt:
         checked = self.publisher.checked
         new = [receiver for receiver in self.active if checked.get(receiver.name) != receiver.incarnation]
         with self._timed("check"):
-            lists = await self._together(self._call(receiver, "inventory") for receiver in new)
+            lists = await self._together(self._call(receiver, "inventory", self.manifest.encoding) for receiver in new)
         for receiver, known in zip(new, lists, strict=True):
             if known is not None:
                 _compare(receiver.name, sent, known)

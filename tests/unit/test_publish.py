@@ -76,11 +76,12 @@ class FakeEngine:
         self.known = list(inventory) or [TENSORS]
         self.manifest: Manifest | None = None
 
-    async def inventory(self) -> list[dict[str, str]]:
+    async def inventory(self, encoding: str) -> list[dict[str, str]]:
+        assert encoding == "hf"
         await self.calls.note(f"{self.name}.inventory")
         return self.known
 
-    async def begin(self, manifest: Manifest) -> None:
+    async def begin(self, manifest: Manifest, staging: str) -> None:
         self.manifest = manifest
         await self.calls.note(f"{self.name}.begin")
 

@@ -1,0 +1,260 @@
+"""Engines that die, hang or refuse in the middle of a publication: the others go on, and the lost ones come back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.orchestration.cluster import start_ray, stop_ray
+from slimx.orchestration.engine_actor import EngineHandle, Standing
+from slimx.orchestration.engines import EngineGroup
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.publish import Publication, Publisher, Staging
+from slimx.rollout.client import Completion, GenerationClient, ModelShape
+from slimx.rollout.control import EngineControl
+from tests.integration.conftest import Bucket, Weights, perturbed
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.test_engine import PROMPT, logprobs_of
+from tests.integration.test_resume import task  # noqa: F401
+
+pytestmark = pytest.mark.integration
+BUCKETS = 3
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+RESTART_S = 120
+
+
+class Trainers:
+    """What stands for the trainers: weights in this process, other ones for every version."""
+
+    def __init__(self, weights: Weights):
+        self.start, self.version = weights, 0
+        self.at_bucket: Callable[[int], None] = lambda bucket: None
+        """Called before a bucket is packed: by then the engines have done with the bucket before the last one."""
+        self.renamed: dict[str, str] = {}
+        self._open: dict[int, Bucket] = {}
+
+    def weights(self, version: int) -> Weights:
+        return perturbed(self.start, seed=version)
+
+    async def forms(self) -> list[dict[str, str]]:
+        return [{name: f"float32:{','.join(map(str, tensor.shape))}" for name, tensor in self.start.items()}]
+
+    async def bucket_count(self) -> int:
+        return BUCKETS
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        self.at_bucket(bucket)
+        weights = self.weights(self.version)
+        self._open[bucket] = made = Bucket({name: weights[name] for name in list(weights)[bucket::BUCKETS]})
+        tensors = tuple(replace(t, name=self.renamed.get(t.name, t.name)) for t in made.tensors)
+        return replace(made.packed, targets=(tensors,))
+
+    async def release(self, bucket: int | None = None) -> None:
+        for number in [bucket] if bucket is not None else list(self._open):
+            os.close(self._open.pop(number).fd)
+
+
+class Stand:
+    """Two real engines behind their router, published to by `Trainers`, while clients keep asking for tokens."""
+
+    def __init__(self, group: EngineGroup, trainers: Trainers, client: GenerationClient):
+        self.group, self.trainers, self.client = group, trainers, client
+        self.members, (self.first, self.second) = group.members, group.engines
+        self.publisher = Publisher(trainers, group.members, deadline_s=90, step_deadline_s=10)
+        self.completions: list[Completion] = []
+
+    async def publish(self, version: int, staging: Staging = "model") -> Publication:
+        self.trainers.version, self.publisher.staging = version, staging
+        return await self.publisher.publish(version, trainer_step=version)
+
+    async def back(self, engine: EngineHandle) -> None:
+        """Wait until a lost engine runs again. It is not in the router: nothing was published to it."""
+        async with asyncio.timeout(RESTART_S):
+            while engine.standing is not Standing.JOINING:
+                assert engine.standing is Standing.OUT
+                await asyncio.sleep(0.1)
+        assert engine.url not in await self.registered()
+
+    async def registered(self) -> set[str]:
+        return {worker["url"] for worker in await self.group.router.workers()}
+
+    async def keep_asking(self, seed: int) -> None:
+        while True:
+            seed += 1000
+            self.completions.append(await self.client.generate(PROMPT, SAMPLING, seed))
+
+
+async def process_of(engine: EngineHandle) -> int:
+    """The server's scheduler, which holds the model."""
+    return (await EngineControl(engine.url).attest())[0]["pid"]
+
+
+@asynccontextmanager
+async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> AsyncIterator[Stand]:
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(directory)},
+            "model": {"path": str(tiny_model)},
+            "numerics": {"dtype": "float32"},
+            "cluster": {"device": "cpu", "start_deadline": RESTART_S},
+            "rollout": {
+                "prompts": "none",
+                "engines": [{"name": "actor", "count": 2, "max_total_tokens": 4096}],
+                "health": {"interval": 1, "timeout": 60},
+            },
+        }
+    )
+    start_ray(config, "cpu")
+    try:
+        async with AsyncExitStack() as stack:
+            group = EngineGroup(config, "cpu", directory, moe=True, note=print)
+            stack.push_async_callback(group.stop)
+            await group.start()
+            group.members.watch()
+            shape = ModelShape.of(json.loads((tiny_model / "config.json").read_text()))
+            client = GenerationClient(group.router.url, shape, retry_s=RESTART_S, on_lost=group.members.look)
+            yield Stand(group, Trainers(weights), await stack.enter_async_context(client))
+    finally:
+        stop_ray()
+
+
+@contextmanager
+def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
+    """`engine` alone gets one bucket with a changed byte."""
+    stage = engine.stage
+
+    async def staged(packed: PackedBucket, number: int) -> None:
+        if number != bucket:
+            return await stage(packed, number)
+        with (copy := tempfile.NamedTemporaryFile()):
+            data = bytearray(Path(packed.path).read_bytes())
+            data[packed.tensors[2].offset] ^= 1
+            Path(copy.name).write_bytes(data)
+            await stage(replace(packed, path=copy.name), number)
+
+    engine.stage = staged
+    try:
+        yield
+    finally:
+        del engine.stage
+
+
+def check_tokens(completions: list[Completion], weights: Callable[[int], Weights], model: Path) -> None:
+    """Every token was sampled by exactly the published weights of the version that it names."""
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for completion in completions:
+        ids = [*PROMPT, *completion.token_ids.tolist()]
+        for start, stop, version in completion.versions:
+            expected = logprobs_of(oracle, weights(version), ids)[len(PROMPT) - 1 :]
+            np.testing.assert_allclose(completion.logprobs[start:stop], expected[start:stop], atol=1e-4)
+
+
+async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, tiny_weights, tmp_path):
+    async with two_engines(tiny_model, tiny_weights, tmp_path) as stand:
+        first, second, trainers = stand.first, stand.second, stand.trainers
+        assert not await stand.registered(), "no request before the first verified publication"
+        assert (await stand.publish(1)).lost == []
+        assert await stand.registered() == {first.url, second.url}
+        asking = [asyncio.create_task(stand.keep_asking(seed)) for seed in range(3)]
+        try:
+            # Killed in the middle of staging. Another publication at that moment is refused.
+            victim, others = await process_of(first), []
+
+            def kill_and_publish_another(bucket: int) -> None:
+                if bucket == 1:
+                    os.kill(victim, signal.SIGKILL)
+                    others.append(asyncio.create_task(stand.publisher.publish(9, trainer_step=9)))
+
+            trainers.at_bucket = kill_and_publish_another
+            done = await stand.publish(2)
+            assert done.lost == ["actor-0"] and done.engines["actor-0"].step == "stage"
+            assert await stand.registered() == {second.url}
+            with pytest.raises(SlimxError, match="version 9 cannot be published while the publication of version 2"):
+                await others[0]
+
+            # A changed byte on the way to one engine, while the other one, just back, catches up.
+            trainers.at_bucket = lambda bucket: None
+            await stand.back(first)
+            with spoilt(second, bucket=1):
+                done = await stand.publish(3)
+            assert done.lost == ["actor-1"] and "has checksum" in str(done.engines["actor-1"].error)
+            assert done.engines["actor-0"].tensors == len(tiny_weights)
+            assert await stand.registered() == {first.url}
+
+            # Stopped when a third of its weights are new: it never answers again, and it must never serve.
+            await stand.back(second)
+            victim = await process_of(first)
+            trainers.at_bucket = lambda bucket: os.kill(victim, signal.SIGSTOP) if bucket == 2 else None
+            done = await stand.publish(4, "bucket")
+            assert done.lost == ["actor-0"] and "did not answer" in str(done.engines["actor-0"].error)
+            assert await stand.registered() == {second.url}
+
+            trainers.at_bucket = lambda bucket: None
+            await stand.back(first)
+            assert (await stand.publish(5)).lost == []
+            assert await stand.registered() == {first.url, second.url}
+            for engine in (first, second):
+                async with GenerationClient(engine.url, stand.client.shape) as client:
+                    stand.completions.append(await client.generate(PROMPT, SAMPLING, 1))
+                assert stand.completions[-1].versions == [(0, 8, 5)]
+        finally:
+            for one in asking:
+                one.cancel()
+            ended = await asyncio.gather(*asking, return_exceptions=True)
+        assert [end for end in ended if not isinstance(end, asyncio.CancelledError)] == [], "no request may fail"
+        counts = stand.members.metrics()
+        assert (counts["engines/lost"], counts["engines/restarted"], counts["engines/serving"]) == (3, 3, 2)
+
+        # What no engine can take is the trainers' mistake: one sentence, and nothing is started again for it.
+        trainers.renamed = {"model.norm.weight": "model.norm.wait"}
+        with pytest.raises(SlimxError, match=r"version 6 was refused by every engine, step stage: .*model\.norm\.wait"):
+            await stand.publish(6)
+    served = {version for completion in stand.completions for _, _, version in completion.versions}
+    assert served >= {1, 5} and served <= {1, 2, 3, 4, 5}
+    check_tokens(stand.completions, trainers.weights, tiny_model)
+
+
+def test_a_run_that_loses_its_only_engine_waits_for_it_and_goes_on_where_it_was(tiny_model, task, tmp_path):  # noqa: F811
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        task / "train.jsonl",
+        schedule={"steps": 1000, "max_staleness": 1},
+        rollout={
+            "prompts": str(task / "train.jsonl"),
+            "generate": "examples.two_turn.generate",
+            "sampling": {"max_new_tokens": 4, "stop_token_ids": list(range(20, 100))},
+            "health": {"interval": 0.5, "timeout": 30, "restarts": 1},
+        },
+    )
+    directory, run = tmp_path / "run", TrainProcess(config)
+    run.until(lambda: completed_steps(directory) >= 2)
+    (scheduler,) = [p for p in run.processes() if "sglang::scheduler" in " ".join(p.cmdline())]
+    scheduler.kill()
+    before = completed_steps(directory)
+    run.until(lambda: completed_steps(directory) >= before + 4)
+    run.kill(signal.SIGTERM)
+    assert run.wait(60) == 143, run.text()
+    assert "engine actor-0 is quarantined" in run.text() and "engine actor-0: restart 1 of 1" in run.text()
+    run.assert_nothing_left()
+    rows = steps(directory)
+    last = rows[max(rows)]
+    assert (last["engines/lost"], last["engines/restarted"], last["engines/serving"]) == (1, 1, 1)
+    assert last["rollout/request_retries"] >= 1, "hooks did not notice, so the requests under way were sent again"
+    for row in rows.values():
+        assert row["dropped/total"] == 0 and row["staleness/max"] <= 1
+        assert row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5 and row["gap/tokens_unexplained"] == 0
