@@ -1,0 +1,163 @@
+"""One gloo rank of test_deepseek_v3: it loads checkpoints into the trainer and writes what comes out.
+
+    python -m tests.integration.deepseek_v3_rank JOB.json RANK
+
+Per case, CASE.RANK.npz holds the micro-batches with their logits (last pipeline stage, first tensor-parallel rank) and
+whether the routes differ from those of the sequences; CASE.KIND.RANK.safetensors holds local tensors by local name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch, loss_weights, make_rows, pack
+from slimx.data.codec import load_groups
+
+MAX_TOKENS = 80
+
+
+class Rank:
+    def __init__(self, job: dict[str, Any], rank: int):
+        self.job, self.rank, self.out = job, rank, Path(job["out"])
+
+    def start(self) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        from slimx.trainer.worker import install_adapters
+
+        install_adapters()
+        import torch
+
+        torch.set_num_threads(1)
+        from slimx.layout.ranks import sizes_of
+        from slimx.trainer.parallel import ParallelState
+
+        self.parallel = ParallelState(
+            sizes_of(self.config(self.job["cases"][0]).trainer),
+            rank=self.rank,
+            init_method=self.job["init_method"],
+            device=torch.device("cpu"),
+            deadline_s=60,
+            seed=1,
+        )
+
+    def config(self, case: dict[str, Any]) -> Config:
+        return Config.model_validate(
+            {
+                "run": {"dir": str(self.out)},
+                "model": {"path": case["path"]},
+                "numerics": {"dtype": case["dtype"]},
+                "trainer": {
+                    **self.job["layout"],
+                    "distributed_optimizer": False,
+                    "max_tokens_per_microbatch": MAX_TOKENS,
+                    "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
+                    "megatron": {"mtp_num_layers": case["mtp"]} if case["mtp"] else {},
+                },
+                "rollout": {"prompts": "p", "engines": []},
+                "algorithm": {"name": "sft"},
+            }
+        )
+
+    def run(self, case: dict[str, Any]) -> None:
+        from slimx.models.families import read_model
+        from slimx.trainer.model import unwrap
+        from slimx.trainer.trainer import Trainer
+
+        self.case = case["name"]
+        spec = read_model(case["path"], mtp_layers=case["mtp"])
+        trainer = Trainer(self.config(case), spec, self.parallel)
+        self.write("weights", trainer.weights.parameters)
+        if case["dtype"] != "float32":
+            return
+        (group,) = load_groups(str(Path(self.job["groups"]) / f"{self.case}.groups"))
+        batch = group.trajectories
+        rows = make_rows(batch, [1.0] * len(batch), loss_weights(batch, "token"))
+        sizes = self.parallel.sizes
+        packed = pack(rows, data_size=sizes.data, max_tokens=MAX_TOKENS, multiple_of=sizes.tensor)
+        batches = packed.shards[self.parallel.place.data]
+        self.write_forward(trainer, unwrap(trainer.model), batches)
+        if case["mtp"] and sizes.pipeline == 1:
+            self.write_prediction(trainer, unwrap(trainer.model), batches[0])
+        trainer.train_step(batches, step=0, version=0)
+        self.write_gradients("gradients", trainer)
+        self.write("after", {name: t for name, t in trainer.weights.parameters.items() if "expert_bias" in name})
+
+    def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
+        arrays, logits = {}, self.recorded_logits(model)
+        with trainer.routes.recording():
+            trainer.pipeline.logprobs(batches)
+        differs = trainer.routes.differing(batches).split([len(batch.tokens) for batch in batches])
+        for number, batch in enumerate(batches):
+            arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels")}
+            arrays |= {f"lengths.{number}": np.array(batch.lengths), f"differs.{number}": differs[number].numpy()}
+        arrays |= {f"logits.{number}": values.numpy() for number, values in enumerate(logits)}
+        np.savez(self.out / f"{self.case}.{self.rank}.npz", **arrays)
+
+    def write_prediction(self, trainer: Any, model: Any, batch: MicroBatch) -> None:
+        """Logits of the MTP layer, and the gradients that its loss alone gives."""
+        import torch
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        bounds = torch.tensor([0, *batch.lengths]).cumsum(0).to(torch.int32)
+        longest = max(batch.lengths)
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+        tokens, labels, weight = (
+            torch.from_numpy(getattr(batch, key))[None] for key in ("tokens", "labels", "loss_weight")
+        )
+        trainer.model.zero_grad_buffer()
+        recorded = self.recorded_logits(model)
+        output = trainer.model(
+            tokens, torch.zeros_like(tokens), None, packed_seq_params=packed, labels=labels, loss_mask=weight
+        )
+        (output * 0).sum().backward()
+        trainer.model.config.finalize_model_grads_func([trainer.model])
+        arrays = {"tokens": batch.tokens, "labels": batch.labels, "weight": batch.loss_weight, "lengths": batch.lengths}
+        np.savez(self.out / f"{self.case}.mtp.{self.rank}.npz", logits=recorded[0].numpy(), **arrays)
+        self.write_gradients("mtp", trainer)
+
+    def recorded_logits(self, model: Any) -> list[Any]:
+        """A list that grows with the whole vocabulary's logits [T, vocab] at every call of the output layer."""
+        import torch
+        import torch.distributed as dist
+
+        recorded: list[torch.Tensor] = []
+
+        def record(_: Any, __: Any, output: Any) -> None:
+            part = output[0].detach()[:, 0].contiguous()
+            parts = [torch.empty_like(part) for _ in range(self.parallel.sizes.tensor)]
+            dist.all_gather(parts, part, group=self.parallel.tensor_group)
+            recorded.append(torch.cat(parts, -1))
+
+        if self.parallel.last_stage:
+            model.output_layer.register_forward_hook(record)
+        return recorded
+
+    def write_gradients(self, kind: str, trainer: Any) -> None:
+        self.write(kind, {n: t.main_grad for n, t in trainer.weights.parameters.items() if hasattr(t, "main_grad")})
+
+    def write(self, kind: str, tensors: dict[str, Any]) -> None:
+        from safetensors.torch import save_file
+
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        save_file(copies, self.out / f"{self.case}.{kind}.{self.rank}.safetensors")
+
+
+def main() -> None:
+    rank = Rank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    rank.start()
+    for case in rank.job["cases"]:
+        rank.run(case)
+    rank.parallel.destroy()
+
+
+if __name__ == "__main__":
+    main()

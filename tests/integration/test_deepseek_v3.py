@@ -1,0 +1,405 @@
+"""A DeepSeek-V3 in the trainer computes what transformers computes, in every layout, and comes back bit for bit.
+
+Each layout is one start of real processes (`deepseek_v3_rank.py`) that load two models: one with compressed queries,
+yarn, expert groups and a layer of multi-token prediction (V3), one without any of them (Moonlight).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.modeling_layers import MtpLayer
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+
+from slimx.data.batch import loss_weights
+from slimx.data.codec import save_groups
+from slimx.data.records import Group, Prompt
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import matrix
+from slimx.layout.ranks import Sizes, coordinates
+from slimx.layout.table import Table
+from slimx.models.families import read_model
+from slimx.ports import free_port
+from tests.integration.conftest import ROOT, Weights
+from tests.integration.trainer_rank import demonstrations
+
+pytestmark = pytest.mark.integration
+
+LAYOUTS = {
+    "single": {"world_size": 1},
+    "TP2xEP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
+    "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
+}
+SIZES = {
+    "single": Sizes(),
+    "TP2xEP2": Sizes(tensor=2, expert=2),
+    "TP2xPP2": Sizes(tensor=2, pipeline=2, expert_tensor=2),
+}
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "max_position_embeddings": 2560,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+MODELS = {
+    "V3": {
+        "q_lora_rank": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "rope_parameters": YARN,
+        "num_mtp_layers": 1,
+    },
+    "Moonlight": {
+        "q_lora_rank": None,
+        "first_k_dense_replace": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        "num_mtp_layers": 0,
+    },
+}
+DEADLINE_S = 120
+WRONG = (5, 3)
+"""Sequence and position at which the last layer's route is not the model's."""
+
+
+# transformers ---------------------------------------------------------------------------------------------------------
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> Weights:
+    """Checkpoint names: transformers holds a layer's experts in one tensor."""
+    out = {}
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition("experts.")
+        if kind not in ("gate_up_proj", "down_proj"):
+            out[name] = tensor.detach().clone()
+            continue
+        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+        for expert, both in enumerate(tensor.detach()):
+            for part, value in zip(parts, both.chunk(len(parts)), strict=True):
+                out[f"{prefix}experts.{expert}.{part}.weight"] = value.clone()
+    return out
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters()) | {
+        name: buffer for name, buffer in module.named_buffers() if name.endswith("e_score_correction_bias")
+    }
+
+
+class Oracle:
+    """A model of transformers with weights far from uniform, its prediction layer, and the checkpoint of both."""
+
+    def __init__(self, path: Path, seed: int, fields: dict[str, Any]):
+        torch.manual_seed(seed)
+        self.path = path
+        self.model = DeepseekV3ForCausalLM._from_config(
+            DeepseekV3Config(**SHAPE, **fields), dtype=torch.float32, attn_implementation="eager"
+        )
+        layers = self.model.config.num_hidden_layers
+        self.mtp = MtpLayer(self.model.config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, layers)
+        self.routers = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
+        with torch.no_grad():
+            for name, tensor in {**tensors_of(self.model), **tensors_of(self.mtp)}.items():
+                noise = torch.randn_like(tensor)
+                tensor.add_(0.2 * noise) if "norm" in name or "bias" in name else tensor.copy_(0.2 * noise)
+        self.model.save_pretrained(path)
+        self.weights = load_file(path / "model.safetensors")
+        if fields["num_mtp_layers"]:
+            self.weights |= self.renamed(tensors_of(self.mtp))
+            save_file(self.weights, path / "model.safetensors", metadata={"format": "pt"})
+
+    def renamed(self, tensors: dict[str, torch.Tensor]) -> Weights:
+        """The prediction layer's tensors as DeepSeek names them."""
+        prefix = f"model.layers.{self.model.config.num_hidden_layers}."
+        names = {name: name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm") for name in tensors}
+        return split_experts({prefix + names[name]: tensor for name, tensor in tensors.items()})
+
+    def logits(self, tokens: np.ndarray) -> torch.Tensor:
+        """[L, vocab], with gradient."""
+        return self.model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+
+    def routes(self, tokens: np.ndarray) -> np.ndarray:
+        """uint8 [L, layers, k] as an engine reports them: zeros for dense layers."""
+        found: list[torch.Tensor] = []
+        hooks = [router.register_forward_hook(lambda _, __, out: found.append(out[2])) for router in self.routers]
+        with torch.no_grad():
+            self.logits(tokens)
+        for hook in hooks:
+            hook.remove()
+        dense = [torch.zeros_like(found[0])] * self.model.config.first_k_dense_replace
+        return torch.stack(dense + found, 1).numpy().astype(np.uint8)
+
+    def predicted(self, tokens: np.ndarray) -> torch.Tensor:
+        """Logits [L - 1, vocab] of the prediction layer, with gradient for its own weights only."""
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        with torch.no_grad():
+            hidden = self.model.model(ids).last_hidden_state[:, :-1]
+            embedded = self.model.model.embed_tokens(ids[:, 1:])
+            positions = torch.arange(embedded.shape[1])[None]
+            rotary = self.model.model.rotary_emb(embedded, position_ids=positions)
+        mask = torch.full((embedded.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        states = self.mtp(embedded, hidden, rotary, mask, positions, None)
+        return states[0] @ self.model.lm_head.weight.detach().T
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: Oracle(directory / name, seed, fields) for seed, (name, fields) in enumerate(MODELS.items())}
+
+
+# The trainer ----------------------------------------------------------------------------------------------------------
+
+
+class Laboratory:
+    """Runs each layout once, when it is first asked for."""
+
+    def __init__(self, directory: Path, oracles: dict[str, Oracle]):
+        self.directory, self.oracles = directory, oracles
+        self._ran: set[str] = set()
+        for name, oracle in oracles.items():
+            save_groups(directory / f"{name}.groups", [self.group(oracle)])
+
+    def group(self, oracle: Oracle) -> Group:
+        """Demonstrations with the model's routes, one of them wrong."""
+        trajectories = demonstrations(0)
+        for number, trajectory in enumerate(trajectories):
+            trajectory.routed_experts = oracle.routes(trajectory.token_ids[:-1])
+            if number == WRONG[0]:
+                chosen = trajectory.routed_experts[WRONG[1], -1]
+                chosen[0] = next(expert for expert in range(8) if expert not in chosen)
+        return Group(id="g", prompt=Prompt(id="p", token_ids=[1]), trajectories=trajectories)
+
+    def __call__(self, layout: str, model: str) -> Ran:
+        if layout not in self._ran:
+            self._run(layout)
+            self._ran.add(layout)
+        return Ran(self.directory / layout, model, SIZES[layout], self.oracles[model])
+
+    def _run(self, layout: str) -> None:
+        out = self.directory / layout
+        out.mkdir()
+        cases = [
+            {"name": name, "path": str(oracle.path), "mtp": MODELS[name]["num_mtp_layers"], "dtype": "float32"}
+            for name, oracle in self.oracles.items()
+        ]
+        job = {
+            "cases": [*cases, {**cases[0], "name": "half", "dtype": "bfloat16"}],
+            "layout": LAYOUTS[layout],
+            "groups": str(self.directory),
+            "out": str(out),
+            "init_method": f"tcp://127.0.0.1:{free_port()}",
+        }
+        (out / "job.json").write_text(json.dumps(job))
+        run_ranks(out, SIZES[layout].world)
+
+
+def run_ranks(out: Path, world: int) -> None:
+    """Start the ranks and wait; when one fails the others are ended and its words are told."""
+    command = [sys.executable, "-m", "tests.integration.deepseek_v3_rank", str(out / "job.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks: list[subprocess.Popen] = []
+    try:
+        for rank in range(world):
+            with (out / f"{rank}.log").open("wb") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        [*command, str(rank)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+                    )
+                )
+        end = time.monotonic() + DEADLINE_S
+        while any(process.poll() is None for process in ranks) and time.monotonic() < end:
+            if any(process.poll() for process in ranks):
+                break
+            time.sleep(0.05)
+        for rank, process in enumerate(ranks):
+            assert process.poll() == 0, f"rank {rank}: {process.poll()}\n{(out / f'{rank}.log').read_text()[-3000:]}"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+class Ran:
+    """What the ranks of one layout wrote of one model."""
+
+    def __init__(self, directory: Path, model: str, sizes: Sizes, oracle: Oracle):
+        self.directory, self.model, self.sizes = directory, model, sizes
+        self.table: Table = read_model(oracle.path, mtp_layers=MODELS[model]["num_mtp_layers"]).table
+
+    def sequences(self, rank: int, key: str) -> dict[tuple[int, ...], np.ndarray]:
+        """`key` of every sequence (its tokens and the last label) that `rank` saw; empty if it does not know it."""
+        out = {}
+        with np.load(self.directory / f"{self.model}.{rank}.npz") as arrays:
+            for number in range(sum(name.startswith("tokens.") for name in arrays)):
+                if f"{key}.{number}" not in arrays:
+                    continue
+                end = np.cumsum(arrays[f"lengths.{number}"])
+                for start, stop in zip([0, *end], end, strict=False):
+                    tokens, labels = (arrays[f"{name}.{number}"][start:stop] for name in ("tokens", "labels"))
+                    if tokens.any():  # not the padding
+                        out[(*tokens.tolist(), int(labels[-1]))] = arrays[f"{key}.{number}"][start:stop]
+        return out
+
+    def assembled(self, kind: str) -> Weights:
+        """Checkpoint tensors out of the ranks' local ones; ranks that hold the same part must agree bit for bit."""
+        held = [
+            load_file(self.directory / f"{self.model}.{kind}.{rank}.safetensors") for rank in range(self.sizes.world)
+        ]
+        shapes = self.table.checkpoint()
+        out: Weights = {}
+        # Copies come after the tensors that they repeat.
+        for part in sorted(MegatronLayout(self.table, self.sizes).parts(), key=lambda part: part.copy):
+            if part.name not in held[part.ranks[0]]:
+                continue
+            locals_ = [held[rank][part.name].view(matrix(part.shape)) for rank in part.ranks]
+            assert all(torch.equal(locals_[0], other) for other in locals_[1:]), part.name
+            for rect in part.rects:
+                name = part.sources[rect.source]
+                whole = out.setdefault(name, torch.full(shapes[name], torch.nan)).view(matrix(shapes[name]))
+                local = locals_[0][rect.local_row :, rect.local_col :][: rect.rows, : rect.cols]
+                place = whole[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
+                assert not part.copy or torch.equal(place, local), part.name
+                place.copy_(local)
+        return out
+
+
+@pytest.fixture(scope="module")
+def laboratory(oracles: dict[str, Oracle], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
+    yield Laboratory(tmp_path_factory.mktemp("layouts"), oracles)
+
+
+def difference(found: Weights, expected: Weights) -> tuple[float, str]:
+    """The largest max|a - b| / max|b| over tensors, and whose it is."""
+    each = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
+    return max((value, name) for name, value in each.items())
+
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_model = pytest.mark.parametrize("model", MODELS)
+
+
+@every_model
+@every_layout
+def test_logits_are_those_of_transformers_at_every_position(laboratory, oracles, layout, model):
+    ran = laboratory(layout, model)
+    found = ran.sequences(ran.sizes.world - ran.sizes.tensor, "logits")
+    wanted = [trajectory.token_ids for trajectory in demonstrations(0)]
+    assert found.keys() == {tuple(tokens.tolist()) for tokens in wanted}
+    for tokens in wanted:
+        with torch.no_grad():
+            expected = oracles[model].logits(tokens[:-1])
+        assert (torch.from_numpy(found[tuple(tokens.tolist())]) - expected).abs().max() <= 1e-4
+
+
+@every_model
+@every_layout
+def test_every_layer_routes_as_transformers_does_and_one_wrong_route_is_found_where_it_is(laboratory, layout, model):
+    ran = laboratory(layout, model)
+    wrong = tuple(demonstrations(0)[WRONG[0]].token_ids.tolist())
+    for rank in range(ran.sizes.world):
+        last = coordinates(rank, ran.sizes).pipeline == ran.sizes.pipeline - 1
+        for tokens, differs in ran.sequences(rank, "differs").items():
+            expected = [WRONG[1]] if last and tokens == wrong else []
+            assert np.flatnonzero(differs).tolist() == expected, rank
+
+
+@every_model
+@every_layout
+def test_a_checkpoint_comes_back_from_the_trainer_bit_for_bit(laboratory, oracles, layout, model):
+    back, weights = laboratory(layout, model).assembled("weights"), oracles[model].weights
+    assert back.keys() == weights.keys()
+    assert [name for name, tensor in weights.items() if not torch.equal(back[name], tensor)] == []
+
+
+@every_model
+@every_layout
+def test_gradients_are_those_of_transformers(laboratory, oracles, layout, model):
+    oracle, batch = oracles[model], demonstrations(0)
+    oracle.model.zero_grad()
+    for trajectory, weight in zip(batch, loss_weights(batch, "token"), strict=True):
+        logprobs = oracle.logits(trajectory.token_ids[:-1]).log_softmax(-1)
+        chosen = logprobs.gather(1, torch.from_numpy(trajectory.token_ids[1:].astype(np.int64))[:, None])[:, 0]
+        (-(torch.from_numpy(weight) * chosen).sum()).backward()
+    expected = split_experts({name: parameter.grad for name, parameter in oracle.model.named_parameters()})
+    worst, name = difference(laboratory(layout, model).assembled("gradients"), expected)
+    assert worst <= 2e-5, name
+
+
+@every_layout
+def test_the_selection_bias_is_exact_in_a_bfloat16_model_and_no_step_moves_it(laboratory, oracles, layout):
+    ran = laboratory(layout, "V3")
+    for rank in range(ran.sizes.world):
+        half, before, after = (
+            load_file(ran.directory / f"{name}.{rank}.safetensors")
+            for name in ("half.weights", "V3.weights", "V3.after")
+        )
+        assert after and {name for name, tensor in half.items() if tensor.dtype != torch.bfloat16} == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(half[name], tensor.to(half[name].dtype)), name
+        assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if SIZES[name].pipeline == 1])
+def test_the_prediction_layer_learns_as_in_transformers_and_leaves_the_policy_alone(laboratory, oracles, layout):
+    ran, oracle = laboratory(layout, "V3"), oracles["V3"]
+    oracle.mtp.zero_grad()
+    with np.load(ran.directory / "V3.mtp.0.npz") as arrays:
+        at = 0
+        for length in arrays["lengths"]:
+            tokens, labels, weight, found = (
+                arrays[key][at : at + length] for key in ("tokens", "labels", "weight", "logits")
+            )
+            at += length
+            if not tokens.any():
+                continue
+            expected = oracle.predicted(tokens)
+            assert (torch.from_numpy(found[:-1]) - expected).abs().max() <= 1e-4
+            # Position t, which knows token t + 1, predicts token t + 2.
+            loss = torch.nn.functional.cross_entropy(expected, torch.from_numpy(labels[1:]), reduction="none")
+            (0.1 * torch.from_numpy(weight[1:]) * loss).sum().backward()
+    wanted = oracle.renamed({name: parameter.grad for name, parameter in oracle.mtp.named_parameters()})
+    gradients = ran.assembled("mtp")
+    worst, name = difference(gradients, wanted)
+    assert worst <= 2e-5, name
+    assert [name for name in gradients.keys() - wanted.keys() if gradients[name].any()] == []
