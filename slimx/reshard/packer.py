@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slimx.errors import SlimxError
-from slimx.reshard import kernel
+from slimx.reshard import kernel, kernel_cuda
+from slimx.reshard.kernel_cuda import DevicePlan
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.pieces import BucketForm, PlannedBuckets, compact, pieces_of
+from slimx.reshard.pieces import BucketForm, PlannedBuckets, compact, pieces_of, spread
 from slimx.reshard.plan import Plan
 
 
@@ -32,15 +32,24 @@ class Packer:
     def __init__(self, plan: Plan, rank: int, parameters: Mapping[str, torch.Tensor]):
         self.plan, self.rank, self.parameters = plan, rank, parameters
         self.form = PlannedBuckets(plan).form
+        self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._pieces: dict[int, np.ndarray] = {}
+        self._device_plans: dict[int, DevicePlan] = {}
 
     def pack(self, bucket: int, memory: torch.Tensor) -> Share:
         """Write this rank's part of `bucket` into `memory`, uint8 [form(bucket).size], zero where nobody writes."""
-        return self._run(bucket, self._records(bucket), memory)
+        if self._device is None:
+            return self._run(bucket, self._records(bucket), memory)
+        # Others write into the same memory: what the device packed crosses in one run and is put in its places here.
+        run, share = self.pack_run(bucket)
+        kernel.pack(spread(self._records(bucket), run), memory, np.zeros(1, np.uint64))
+        return share
 
     def pack_run(self, bucket: int) -> tuple[torch.Tensor, Share]:
-        """The same bytes in one run, uint8 [bytes], for `slimx.reshard.pieces.spread`."""
+        """The same bytes in one run in host memory, uint8 [bytes], for `slimx.reshard.pieces.spread`."""
         pieces, size = compact(self._records(bucket))
+        if self._device is not None and size:
+            return self._run_on_device(bucket, pieces, size)
         run = torch.empty(size, dtype=torch.uint8)
         return run, self._run(bucket, pieces, run)
 
@@ -56,6 +65,20 @@ class Packer:
         kernel.pack(pieces, memory, share.sums, share.flags)
         return share
 
+    def _run_on_device(self, bucket: int, pieces: np.ndarray, size: int) -> tuple[torch.Tensor, Share]:
+        names = [tensor.name for tensor in self.form(bucket).tensors]
+        if bucket not in self._device_plans:
+            self._device_plans[bucket] = DevicePlan(
+                pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self._device
+            )
+        plan = self._device_plans[bucket]
+        run = torch.empty(size, dtype=torch.uint8, device=self._device)
+        sums = torch.zeros(len(names), dtype=torch.int64, device=self._device)
+        flags = torch.zeros(len(names), dtype=torch.int32, device=self._device)
+        kernel_cuda.pack(plan, run, sums, flags)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True).copy_(run)
+        return host, Share(kernel_cuda.results(plan, sums, flags), np.zeros(len(names), np.uint32))
+
 
 def describe(form: BucketForm, path: str, shares: list[Share]) -> PackedBucket:
     """The packed bucket in the memory file `path` that all ranks have written their part of.
@@ -66,12 +89,7 @@ def describe(form: BucketForm, path: str, shares: list[Share]) -> PackedBucket:
     for share in shares:
         sums += share.sums
         flags |= share.flags
-    if flags.any():
-        first = int(np.flatnonzero(flags)[0])
-        raise SlimxError(
-            f"{form.tensors[first].name} holds a value that is infinite or not a number ({np.count_nonzero(flags)} "
-            "such tensors of this bucket); these weights cannot be published: look at the last optimizer steps"
-        )
+    kernel.refuse_nonfinite(flags, [tensor.name for tensor in form.tensors])
     tensors = [
         PackedTensor(t.name, t.dtype, t.shape, int(offset), t.nbytes, int(total))
         for t, offset, total in zip(form.tensors, form.offset, sums, strict=True)
