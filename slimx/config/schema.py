@@ -135,10 +135,15 @@ class Sampling(Section):
 class Engines(Section):
     """A group of identical engine servers."""
 
+    model: str | None = Field(
+        None,
+        description="Hugging Face directory that the servers start from, such as an fp8 copy of model.path; null: "
+        "model.path",
+    )
     name: str = Field("actor", description="name of the group in logs and metrics")
     count: PositiveInt = Field(1, description="number of servers in the group")
     max_total_tokens: PositiveInt | None = Field(None, description="KV-cache room in tokens; null: SGLang decides")
-    threads: PositiveInt = Field(1, description="CPU threads of a server (CPU only)")
+    threads: PositiveInt = Field(1, description="CPU threads of each rank of a server (CPU only)")
     tensor: PositiveInt = Field(1, description="tensor parallel size of a server (SGLang's tp_size)")
     expert: PositiveInt = Field(1, description="expert parallel size of a server (ep_size); divides tensor")
     pipeline: PositiveInt = Field(1, description="pipeline parallel size of a server (pp_size)")
@@ -148,6 +153,11 @@ class Engines(Section):
     sglang: dict[str, Any] = Field(
         default_factory=dict, description="fields of SGLang's ServerArgs, passed through after a check"
     )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one server: a GPU each on CUDA."""
+        return self.tensor * self.pipeline
 
 
 class Health(Section):
@@ -220,7 +230,7 @@ class Schedule(Section):
 class Publish(Section):
     bucket_mib: PositiveFloat = Field(512, description="size of one bucket of weights in MiB")
     encoding: Literal["auto", "hf", "local"] = Field(
-        "hf",
+        "auto",
         description="hf: tensors with Hugging Face names, which any engine loads; local: each engine rank's own bytes "
         "in its fused layout; auto: local where slimx knows that layout",
     )

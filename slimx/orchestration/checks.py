@@ -42,12 +42,18 @@ class Prepared:
 def check_run(config: Config) -> Prepared:
     """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first thing that cannot
     work."""
+    device = device_of(config)
     spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
     sizes = check_layout(config, spec)
     CheckpointReader(config.initial_weights).check(spec.table)
     hooks = load_hooks(config)
     for group in config.rollout.engines:
         check_server_args(group.sglang)
+        if group.ranks > 1 and config.schedule.colocate and device == "cuda":
+            raise SlimxError(
+                f"schedule.colocate with servers of {group.ranks} GPUs (rollout.engines {group.name}): slimx places "
+                "colocated servers of one GPU only; set schedule.colocate=false"
+            )
         if group.pipeline > 1:
             raise SlimxError(
                 f"rollout.engines.pipeline={group.pipeline} of group {group.name}: SGLang 0.5.23 brings back the "
@@ -70,8 +76,12 @@ def check_run(config: Config) -> Prepared:
             f"a step of {rows} rollouts (rollout.prompts_per_step x rollout.group_size) cannot feed {sizes.data} "
             "data-parallel ranks; raise one of them or lower trainer.data"
         )
+    if config.publish.quantise and device == "cpu":
+        raise SlimxError(
+            f"publish.quantise={config.publish.quantise}, but SGLang holds fp8 blocks on CUDA only; leave it out"
+        )
     plans = {"export": export_plan(config, spec, sizes)}
-    published = publication_plan(config, spec, sizes, device_of(config))
+    published = publication_plan(config, spec, sizes, device)
     if published is not None:
         plans["publish"] = published.plan
     encoding = published.encoding if published is not None else "hf"

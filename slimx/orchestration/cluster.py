@@ -24,8 +24,8 @@ def device_of(config: Config) -> str:
 
 def start_ray(config: Config, device: str) -> None:
     """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold."""
-    engines = sum(group.count for group in config.rollout.engines)
-    threads = sum(group.count * group.threads for group in config.rollout.engines)
+    engines = sum(group.count * group.ranks for group in config.rollout.engines)
+    threads = sum(group.count * group.ranks * group.threads for group in config.rollout.engines)
     cpus = config.trainer.world_size * config.trainer.threads + threads
     try:
         if config.cluster.ray_address:
@@ -53,8 +53,8 @@ def start_ray(config: Config, device: str) -> None:
             stop_ray()
             raise SlimxError(
                 f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} (trainer.world_size "
-                f"{config.trainer.world_size}, {engines} engines, cluster.device {device}); add nodes or lower the "
-                "sizes"
+                f"{config.trainer.world_size}, {engines} engine ranks, cluster.device {device}); add nodes or lower "
+                "the sizes"
             )
 
 

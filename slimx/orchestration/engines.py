@@ -14,6 +14,7 @@ from slimx.errors import SlimxError
 from slimx.orchestration.engine_actor import EngineActor, EngineHandle
 from slimx.orchestration.recovery import Membership
 from slimx.ports import free_port
+from slimx.preflight.publication import engine_sizes
 from slimx.rollout.router import Router
 
 
@@ -51,7 +52,8 @@ class EngineGroup:
         config, name = self.config, f"{group.name}-{number}"
         values = {
             "name": name,
-            "model_path": config.model.path,
+            "model_path": group.model or config.model.path,
+            "sizes": engine_sizes(group),
             "dtype": config.numerics.dtype,
             "device": device,
             "threads": group.threads,
@@ -60,8 +62,10 @@ class EngineGroup:
             "routed_experts": moe and config.rollout.routed_experts,
             "sglang": group.sglang,
         }
-        share = 0.5 if config.schedule.colocate else 1
-        actor = ray.remote(EngineActor).options(num_cpus=group.threads, num_gpus=share if device == "cuda" else 0)
+        share = 0.5 if config.schedule.colocate else group.ranks
+        actor = ray.remote(EngineActor).options(
+            num_cpus=group.threads * group.ranks, num_gpus=share if device == "cuda" else 0
+        )
         log, deadline = log_dir / f"engine-{name}.log", config.publish.step_deadline
         return EngineHandle(name, partial(actor.remote, values, str(log), deadline), log, deadline)
 

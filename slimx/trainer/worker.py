@@ -83,7 +83,9 @@ class TrainerWorker:
         from slimx.reshard.transports.memory import MemoryFile
 
         self._probe = MemoryFile(len(PROBE))
-        self._probe.bytes[:] = memoryview(bytearray(PROBE))
+        import torch
+
+        self._probe.bytes.copy_(torch.frombuffer(bytearray(PROBE), dtype=torch.uint8))
         return self._probe.path
 
     def reaches(self, path: str) -> bool:
