@@ -19,9 +19,6 @@ void encode_scalar(const T* __restrict x, int64_t n, float inverse, uint8_t* __r
 
 #if defined(__x86_64__)
 
-#define SLIMX_TARGET_AVX2 __attribute__((target("avx2")))
-#define SLIMX_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-
 SLIMX_TARGET_AVX2 inline __m256 load8(const uint16_t* x) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));

@@ -15,8 +15,8 @@ namespace slimx {
 
 // An instruction set is the two loops that a compiler does not find by itself.
 struct Scalar {
-  template <bool kCopy>
-  static constexpr Words words = words_scalar<kCopy>;
+  template <bool kCopy, int kElement>
+  static constexpr Words words = words_scalar<kCopy, kElement>;
   template <class T>
   static void encode(const T* x, int64_t n, float inverse, uint8_t* codes) {
     encode_scalar(x, n, inverse, codes);
@@ -25,8 +25,8 @@ struct Scalar {
 
 #if defined(__x86_64__)
 struct Avx2 {
-  template <bool kCopy>
-  static constexpr Words words = words_avx2<kCopy>;
+  template <bool kCopy, int kElement>
+  static constexpr Words words = words_avx2<kCopy, kElement>;
   template <class T>
   SLIMX_TARGET_AVX2 static void encode(const T* x, int64_t n, float inverse, uint8_t* codes) {
     encode_avx2(x, n, inverse, codes);
@@ -34,8 +34,8 @@ struct Avx2 {
 };
 
 struct Avx512 {
-  template <bool kCopy>
-  static constexpr Words words = words_avx512<kCopy>;
+  template <bool kCopy, int kElement>
+  static constexpr Words words = words_avx512<kCopy, kElement>;
   template <class T>
   SLIMX_TARGET_AVX512 static void encode(const T* x, int64_t n, float inverse, uint8_t* codes) {
     encode_avx512(x, n, inverse, codes);
@@ -94,28 +94,27 @@ SLIMX_INLINE void decode(const uint8_t* __restrict codes, int64_t n, float scale
 // ---- runs of bytes --------------------------------------------------------------------------------------------------
 
 // Fewer than four bytes, all in the word that holds offset `pos` of the tensor.
-template <bool kCopy>
-SLIMX_INLINE uint64_t part_of_word(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos) {
+template <bool kCopy, int kElement>
+SLIMX_INLINE Summed part_of_word(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos) {
   uint32_t word = 0;
   for (int64_t k = 0; k < bytes; ++k) {
     if (kCopy) dst[k] = src[k];
     word |= uint32_t(src[k]) << (8 * ((pos + k) & 3));
   }
-  return uint64_t(word) * slimx_multiplier(uint32_t(pos >> 2));
+  return {uint64_t(word) * slimx_multiplier(uint32_t(pos >> 2)), most_of_word<kElement>(word)};
 }
 
-// Copies bytes that stand at offset `pos` of their tensor, and returns their share of its checksum. `ahead` as in
-// Words.
-template <class Isa, bool kCopy>
-SLIMX_INLINE uint64_t put(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos, int64_t ahead = 0) {
+// Copies bytes that stand at offset `pos` of their tensor, and returns their share of its checksum and their largest
+// magnitude. `ahead` as in Words.
+template <class Isa, bool kCopy, int kElement = 0>
+SLIMX_INLINE Summed put(const uint8_t* src, uint8_t* dst, int64_t bytes, uint64_t pos, int64_t ahead = 0) {
   const int64_t head = std::min<int64_t>(bytes, -pos & 3);  // up to the tensor's next word boundary
   const int64_t whole = (bytes - head) >> 2, tail = head + 4 * whole;
-  uint64_t sum = 0;
-  if (head) sum += part_of_word<kCopy>(src, dst, head, pos);
-  sum +=
-      Isa::template words<kCopy>(src + head, kCopy ? dst + head : nullptr, whole, uint32_t((pos + head) >> 2), ahead);
-  if (tail < bytes) sum += part_of_word<kCopy>(src + tail, kCopy ? dst + tail : nullptr, bytes - tail, pos + tail);
-  return sum;
+  const auto to = [&](int64_t offset) { return kCopy ? dst + offset : nullptr; };
+  Summed out = Isa::template words<kCopy, kElement>(src + head, to(head), whole, uint32_t((pos + head) >> 2), ahead);
+  if (head) out.add(part_of_word<kCopy, kElement>(src, to(0), head, pos));
+  if (tail < bytes) out.add(part_of_word<kCopy, kElement>(src + tail, to(tail), bytes - tail, pos + tail));
+  return out;
 }
 
 }  // namespace slimx

@@ -89,7 +89,7 @@ SLIMX_INLINE uint64_t write_codes(const SlimxPiece& p, uint8_t* bucket, int64_t 
         if (band.amax[block] >= kInfinite<T>) std::fill_n(codes, n, uint8_t(SLIMX_NAN_E4M3));
       }
       uint8_t* to = bucket + p.dst + r * p.dst_ld + first;
-      sum += put<Isa, true>(band.codes, to, last - first, p.pos + r * p.pos_ld + first);
+      sum += put<Isa, true>(band.codes, to, last - first, p.pos + r * p.pos_ld + first).sum;
     }
   }
   return sum;
@@ -112,7 +112,8 @@ SLIMX_INLINE Share quantise_tile(const SlimxPiece& p, uint8_t* bucket, const flo
     }
     const uint8_t* written = reinterpret_cast<const uint8_t*>(band.written);
     share.scales += put<Isa, true>(written, bucket + p.scale + row * p.scale_ld, blocks * sizeof(Scale),
-                                   p.scale_pos + row * p.scale_pos_ld);
+                                   p.scale_pos + row * p.scale_pos_ld)
+                        .sum;
     share.values += write_codes<Isa>(p, bucket, start, stop, band);
   }
   return share;
@@ -122,8 +123,7 @@ SLIMX_INLINE Share quantise_tile(const SlimxPiece& p, uint8_t* bucket, const flo
 template <class Isa, class T>
 SLIMX_INLINE Share dequantise_tile(const SlimxPiece& p, uint8_t* bucket) {
   alignas(64) T out[kChunk];
-  Share share;
-  uint32_t most = 0;
+  Summed all;
   for (int64_t r = 0; r < p.rows; ++r) {
     const uint8_t* scales = reinterpret_cast<const uint8_t*>(p.scale) + r / p.block_rows * p.scale_ld;
     for (int64_t first = 0; first < p.cols; first += kChunk) {
@@ -135,13 +135,11 @@ SLIMX_INLINE Share dequantise_tile(const SlimxPiece& p, uint8_t* bucket) {
                                                            : reinterpret_cast<const float*>(scales)[block];
         decode(source_row(p, r) + c, n, scale, out + (c - first));
       }
-      most = std::max(most, largest(out, last - first));
-      share.values += put<Isa, true>(reinterpret_cast<uint8_t*>(out), bucket + p.dst + r * p.dst_ld + at,
-                                     (last - first) * sizeof(T), p.pos + r * p.pos_ld + at);
+      all.add(put<Isa, true, sizeof(T)>(reinterpret_cast<uint8_t*>(out), bucket + p.dst + r * p.dst_ld + at,
+                                        (last - first) * sizeof(T), p.pos + r * p.pos_ld + at));
     }
   }
-  share.nonfinite = most >= kInfinite<T>;
-  return share;
+  return {all.sum, 0, all.most >= kInfinite<T>};
 }
 
 }  // namespace slimx

@@ -62,11 +62,11 @@ SLIMX_INLINE SlimxPiece in_row_order(SlimxPiece p, uint8_t* buffer) {
 template <class Isa, bool kCopy>
 SLIMX_INLINE Share run_tile(SlimxPiece p, uint8_t* bucket, const float* triton_scales, uint8_t* buffer) {
   if (is_transposed(p)) p = in_row_order(p, buffer);
-  if (!kCopy) return copy_tile<Isa, false>(p, nullptr);
+  if (!kCopy) return copy_tile<Isa, false, 0>(p, nullptr);
   const bool bf16_in = p.item == 2, bf16_out = p.out == 2;
   switch (p.op) {
     case SLIMX_COPY_CHECKED:
-      return bf16_in ? checked_copy_tile<Isa, uint16_t>(p, bucket) : checked_copy_tile<Isa, uint32_t>(p, bucket);
+      return bf16_in ? copy_tile<Isa, true, 2>(p, bucket) : copy_tile<Isa, true, 4>(p, bucket);
     case SLIMX_FP32_TO_BF16:
       return convert_tile<Isa, uint32_t, uint16_t>(p, bucket);
     case SLIMX_BF16_TO_FP32:
@@ -81,7 +81,7 @@ SLIMX_INLINE Share run_tile(SlimxPiece p, uint8_t* bucket, const float* triton_s
     case SLIMX_DEQUANTISE_MXFP8:
       return bf16_out ? dequantise_tile<Isa, uint16_t>(p, bucket) : dequantise_tile<Isa, uint32_t>(p, bucket);
     default:
-      return copy_tile<Isa, true>(p, bucket);
+      return copy_tile<Isa, true, 0>(p, bucket);
   }
 }
 
@@ -186,7 +186,8 @@ int slimx_has_isa(SlimxIsa isa) {
 #if defined(__x86_64__)
   if (isa == SLIMX_ISA_AVX512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vbmi");
   if (isa == SLIMX_ISA_AVX2) return __builtin_cpu_supports("avx2") != 0;
 #endif
   return isa == SLIMX_ISA_BEST || isa == SLIMX_ISA_SCALAR;
