@@ -262,6 +262,12 @@ def _swiglu(whole: Tensors, name: str, source: str, size: int, own: int) -> Iter
     yield name.format(2), whole[source + ".down_proj.weight"].chunk(size, 1)[own]
 
 
+def held_by_trainers(model: Model, sizes: Sizes) -> list[Tensors]:
+    """What every rank holds, layers split as `split_of` says."""
+    whole, split = checkpoint(model), split_of(model, sizes)
+    return [megatron_rank(model, whole, sizes, place, split) for place in places(sizes)]
+
+
 # What a part says -----------------------------------------------------------------------------------------------------
 
 

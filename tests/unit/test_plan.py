@@ -26,22 +26,15 @@ from tests.unit.engine_stand import SERVED, engine_rank, engine_sizes
 from tests.unit.layout_stand import (
     LAYOUTS,
     MODELS,
-    Model,
     Tensors,
     assert_same,
     checkpoint,
-    megatron_rank,
-    places,
+    held_by_trainers,
     split_of,
 )
 
 BF16 = Precision("bfloat16", "bfloat16")
 HUGE = 2**40
-
-
-def held_by_trainers(model: Model, sizes: Sizes) -> list[Tensors]:
-    whole, split = checkpoint(model), split_of(model, sizes)
-    return [megatron_rank(model, whole, sizes, place, split) for place in places(sizes)]
 
 
 def carry_out(plan: Plan, trainers: list[Tensors]) -> list[Tensors]:
