@@ -1,7 +1,8 @@
-"""The command line: slimx train | doctor | report."""
+"""The command line: slimx train | plan | doctor | report."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +36,33 @@ def train(
     directory = run_training(config, console)
     report = finish(config, directory)
     console.print(f"run {directory}" + (f", report {report}" if report else ""), highlight=False)
+
+
+@app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Predict stage times on clusters, after a test here of 3 seconds.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what FILE's run would do, from it and the model's config.json alone: no weights, no GPU."""
+    config = load_config(file, overrides or [])
+    from slimx.preflight.plan_report import describe, describe_predictions, plan_report, predictions
+
+    report = plan_report(config)
+    found, trial = (), None
+    if predict and report.traffic is not None:
+        from slimx.preflight.rehearsal import rehearse
+
+        (trial, _), found = rehearse(), predictions(report.traffic)
+    if as_json:
+        print(json.dumps(report.to_json(found, trial), indent=1))
+        return
+    for line in [*describe(report), *(describe_predictions(found, trial) if trial else ())]:
+        print(line)
 
 
 @app.command()
