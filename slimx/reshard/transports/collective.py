@@ -1,0 +1,188 @@
+"""Buckets over gloo or NCCL: one process group per engine, so that an engine that dies takes no other group along.
+
+    publisher (rank 0)  Sending.open -> meeting ... join -> broadcast | send -> close
+    engine rank r - 1   Receiving.join(meeting, r)       -> receive           -> close
+
+Each group has a store, a port and a name of its own, with the membership epoch in it: a rank that comes late, from an
+engine that was replaced meanwhile, finds nobody to join. The groups are built beside torch.distributed's default group,
+which neither side needs. What a channel delivers is not trusted: the receiver compares checksums before it uses it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from slimx.errors import SlimxError
+
+Backend = Literal["gloo", "nccl"]
+PUBLISHER = 0
+CHUNK = 256 * 2**20
+"""Bytes of one operation: gloo counts in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where one engine's group meets, as the publisher tells it to the engine's ranks."""
+
+    engine: str
+    epoch: int
+    """Membership epoch in which the engine joined."""
+    host: str
+    port: int
+    """Of the group's store, at the publisher."""
+    ranks: int
+    """Receiving ranks; they are 1 to `ranks` in the group."""
+    backend: Backend
+    deadline_s: float
+    """Seconds for the meeting, and for each operation after it."""
+
+    def __str__(self) -> str:
+        return f"the {self.backend} channel of engine {self.engine} (epoch {self.epoch})"
+
+
+class ChannelError(SlimxError):
+    """A group whose other side died, or did not answer in time. It is of no use any more: close it."""
+
+
+class _Channel:
+    """One side of one engine's group."""
+
+    def __init__(self, meeting: Meeting, rank: int, store: dist.Store, own_host: str):
+        self.meeting, self.rank = meeting, rank
+        prefix = dist.PrefixStore(f"slimx/{meeting.engine}/{meeting.epoch}", store)
+        timeout = timedelta(seconds=meeting.deadline_s)
+        self._group: Any = self._checked(
+            "the meeting", lambda: _make_group(prefix, rank, meeting.ranks + 1, meeting.backend, timeout, own_host)
+        )
+        self._timeout = timeout
+
+    def close(self) -> None:
+        """Leave the group; what the other side waits for fails."""
+        self._group = None
+
+    def _run(self, what: str, work: Callable[[Any], Any]) -> None:
+        if self._group is None:
+            raise ChannelError(f"{self.meeting} is closed; {what} needs a new one")
+        self._checked(what, lambda: work(self._group).wait(self._timeout))
+
+    def _checked(self, what: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except RuntimeError as error:  # what torch raises for a dead peer and for a deadline alike
+            self.close()
+            first = str(error).strip().partition("\n")[0][:300]
+            raise ChannelError(
+                f"{self.meeting}: {what} failed on rank {self.rank} of {self.meeting.ranks + 1}: {first}"
+            ) from None
+
+
+class Sending(_Channel):
+    """The publisher's side."""
+
+    @staticmethod
+    def open(engine: str, epoch: int, *, ranks: int, host: str, backend: Backend, deadline_s: float) -> Opening:
+        """Open a meeting at `host`, an address of this machine; its ranks join next, on both sides at once."""
+        listener = socket.socket()
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store would listen on every interface
+            use_libuv=False,
+        )
+        return Opening(Meeting(engine, epoch, host, port, ranks, backend, deadline_s), store)
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """The same bytes, uint8 [n], to every rank of the engine."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = PUBLISHER, 0
+        for part in _parts(data):
+            self._run("a broadcast", lambda group, part=part: group.broadcast([part], options))
+
+    def send(self, data: torch.Tensor, rank: int) -> None:
+        """Bytes, uint8 [n], to one rank of the engine, counted from 0."""
+        for part in _parts(data):
+            self._run(f"sending to rank {rank}", lambda group, part=part: group.send([part], rank + 1, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A meeting that the publisher has opened and waits at."""
+
+    meeting: Meeting
+    store: dist.Store
+
+    def join(self) -> Sending:
+        """Wait for the engine's ranks. Raises ChannelError if they do not come in time."""
+        return Sending(self.meeting, PUBLISHER, self.store, self.meeting.host)
+
+
+class Receiving(_Channel):
+    """The side of one engine rank."""
+
+    @classmethod
+    def join(cls, meeting: Meeting, rank: int) -> Receiving:
+        """Join as the engine's `rank`, counted from 0. Raises ChannelError if the meeting is over."""
+        try:
+            store = dist.TCPStore(
+                meeting.host,
+                meeting.port,
+                is_master=False,
+                timeout=timedelta(seconds=meeting.deadline_s),
+                wait_for_workers=False,
+                use_libuv=False,
+            )
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0][:300]
+            raise ChannelError(f"{meeting} has no meeting at {meeting.host}:{meeting.port}: {first}") from None
+        return cls(meeting, rank + 1, store, _own_address(meeting.host, meeting.port))
+
+    def receive(self, data: torch.Tensor, *, own: bool) -> torch.Tensor:
+        """Fill `data`, uint8 [n], with what `Sending.send` sent to this rank alone (`own`), or what it broadcast."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = PUBLISHER, 0
+        for part in _parts(data):
+            if own:
+                self._run("receiving", lambda group, part=part: group.recv([part], PUBLISHER, 0))
+            else:
+                self._run("a broadcast", lambda group, part=part: group.broadcast([part], options))
+        return data
+
+
+def _make_group(
+    store: dist.Store, rank: int, size: int, backend: Backend, timeout: timedelta, own_host: str
+) -> dist.ProcessGroup:
+    store.set_timeout(timeout)
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        # By address: torch would look up the machine's own name, which need not resolve.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
+def _parts(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, len(data), CHUNK):
+        yield data[start : start + CHUNK]

@@ -1,0 +1,81 @@
+"""A process that stands for one engine rank: it receives buckets over a transport and proves their bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from slimx.errors import SlimxError
+from slimx.reshard.kernel import checksum_tensor
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.transports.collective import Meeting, Receiving
+from slimx.reshard.transports.memory import open_memory
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+
+def check(packed: PackedBucket, target: int, memory: torch.Tensor) -> int:
+    """How many tensors of a target are as announced. Raises SlimxError for the first that is not."""
+    for tensor in packed.targets[target]:
+        held = memory[tensor.offset : tensor.offset + tensor.nbytes].clone().view(getattr(torch, tensor.dtype))
+        if checksum_tensor(held.view(tensor.shape)) != tensor.checksum:
+            raise SlimxError(f"tensor {tensor.name} has another checksum")
+    return len(packed.targets[target])
+
+
+class Peer:
+    """The parent's side: `ask` runs one of `_Rank`'s methods in the process."""
+
+    def __init__(self) -> None:
+        self.pipe, other = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        self.pipe.send((method, arguments))
+
+    def answer(self, seconds: float = 30) -> Any:
+        assert self.pipe.poll(seconds), "the peer did not answer"
+        return self.pipe.recv()
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        self.tell(method, *arguments)
+        return self.answer()
+
+
+class _Rank:
+    def join(self, meeting: Meeting, rank: int) -> str:
+        self.rank, self.channel = rank, Receiving.join(meeting, rank)
+        return "joined"
+
+    def receive(self, packed: PackedBucket, own: bool) -> int:
+        memory = torch.zeros(packed.size, dtype=torch.uint8)
+        if not own:
+            return check(packed, 0, self.channel.receive(memory, own=False))
+        start, stop = region(packed, self.rank)
+        self.channel.receive(memory[start:stop], own=True)
+        return check(packed, self.rank, memory)
+
+    def map(self, packed: PackedBucket, target: int) -> int:
+        return check(packed, target, open_memory(packed.path, packed.size))
+
+
+def region(packed: PackedBucket, target: int) -> tuple[int, int]:
+    """Bytes of a bucket that hold one target's tensors."""
+    tensors = packed.targets[target]
+    return tensors[0].offset, tensors[-1].offset + tensors[-1].nbytes
+
+
+def _serve(pipe: Connection) -> None:
+    rank = _Rank()
+    while True:
+        method, arguments = pipe.recv()
+        try:
+            pipe.send(getattr(rank, method)(*arguments))
+        except SlimxError as error:
+            pipe.send(str(error))
