@@ -52,6 +52,8 @@ class Publication:
     layout: Layout
     taken: set[str] = field(default_factory=set)
     """Names that came, those for other ranks among them."""
+    waiting: int = 0
+    """Buckets staged since the last load. A rank may have no tensor in them."""
     staged: dict[str, Staged] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
     """Tensors that were copied -> share that the model should hold."""
@@ -134,13 +136,14 @@ class Receiver:
             self.open = None
             raise
         publication.taken.update(entry["name"] for entry in tensors)
+        publication.waiting += 1
         publication.verified = False
         return self.status()
 
     def load(self) -> None:
         """Copy what is staged into the model; raises with the model half copied only if SGLang's own loader fails."""
         publication = self.open
-        if publication is None or not publication.staged:
+        if publication is None or not publication.waiting:
             raise SlimxError("load was asked but nothing is staged; begin a publication and stage its buckets first")
         if publication.staging == "model" and (missing := publication.missing):
             raise SlimxError(
@@ -148,9 +151,11 @@ class Receiver:
             )
         ready = {name: staged for name, staged in publication.staged.items() if _complete(publication, name)}
         # From here the model holds neither the old weights nor the new: nothing else vouches for it any more.
-        self.copied, self.version, publication.verified = publication, None, False
+        self.copied, self.version = publication, None
+        publication.waiting, publication.verified = 0, False
         if publication.manifest.encoding == "hf":
-            self.model.load_weights(self._counted(ready))
+            if ready:
+                self.model.load_weights(self._counted(ready))
         else:
             for name, tensor in self._counted(ready):
                 publication.layout.places[name].held[0].parameter.data.copy_(tensor)

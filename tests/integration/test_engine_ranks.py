@@ -1,0 +1,289 @@
+"""Engines of two ranks: each holds its part, and a publication leaves what a cold load of the same weights does.
+
+Two servers, each started once: Qwen3-MoE with experts split over the ranks, and DeepSeek-V3 with everything split by
+tensor parallelism, whose latent attention computes with tensors derived from the published ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+from slimx.errors import SlimxError
+from slimx.layout.engine import EngineLayout
+from slimx.layout.parts import matrix
+from slimx.layout.ranks import EngineSizes
+from slimx.models.families import FAMILIES
+from slimx.ports import free_port
+from slimx.rollout.engine import Engine, EngineSpec, State
+from tests.integration.conftest import ROOT, START_S, Bucket, Weights, manifest, perturbed, publish
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [1, 20, 21, 15, 22, 23, 33, 2]
+
+# Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "float32",
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.05,
+    "rope_theta": 10000.0,
+    # SGLang's CPU path knows no other rotary embedding for this family.
+    "rope_scaling": {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 3,
+}
+
+
+def make_deepseek(out: Path) -> None:
+    """A seeded DeepSeek-V3 with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
+    torch.manual_seed(1)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK)).save_pretrained(out)
+    save_file(perturbed(load_file(out / "model.safetensors"), 2), out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(DEEPSEEK))
+    runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """A running engine of two ranks and the model that it was started with."""
+
+    engine: Engine
+    model: Path
+    weights: Weights
+    """By Hugging Face name."""
+    layout: EngineLayout
+    cold: tuple[list[int], np.ndarray]
+    """`answer` before anything was published."""
+
+    def local(self, weights: Weights) -> list[Weights]:
+        """`weights` as each rank's own parameters."""
+        ranks: list[Weights] = [{} for _ in range(self.layout.sizes.world)]
+        for part in self.layout.parts():
+            held = torch.zeros(part.shape)
+            for r in part.rects:
+                source = weights[part.sources[r.source]]
+                flat = source.view(matrix(source.shape))[r.row : r.row + r.rows, r.col : r.col + r.cols]
+                target = held.view(matrix(held.shape))
+                target[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols] = flat
+            for rank in part.ranks:
+                ranks[rank][part.name] = held
+        return ranks
+
+    def targets(self, weights: Weights, encoding: str) -> Weights | list[Weights]:
+        return self.local(weights) if encoding == "local" else weights
+
+
+async def answer(engine: Engine) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens, and the log-probs of prompt and tokens [L - 1]."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    meta = (await engine.control._call("POST", "/generate", body))["meta_info"]
+    scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+    return [token for _, token, _ in meta["output_token_logprobs"]], np.array([value for value, _, _ in scored])
+
+
+def expected(stand: Stand, weights: Weights, tokens: list[int], out: Path) -> np.ndarray:
+    """The log-probs that transformers gives to prompt and tokens with `weights`."""
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text((stand.model / "config.json").read_text())
+    model, ids = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval(), [*PROMPT, *tokens]
+    with torch.no_grad():
+        rows = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe, 2 x EP2", "deepseek_v3, TP2"])
+def stand(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stand]:
+    model, sizes = tiny_model, EngineSizes(tensor=2, expert=2)
+    if request.param.startswith("deepseek"):
+        model, sizes = tmp_path_factory.mktemp("deepseek"), EngineSizes(tensor=2)
+        make_deepseek(model)
+    hf = json.loads((model / "config.json").read_text())
+    layout = EngineLayout(FAMILIES[hf["architectures"][0]].engine_table(hf), sizes)
+    spec = EngineSpec("ranks", str(model), "float32", "cpu", free_port(), max_total_tokens=4096, sizes=sizes)
+    engine = Engine(spec, tmp_path_factory.mktemp("ranks") / "server.log")
+    engine.start()
+    try:
+        asyncio.run(engine.wait_ready(START_S))
+        yield Stand(engine, model, load_file(model / "model.safetensors"), layout, asyncio.run(answer(engine)))
+    finally:
+        asyncio.run(engine.stop())
+
+
+async def test_each_rank_holds_what_the_engine_layout_says(stand: Stand) -> None:
+    expert = stand.layout.sizes.expert
+    for number, rank in enumerate(await stand.engine.control.attest()):
+        place = rank["coordinates"]
+        assert place == {
+            "rank": number,
+            "tensor": number,
+            "expert": number % expert,
+            "pipeline": 0,
+            "attention_data": 0,
+        }
+    forms = [{part.name: form(part.shape) for part in stand.layout.parts() if rank in part.ranks} for rank in range(2)]
+    assert await stand.engine.inventory("local") == forms
+    assert await stand.engine.inventory() == [{name: form(weight.shape) for name, weight in stand.weights.items()}]
+
+
+def form(shape: tuple[int, ...]) -> str:
+    return f"float32:{','.join(map(str, shape))}"
+
+
+@pytest.mark.parametrize(("encoding", "staging"), [("hf", "bucket"), ("local", "model"), ("local", "bucket")])
+async def test_a_publication_equals_a_cold_load(stand: Stand, encoding: str, staging: str, tmp_path: Path) -> None:
+    other = perturbed(stand.weights, 3)
+    await publish(stand.engine, stand.targets(other, encoding), 1, staging)
+    tokens, logprobs = await answer(stand.engine)
+    np.testing.assert_allclose(logprobs, expected(stand, other, tokens, tmp_path), atol=1e-4)
+    assert np.abs(logprobs[: len(PROMPT) - 1] - stand.cold[1][: len(PROMPT) - 1]).max() > 0.1
+    await publish(stand.engine, stand.targets(stand.weights, encoding), 2, staging)
+    tokens, logprobs = await answer(stand.engine)
+    assert tokens == stand.cold[0]
+    np.testing.assert_array_equal(logprobs, stand.cold[1])
+    derived = (await stand.engine.verify())["derived"]
+    layers = DEEPSEEK["num_hidden_layers"] if "Deepseek" in stand.engine.attestation[0]["model"] else 0
+    assert derived == sorted(f"model.layers.{k}.self_attn.{t}" for k in range(layers) for t in ("w_kc", "w_vc"))
+
+
+@pytest.mark.parametrize("encoding", ["hf", "local"])
+async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, encoding: str) -> None:
+    before = await answer(stand.engine)
+    targets = stand.targets(perturbed(stand.weights, 4), encoding)
+    await stand.engine.begin(manifest(9, encoding))
+    with Bucket(*(targets if encoding == "local" else [targets])) as bucket:
+        wrong = bucket.packed.targets[-1][5]
+        bucket.flip(wrong.offset + wrong.nbytes - 1)
+        with pytest.raises(SlimxError, match=rf"rank \d, slimx.stage: tensor {wrong.name} of bucket 0 has checksum"):
+            await stand.engine.stage(bucket.packed, 0)
+    assert [rank["open"] for rank in await stand.engine.control.status()] == [None, None]
+    assert stand.engine.state is State.READY
+    after = await answer(stand.engine)
+    assert after[0] == before[0] and np.array_equal(after[1], before[1])
+
+
+async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
+    ranks = stand.local(stand.weights)
+    name = "model.layers.1.mlp.experts.w2_weight"
+    shape = tuple(ranks[1][name].shape)
+    cases = {
+        "rank 1, slimx.stage: tensor model.norm.bias of bucket 0 is unknown": [{}, {"model.norm.bias": torch.ones(1)}],
+        "brings nothing for rank 1, only for 0": [{name: ranks[0][name]}],
+        rf"rank 1, .* is float32:1,2, the model loads {form(shape)}": [ranks[0], {name: torch.ones(1, 2)}],
+        "q_proj.weight of bucket 0 is unknown": [{"model.layers.0.self_attn.q_proj.weight": torch.ones(2)}, ranks[1]],
+    }
+    for message, targets in cases.items():
+        await stand.engine.begin(manifest(9, "local"))
+        with Bucket(*targets) as bucket, pytest.raises(SlimxError, match=message):
+            await stand.engine.stage(bucket.packed, 0)
+    await stand.engine.begin(manifest(9))
+    message = "experts.8.down_proj.weight of bucket 0 is unknown to the model"
+    expert = {"model.layers.1.mlp.experts.8.down_proj.weight": torch.ones(128, 64)}
+    with Bucket(expert) as bucket, pytest.raises(SlimxError, match=message):
+        await stand.engine.stage(bucket.packed, 0)
+
+
+async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
+    engine, first = stand.engine, manifest(20, "local", epoch=3)
+    with Bucket(*stand.local(stand.weights)) as bucket:
+        with pytest.raises(SlimxError, match="rank 0, slimx.stage: .* but no publication is open"):
+            await engine.control.stage(first, bucket.packed, 0)
+        await engine.begin(first)
+        for other, message in (
+            (manifest(21, "local", epoch=3), "cannot begin while version 20 of actor .epoch 3. is open"),
+            (manifest(21, "local", epoch=2), "is older than epoch 3"),
+        ):
+            with pytest.raises(SlimxError, match=message):
+                await engine.begin(other)
+            with pytest.raises(SlimxError, match="came, but version 20 of actor .epoch 3. is open"):
+                await engine.control.stage(other, bucket.packed, 0)
+        await engine.begin(manifest(21, "local", epoch=4))
+        await engine.stage(bucket.packed, 0)
+        with pytest.raises(SlimxError, match="version 21 .* cannot be committed before it is loaded and verified"):
+            await engine.control.commit(21)
+        await engine.abort()
+        with pytest.raises(SlimxError, match="version 21 cannot be committed: no publication is open"):
+            await engine.control.commit(21)
+
+
+async def test_a_part_of_the_weights_is_never_served(stand: Stand) -> None:
+    engine, ranks = stand.engine, stand.local(stand.weights)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    short = [ranks[0], {n: w for n, w in ranks[1].items() if n != name}]
+    with Bucket(*short) as bucket:
+        await engine.begin(manifest(30, "local", epoch=5))
+        await engine.stage(bucket.packed, 0)
+        await engine.pause()
+        with pytest.raises(SlimxError, match=f"rank 1: 1 tensors of the model are not staged, first {name}"):
+            await engine.load()
+        assert engine.state is State.PAUSED
+        await engine.abort()
+        await engine.begin(manifest(30, "local", epoch=5), "bucket")
+        await engine.stage(bucket.packed, 0)
+        await engine.load()
+        with pytest.raises(SlimxError, match=f"1 tensors were never published, first {name}"):
+            await engine.verify()
+        with pytest.raises(SlimxError, match="is DIRTY; commit needs PAUSED"):
+            await engine.commit(30)
+        with pytest.raises(SlimxError, match="is DIRTY; resume needs PAUSED"):
+            await engine.resume()
+    with Bucket({}, {name: ranks[1][name]}) as rest:
+        await engine.stage(rest.packed, 1)
+        await engine.load()
+    assert (await engine.verify())["checked"] == sum(map(len, ranks))
+    await engine.commit(30)
+    await engine.resume()
+    assert (await answer(engine))[0] == stand.cold[0]
