@@ -56,7 +56,8 @@ __device__ __forceinline__ void write_codes(const SlimxPiece& p, int64_t row, in
   found.values += share_of(codes, p.pos + row * p.pos_ld + col);
 }
 
-// ---- one block of up to kEdge x kEdge elements, in the registers of the thread block --------------------------------
+// ---- one block of up to kEdge x kEdge elements, in the stage
+// ---------------------------------------------------------
 
 // `block`: which of the piece's, in row-major order. `turn` alternates from one call to the next.
 template <int kItem>
@@ -68,7 +69,6 @@ __device__ __forceinline__ void quantise_block(const SlimxPiece& p, const Cut& c
   const int32_t rows = int32_t(min(int64_t(p.block_rows), p.rows - row0));
   const int32_t cols = int32_t(min(int64_t(p.block_cols), p.cols - col0));
   const int32_t row = int32_t(threadIdx.x) / kLanes, col = int32_t(threadIdx.x) % kLanes * kVector;
-
   const int32_t mine = col < cols && row < rows ? (rows - row + kStep - 1) / kStep : 0;  // rows of this thread
 
   const uint8_t* src = reinterpret_cast<const uint8_t*>(p.src) + (row0 + row) * p.src_ld + (col0 + col) * kItem;

@@ -33,6 +33,10 @@ int slimx_cuda_devices(int* count);
 int slimx_cuda_prepare(const SlimxPiece* pieces, int64_t n, int checksum, int blocks_per_sm, int64_t* first,
                        SlimxCudaLaunch* launch);
 
+// The first piece, in *index, of which the current device cannot read a corner of the source, or the first scale; n
+// where there is none.
+int slimx_cuda_find_unreadable(const SlimxPiece* pieces, int64_t n, int64_t* index);
+
 // What slimx_pack (or slimx_checksum, where prepared so; it leaves bucket and flags alone) does, in one launch on
 // `stream`. `pieces`, `first`, `bucket`, `sums` and `flags` are the device's, and pieces hold addresses that it can
 // read. Their contents are the caller's to check.
@@ -50,6 +54,13 @@ using Reshard = void (*)(const SlimxPiece*, const int64_t*, int64_t, int64_t, ui
 
 Reshard kernel_of(int32_t kernel) {
   return kernel == int32_t(Kernel::kChecksum) ? reshard<Kernel::kChecksum> : reshard<Kernel::kPack>;
+}
+
+cudaError_t is_readable(uint64_t address, bool* yes) {
+  cudaPointerAttributes found;
+  const cudaError_t error = cudaPointerGetAttributes(&found, reinterpret_cast<const void*>(address));
+  *yes = error == cudaSuccess && found.devicePointer != nullptr;
+  return error;
 }
 
 }  // namespace
@@ -77,6 +88,21 @@ int slimx_cuda_prepare(const SlimxPiece* pieces, int64_t n, int checksum, int bl
     return error;
   if (blocks_per_sm == 0) blocks_per_sm = fit;
   launch->blocks = int32_t(std::min<int64_t>(launch->tiles, int64_t(processors) * blocks_per_sm));
+  return cudaSuccess;
+}
+
+int slimx_cuda_find_unreadable(const SlimxPiece* pieces, int64_t n, int64_t* index) {
+  for (*index = 0; *index < n; ++*index) {
+    const SlimxPiece& p = pieces[*index];
+    if (p.rows == 0 || p.cols == 0) continue;
+    const bool dequantises = p.op == SLIMX_DEQUANTISE_FP8 || p.op == SLIMX_DEQUANTISE_MXFP8;
+    const uint64_t last = p.src + (p.rows - 1) * p.src_ld + (p.cols - 1) * p.src_step;
+    for (const uint64_t address : {p.src, last, dequantises ? p.scale : p.src}) {
+      bool yes = false;
+      if (const cudaError_t error = is_readable(address, &yes)) return error;
+      if (!yes) return cudaSuccess;
+    }
+  }
   return cudaSuccess;
 }
 

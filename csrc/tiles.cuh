@@ -28,7 +28,7 @@ enum class Path : uint8_t {
   kCopyItems,     // units of one element of any size, at any address
   kVectors,       // element-wise ops and MXFP8: units of kVector elements
   kElements,      // element-wise ops: units of one element
-  kBlock,         // one quantisation block, in registers
+  kBlock,         // one quantisation block, in the stage
   kBlocksByWarp,  // any other quantisation blocks, each read twice by one warp
 };
 

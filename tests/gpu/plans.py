@@ -86,6 +86,9 @@ def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tenso
             scale_dst, scale_ld = -(-(end + MARGIN) // 4) * 4, -(-cols // block[1]) * size
             end = scale_dst + -(-rows // block[0]) * scale_ld
         cut = (max(block[0], 1), max(block[1], 1) if block[1] else (8 if tidy else 1))
+        ahead = (
+            out * int(rng.integers(0, 5)) if rng.random() < 0.3 else 0
+        )  # bytes of the tensor that other buckets hold
         for r0, r1, c0, c1 in _split(rng, rows, cols, cut):
             src, src_ld, src_step = _source(rng, memory, op, item, r1 - r0, c1 - c0, tidy)
             b = (r0 // block[0], c0 // block[1]) if block[0] else (0, 0)
@@ -93,7 +96,7 @@ def random_plan(seed: int, forms: list[tuple[int, int, int, int]] = FORMS, tenso
             if op >= OP.DEQUANTISE_FP8:
                 scale, ld_of_scales = _scales(rng, memory, mx, -(-(r1 - r0) // block[0]), -(-(c1 - c0) // block[1]))
             pos = r0 * ld + c0 * out
-            places = (src, src_ld, src_step, dst + pos, ld, pos, ld, r1 - r0, c1 - c0)
+            places = (src, src_ld, src_step, dst + pos, ld, ahead + pos, ld, r1 - r0, c1 - c0)
             of_scales = (scale, ld_of_scales, scale - scale_dst, scale_ld) if quantises else (scale, ld_of_scales, 0, 0)
             if op < OP.QUANTISE_FP8:
                 of_scales = (0, 0, 0, 0)
@@ -149,6 +152,9 @@ def _elements(rng: np.random.Generator, op: int, item: int, count: int) -> np.nd
         return np.where(codes & 0x7F == 0x7F, 0, codes) if rng.random() < 0.5 else codes
     scale = np.float32(10.0) ** rng.integers(-42, 30)
     x = (rng.standard_normal(count) * scale).astype(np.float32) * (rng.random(count) < rng.choice([0, 0.5, 1, 1]))
+    if rng.random() < 0.25:  # blocks whose largest code is 224 by UE8M0, which doubles them
+        top = np.float32(1.78) * np.float32(2.0) ** rng.integers(-10, 30)
+        x = np.where(rng.random(count) < 0.05, top, np.clip(x, -top, top)).astype(np.float32)
     bits = x.view(np.uint32) if item == 4 else (x.view(np.uint32) >> 16).astype(np.uint16)
     if rng.random() < 0.2 and count:
         strange = [0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7F7F, 0xFF7F, 1, 0x8000]

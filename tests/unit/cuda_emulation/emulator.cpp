@@ -1,0 +1,165 @@
+// emulator.cpp: the fibers behind device.cuh, and the emulated kernels as a library.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "kernel.cuh"
+
+Index threadIdx, blockIdx, gridDim;
+
+namespace slimx {
+
+alignas(kSlot) uint8_t memory[shared_bytes(2 * kUnits)];
+
+namespace {
+
+[[noreturn]] void fail(const char* what) {
+  fprintf(stderr, "emulated kernel, thread %u of block %u: %s\n", threadIdx.x, blockIdx.x, what);
+  abort();
+}
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(64 << 10);
+  std::vector<Copy> copies;
+  bool ended = false;
+};
+
+struct Meeting {
+  int arrived = 0, round = 0;
+};
+
+Fiber fibers[kThreads];
+ucontext_t scheduler;
+Meeting warps[kThreads / kWarp], block;
+uint32_t exchanged[kThreads];
+void (*body)();
+bool moved;  // whether any fiber got anywhere since all last had their turn
+std::mt19937 dice;
+int stage_end;  // of `memory`, as the launch would have it
+
+void yield() {
+  const unsigned self = threadIdx.x;
+  swapcontext(&fibers[self].context, &scheduler);
+  threadIdx.x = self;
+}
+
+void meet(Meeting& m, int size) {
+  const int round = m.round;
+  if (++m.arrived == size) {
+    m.arrived = 0;
+    ++m.round;
+    moved = true;
+  }
+  while (m.round == round) yield();
+}
+
+void enter() {
+  body();
+  fibers[threadIdx.x].ended = moved = true;
+}
+
+void run_block() {
+  for (Fiber& f : fibers) {
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_link = &scheduler;
+    f.ended = false;
+    makecontext(&f.context, enter, 0);
+  }
+  int asleep[kThreads / kWarp] = {};  // rounds that a warp sits out, so that others run ahead of it
+  std::vector<unsigned> order(kThreads);
+  std::iota(order.begin(), order.end(), 0u);
+  for (bool all = false; !all;) {
+    std::shuffle(order.begin(), order.end(), dice);
+    for (int& rounds : asleep) rounds = rounds ? rounds - 1 : dice() % 64 ? 0 : dice() % 50;
+    all = true;
+    moved = *std::max_element(asleep, asleep + kThreads / kWarp) > 0;
+    for (const unsigned k : order) {
+      if (fibers[k].ended) continue;
+      all = false;
+      if (asleep[k / kWarp]) continue;
+      threadIdx.x = k;
+      swapcontext(&scheduler, &fibers[k].context);
+    }
+    if (!all && !moved) fail("waits for threads that never come");
+  }
+}
+
+}  // namespace
+
+void must_be_aligned(const void* p, int bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes) fail("a misaligned access");
+}
+
+void later(void* to, const void* from, int bytes) {
+  if (static_cast<uint8_t*>(to) + bytes > memory + stage_end) fail("a slot beyond the stage");
+  memset(to, 0xEE, bytes);
+  fibers[threadIdx.x].copies.push_back({to, from, bytes});
+}
+
+void wait_for_stage() {
+  for (const Copy& c : fibers[threadIdx.x].copies) memcpy(c.to, c.from, c.bytes);
+  fibers[threadIdx.x].copies.clear();
+}
+
+void gather(uint32_t mine, uint32_t* all) {
+  const unsigned self = threadIdx.x, warp = self / kWarp;
+  exchanged[self] = mine;
+  meet(warps[warp], kWarp);
+  memcpy(all, exchanged + warp * kWarp, kWarp * sizeof(uint32_t));
+  meet(warps[warp], kWarp);
+}
+
+}  // namespace slimx
+
+void __syncthreads() { slimx::meet(slimx::block, slimx::kThreads); }
+
+using namespace slimx;
+
+namespace {
+// The arguments of the kernel: fibers take none.
+const SlimxPiece* pieces_;
+std::vector<int64_t> first_;
+int64_t n_;
+uint8_t* bucket_;
+uint64_t* sums_;
+uint32_t* flags_;
+
+template <Kernel kKernel>
+void kernel() {
+  reshard<kKernel>(pieces_, first_.data(), n_, first_[n_], bucket_, sums_, flags_);
+}
+}  // namespace
+
+// As slimx_cuda_prepare and slimx_cuda_run in one, with `blocks` thread blocks; the same seed gives the same order of
+// threads.
+extern "C" void emulate(const SlimxPiece* pieces, int64_t n, int checksum, int blocks, uint8_t* bucket, uint64_t* sums,
+                        uint32_t* flags, int seed) {
+  int slots = 0;
+  dice.seed(seed);
+  first_.resize(n + 1);
+  count_tiles(pieces, n, checksum ? Kernel::kChecksum : Kernel::kPack, first_.data(), &slots);
+  stage_end = shared_bytes(slots);
+  pieces_ = pieces, n_ = n, bucket_ = bucket, sums_ = sums, flags_ = flags;
+  body = checksum ? kernel<Kernel::kChecksum> : kernel<Kernel::kPack>;
+  gridDim.x = blocks;
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block();
+}
+
+// slimx::Path of a piece that is not empty.
+extern "C" int path_of(const SlimxPiece* piece, int checksum) {
+  return int(cut_of(*piece, checksum ? Kernel::kChecksum : Kernel::kPack).path);
+}
