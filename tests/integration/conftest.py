@@ -109,10 +109,10 @@ async def publish(
     await engine.begin(manifest(version, encoding), staging)
     if staging == "bucket":
         await engine.pause()
-    halves = [[list(target)[k : k + -(-len(target) // 2)] for target in targets] for k in (0, -(-len(targets[0]) // 2))]
     with contextlib.ExitStack() as buckets:
-        for number, names in enumerate(halves):
-            parts = [{n: target[n] for n in part} for target, part in zip(targets, names, strict=True)]
+        for number in range(2):
+            # Every other tensor, so that those which a model fuses come apart.
+            parts = [dict(list(target.items())[number::2]) for target in targets]
             await engine.stage(buckets.enter_context(Bucket(*parts)).packed, number)
             if staging == "bucket":
                 await engine.load()

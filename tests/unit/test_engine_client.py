@@ -1,0 +1,237 @@
+"""The generation client and the control client against servers that answer what a test wants."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp.web
+import pytest
+
+from slimx.errors import SlimxError
+from slimx.layout.ranks import EngineSizes
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.control import EngineControl
+from slimx.rollout.engine import Engine, EngineSpec, State
+
+
+async def serve(answers: list[tuple[int, dict]]):
+    """A fake server that gives `answers` in turn and then its last one for ever; returns (runner, url, bodies)."""
+    bodies: list[dict] = []
+
+    async def generate(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        bodies.append(await request.json())
+        status, answer = answers[min(len(bodies), len(answers)) - 1]
+        return aiohttp.web.json_response(answer, status=status)
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/generate", generate)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}", bodies
+
+
+def meta(**change: object) -> dict:
+    info = {"output_token_logprobs": [[-1.5, 4, None], [-0.5, 3, None]], "finish_reason": {"type": "stop"}}
+    info |= {"weight_version": "6", "cached_tokens": 0, "input_token_logprobs": []}
+    return {"meta_info": info | change}
+
+
+async def test_versions_fall_back_to_one_span_and_must_be_numbers() -> None:
+    spans = [{"version": "5", "start": 0, "end": 1}, {"version": "6", "start": 1, "end": 2}]
+    runner, url, bodies = await serve(
+        [(200, meta()), (200, meta(weight_versions=spans)), (200, meta(weight_version="default"))]
+    )
+    try:
+        async with GenerationClient(url, ModelShape(10)) as client:
+            first = await client.generate([1], {"max_new_tokens": 2}, seed=9)
+            assert (
+                first.versions == [(0, 2, 6)] and first.token_ids.tolist() == [4, 3] and first.finish_reason == "stop"
+            )
+            assert (await client.generate([1], {}, seed=9)).versions == [(0, 1, 5), (1, 2, 6)]
+            with pytest.raises(SlimxError, match=r"version 'default': nothing was ever published to that server"):
+                await client.generate([1], {}, seed=9)
+        assert bodies[0]["sampling_params"] == {"max_new_tokens": 2, "sampling_seed": 9}
+    finally:
+        await runner.cleanup()
+
+
+async def test_lost_requests_are_sent_again_and_mistakes_are_not() -> None:
+    lost = (500, {"error": {"code": "call_upstream_request_error", "message": "error sending request"}})
+    runner, url, bodies = await serve([lost, (503, {}), (200, meta()), (400, {"error": {"message": "too long"}})])
+    try:
+        async with GenerationClient(url, ModelShape(10)) as client:
+            assert (await client.generate([1], {}, seed=1)).versions and len(bodies) == 3
+            with pytest.raises(SlimxError, match=re.escape(f"POST {url}/generate answered 400: too long")):
+                await client.generate([1], {}, seed=1)
+            assert len(bodies) == 4
+    finally:
+        await runner.cleanup()
+    async with GenerationClient(url, ModelShape(10), retry_s=0.2) as client:
+        with pytest.raises(SlimxError, match="answered 0: ClientConnectorError"):
+            await client.generate([1], {}, seed=1)
+
+
+# Several ranks --------------------------------------------------------------------------------------------------------
+
+Answer = Callable[[str, dict[str, Any], int], dict[str, Any]]
+"""Answer of a rank to an action with its argument: a JSON object, or a SlimxError's text under "error"."""
+
+
+@asynccontextmanager
+async def ranks(answer: Answer, places: list[tuple[int, int]]) -> AsyncIterator[tuple[str, list[str]]]:
+    """A server whose /weights_checker answers for `places`, (rank, process id) each; (its URL, what it was asked)."""
+    asked: list[str] = []
+
+    async def check(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        body = await request.json()
+        asked.append(body["action"].removeprefix("slimx."))
+        out = []
+        for rank, pid in places:
+            said = answer(asked[-1], json.loads(body["skip_tensor_list"][0]), rank)
+            sums = {"error": said["error"]} if "error" in said else {"slimx": json.dumps(said)}
+            place = {"role": "target", "rank": rank, "size": 2}
+            out.append({"checksums": sums | {"pid": str(pid)}, "parallelism_info": [place]})
+        return aiohttp.web.json_response({"success": True, "ranks": out})
+
+    async def other(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        asked.append(request.path)
+        if request.path == "/update_weights_from_tensor":
+            assert len((await request.json())["serialized_named_tensors"]) == 2
+        return aiohttp.web.json_response({"success": True})
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/weights_checker", check)
+    app.router.add_post("/{path}", other)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+async def test_every_rank_answers_once_in_order() -> None:
+    # With DP-attention each scheduler brings the answers of all ranks.
+    async with ranks(lambda action, _, rank: {"of": rank}, [(1, 11), (0, 10), (1, 11), (0, 10)]) as (url, _):
+        assert await EngineControl(url).status() == [{"of": 0}, {"of": 1}]
+
+
+async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -> None:
+    for places, message in (
+        ([(0, 10), (1, 11), (0, 12), (1, 13)], "two processes answer as rank 0, replicas of one model"),
+        ([(0, 10)], r"ranks \[0\] of 2 answered slimx.status; with pp_size above 1"),
+        ([], r"ranks \[\] of 1 answered slimx.status"),
+    ):
+        async with ranks(lambda *_: {}, places) as (url, _):
+            with pytest.raises(SlimxError, match=message):
+                await EngineControl(url).status()
+
+
+async def test_an_error_names_its_rank() -> None:
+    async with ranks(lambda action, _, rank: {"error": "no room"} if rank else {}, [(0, 10), (1, 11)]) as (url, _):
+        with pytest.raises(SlimxError, match="engine e rank 1, slimx.status: no room"):
+            await EngineControl(url, "e").status()
+
+
+async def test_inventories_are_one_list_of_names_or_one_of_parameters_per_rank() -> None:
+    def answer(action: str, argument: dict, rank: int) -> dict:
+        tensors = {"norm": "float32:4", f"expert.{rank}": "float32:2,2"}
+        return {"parameters": {"w": f"float32:{rank}"}, "tensors": tensors, "uncovered": {}} | spoilt.get(rank, {})
+
+    spoilt: dict[int, dict] = {}
+    async with ranks(answer, [(0, 10), (1, 11)]) as (url, _):
+        control = EngineControl(url, "e")
+        assert await control.inventory("local") == [{"w": "float32:0"}, {"w": "float32:1"}]
+        union = {"norm": "float32:4", "expert.0": "float32:2,2", "expert.1": "float32:2,2"}
+        assert await control.inventory() == [union]
+        spoilt[1] = {"tensors": {"norm": "float32:5"}}
+        with pytest.raises(SlimxError, match="ranks disagree on norm: float32:4, but float32:5 on rank 1"):
+            await control.inventory()
+        spoilt[1] = {"uncovered": {"adapter": "no row"}}
+        with pytest.raises(SlimxError, match="rank 1 holds 1 parameters that slimx cannot publish, first adapter"):
+            await control.inventory("hf")
+        assert len(await control.inventory("local")) == 2
+
+
+TENSOR = PackedTensor("w", "float32", (1,), 0, 4, 7)
+
+
+def manifest(encoding: str) -> Manifest:
+    return Manifest(policy="actor", version=3, encoding=encoding, trainer_step=1, membership_epoch=2)
+
+
+async def test_local_buckets_tell_each_rank_its_own_tensors() -> None:
+    seen: list[dict] = []
+    async with ranks(lambda action, argument, rank: seen.append(argument) or {}, [(0, 10), (1, 11)]) as (url, _):
+        await EngineControl(url).stage(manifest("local"), PackedBucket("/m", 4, ((), (TENSOR,))), 5)
+        await EngineControl(url).stage(manifest("hf"), PackedBucket("/m", 4, ((TENSOR,),)), 6)
+    part = {"fd_path": "/m", "size": 4, "tensors": [TENSOR.to_json()]}
+    own = {"0": part | {"tensors": []}, "1": part}
+    assert seen[0] == {"version": 3, "epoch": 2, "bucket": 5, "ranks": own}
+    assert seen[2] == {"version": 3, "epoch": 2, "bucket": 6, "ranks": {"all": part}}
+
+
+async def test_ranks_verify_together() -> None:
+    found: list[dict] = []
+    answer = {"encoding": "hf", "tensors": 4, "differ": [], "missing": [], "derived": ["w_kc"]}
+    async with ranks(lambda action, argument, rank: answer | found[rank], [(0, 10), (1, 11)]) as (url, _):
+        control = EngineControl(url, "e")
+        for changes, checked in (({}, 4), ({"encoding": "local"}, 8)):
+            found[:] = [changes, changes]
+            want = {"checked": checked, "differ": [], "missing": [], "derived": ["w_kc"]}
+            assert await control.verify() == want
+        found[:] = [{"differ": ["b"]}, {"differ": ["a", "b"], "missing": ["c"]}]
+        got = await control.verify()
+        assert (got["differ"], got["missing"]) == (["a", "b"], ["c"])
+        found[:] = [{}, {"tensors": 5}]
+        with pytest.raises(SlimxError, match=r"ranks got \[4, 5\] tensors of one publication"):
+            await control.verify()
+
+
+@pytest.mark.parametrize("failing", ["stage", "load"])
+async def test_a_rank_that_fails_ends_the_publication_on_all(failing: str, tmp_path: Path) -> None:
+    def answer(action: str, argument: dict, rank: int) -> dict:
+        if action == "stage" == failing and rank:
+            return {"error": "no room"}
+        text = {"error": "no room"} if failing == "load" and rank else {}
+        return {"missing": [], "outcome": {"loaded": 1} | text}
+
+    async with ranks(answer, [(0, 10), (1, 11)]) as (url, asked):
+        engine = Engine(EngineSpec("e", "/m", "float32", "cpu", 1, sizes=EngineSizes(tensor=2)), tmp_path / "log")
+        engine.control = EngineControl(url, "e")
+        engine.state = State.PAUSED
+        with pytest.raises(SlimxError, match="stage needs an open publication"):
+            await engine.stage(PackedBucket("/m", 4, ((TENSOR,),)), 0)
+        await engine.begin(manifest("hf"))
+        with pytest.raises(SlimxError, match="rank 1.*no room"):
+            await engine.stage(PackedBucket("/m", 4, ((TENSOR,),)), 0)
+            await engine.load()
+        assert asked[-1] == "abort" and engine.publication is None
+        assert engine.state is (State.DIRTY if failing == "load" else State.PAUSED)
+
+
+async def test_weights_are_updated_in_one_session_per_publication(tmp_path: Path) -> None:
+    verified = {"encoding": "hf", "tensors": 1, "differ": [], "missing": [], "derived": []}
+    async with ranks(lambda *_: {"missing": [], "outcome": {}} | verified, [(0, 10), (1, 11)]) as (url, asked):
+        engine = Engine(EngineSpec("e", "/m", "float32", "cpu", 1, sizes=EngineSizes(tensor=2)), tmp_path / "log")
+        engine.control, engine.state = EngineControl(url, "e"), State.PAUSED
+        await engine.begin(manifest("hf"), "bucket")
+        for number in range(2):
+            await engine.stage(PackedBucket("/m", 4, ((TENSOR,),)), number)
+            await engine.load()
+        assert (await engine.verify())["checked"] == 1 and engine.state is State.PAUSED
+        await engine.commit(3)
+    update = ["stage", "/update_weights_from_tensor", "status"]
+    first = ["begin", "stage", "/begin_weight_update", *update[1:]]
+    last = ["/end_weight_update", "verify", "commit", "/flush_cache", "/update_weight_version"]
+    assert asked == [*first, *update, *last] and engine.version == 3
