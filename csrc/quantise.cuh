@@ -56,8 +56,7 @@ __device__ __forceinline__ void write_codes(const SlimxPiece& p, int64_t row, in
   found.values += share_of(codes, p.pos + row * p.pos_ld + col);
 }
 
-// ---- one block of up to kEdge x kEdge elements, in the stage
-// ---------------------------------------------------------
+// ---- one block of up to kEdge x kEdge elements, in the stage --------------------------------------------------------
 
 // `block`: which of the piece's, in row-major order. `turn` alternates from one call to the next.
 template <int kItem>

@@ -1,0 +1,26 @@
+"""Tests that need a GPU: skipped, with the reason, where there is none or the CUDA library was not built.
+
+They import pytest, numpy, torch and the kernels' bindings alone, so that they run on a machine where the rest of slimx
+is not installed: `make gpu`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slimx.reshard import kernel_cuda
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = kernel_cuda.missing()
+    for item in items:
+        if reason and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda", 0)

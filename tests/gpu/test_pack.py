@@ -1,0 +1,99 @@
+"""The GPU packs the CPU's buckets, sums and flags, to the last bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slimx.reshard import kernel, kernel_cuda
+from slimx.reshard.kernel_cuda import DevicePlan
+from slimx.reshard.record import OP, RULE
+from tests.gpu.plans import FORMS, Plan, random_plan
+from tests.gpu.running import OnDevice, on_cpu, on_gpu
+from tests.gpu.tables import every_rounding, one_block_per_amax
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{OP(form[0]).name}-{RULE(form[1]).name}-{form[2]}-{form[3]}")
+def test_gpu_equals_cpu_in_every_form(device: torch.device, form: tuple[int, int, int, int]) -> None:
+    for seed in range(4):
+        plan = random_plan(100 * seed + FORMS.index(form), forms=[form], tensors=12)
+        on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_gpu_equals_cpu_on_mixed_plans(device: torch.device, seed: int) -> None:
+    plan = random_plan(seed)
+    on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gpu_equals_cpu_on_large_tensors(device: torch.device, seed: int) -> None:
+    plan = random_plan(seed, tensors=8, side=3000)
+    on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
+
+
+def test_thousands_of_pieces_find_their_tiles(device: torch.device) -> None:
+    plan = random_plan(0, tensors=4000, side=40)
+    on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
+
+
+@pytest.mark.parametrize("blocks_per_sm", [1, 2, 3, 8])
+def test_the_number_of_thread_blocks_changes_nothing(device: torch.device, blocks_per_sm: int) -> None:
+    plan = random_plan(7, tensors=30)
+    on_gpu(plan, device, blocks_per_sm).must_equal(on_cpu(plan), plan.pieces)
+
+
+def test_packing_twice_gives_the_same(device: torch.device) -> None:
+    held = OnDevice(random_plan(8, tensors=30), device)
+    held.pack()
+    first = held.outcome()
+    held.clear()
+    held.pack()
+    held.outcome().must_equal(first, random_plan(8, tensors=30).pieces)
+
+
+@pytest.mark.parametrize("rule", [RULE.IEEE, RULE.TE, RULE.UE8M0])
+def test_every_bf16_amax_has_the_cpu_s_scale_and_codes(device: torch.device, rule: RULE) -> None:
+    plan = one_block_per_amax(OP.QUANTISE_FP8, rule)
+    on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
+
+
+def test_every_bf16_amax_has_the_cpu_s_mxfp8_scale(device: torch.device) -> None:
+    plan = one_block_per_amax(OP.QUANTISE_MXFP8, RULE.MXFP8)
+    on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
+
+
+@pytest.mark.parametrize("item", [2, 4])
+def test_the_hardware_rounds_to_e4m3_as_the_cpu_does(device: torch.device, item: int) -> None:
+    plan = every_rounding(item)
+    on_gpu(plan, device).must_equal(on_cpu(plan), plan.pieces)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gpu_checksum_equals_cpu(device: torch.device, seed: int) -> None:
+    plan: Plan = random_plan(seed, forms=[(OP.COPY, RULE.NONE, size, size) for size in (1, 2, 3, 4, 8)])
+    memory = torch.from_numpy(plan.memory).to(device)
+    names = [f"tensor {k}" for k in range(plan.tensors)]
+    pieces = plan.at(memory.data_ptr())
+    held = DevicePlan(pieces, bucket_bytes=0, names=names, bucket="held", device=device, checksum=True)
+    sums = torch.zeros(plan.tensors, dtype=torch.int64, device=device)
+    kernel_cuda.checksum_rects(held, sums)
+
+    expected = np.zeros(plan.tensors, dtype=np.uint64)
+    kernel.checksum_rects(plan.at(plan.memory.ctypes.data), expected)
+    assert np.array_equal(kernel_cuda.results(held, sums), expected)
+
+
+def test_a_bucket_costs_one_launch(device: torch.device) -> None:
+    held = OnDevice(random_plan(9, tensors=200), device)
+    held.pack()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        held.pack()
+        torch.cuda.synchronize()
+    kernels = [e.key for e in profile.key_averages() if "reshard" in e.key]
+    launches = sum(e.count for e in profile.key_averages() if "reshard" in e.key)
+    if not kernels:
+        pytest.skip("torch's profiler saw no kernel at all on this machine")
+    assert launches == 1, kernels
