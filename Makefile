@@ -97,6 +97,12 @@ ci-deps: ## Debian packages that tests use (as root)
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium \
 	  $$($(PYTHON) -c 'import ensurepip' 2> /dev/null || echo python3-venv)
 
+# The GPU's machine needs nvcc and an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.
+.PHONY: gpu
+gpu: ## build, test and measure the kernels on this machine's GPU (PYTHON, OUT: where figures and tables go)
+	$(if $(filter command environment,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON))) \
+	  tools/gpu/check.py --out "$${OUT:-build/gpu}"
+
 .PHONY: clean
 clean: ## remove what was built; .venv and runs/ stay
 	rm -rf build dist slimx/_lib *.egg-info .pytest_cache .ruff_cache .import_linter_cache
