@@ -163,6 +163,16 @@ HIDDEN = {
 }
 
 
+def test_rectangles_that_meet_in_a_corner_are_each_counted():
+    quarters = tuple(Rect(0, row, col, 70, 6, row, col) for row in (0, 70) for col in (0, 6))
+    check_coverage(QWEN.checkpoint(), MegatronLayout(with_output(quarters), Sizes()).parts())
+    for missing in range(4):
+        holed = quarters[:missing] + quarters[missing + 1 :]
+        place = quarters[missing]
+        assert f"lm_head.weight is not covered at row {place.row}, column {place.col}" in refusal(with_output(holed))
+    assert "lm_head.weight is covered twice at row 70, column 6" in refusal(with_output((*quarters, quarters[3])))
+
+
 @pytest.mark.parametrize("case", HIDDEN)
 def test_rectangles_that_do_not_cover_a_tensor_once_are_refused_by_name_and_place(case: str):
     rects, words = HIDDEN[case]

@@ -113,6 +113,12 @@ CASES: dict[str, tuple[IndexMap, list[Shape], int | None, Torch]] = {
     "blocks held whole": (Blocks((1, 1)), [(9, 5), (7, 5)], None, lambda t, rank, size: torch.cat(t)),
     "interleaved": (InterleaveQKV(8, 4, 3), [(24, 5), (12, 5), (12, 5)], 0, interleave(4, 3)),
     "interleaved of as many groups as heads": (InterleaveQKV(4, 4, 3), [(12, 5)] * 3, 0, interleave(4, 3)),
+    "interleaved in one group": (
+        InterleaveQKV(4, 1, 3),
+        [(12, 5), (3, 5), (3, 5)],
+        None,
+        lambda t, rank, size: torch.cat(t),
+    ),
     "interleaved held whole": (
         InterleaveQKV(8, 2, 3),
         [(24, 5), (6, 5), (6, 5)],

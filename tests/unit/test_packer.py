@@ -89,6 +89,7 @@ def assert_packed(plan: Plan, trainers: list[Tensors], expected: list[Tensors]) 
         left = memory.clone()
         assert packed.size == len(memory) and packed.path == "/a/path" and len(packed.targets) == plan.targets
         for target, tensors in enumerate(packed.targets):
+            assert not tensors or tensors[0].offset % 4096 == 0, "an engine rank maps its own pages"
             for t in tensors:
                 raw = memory[t.offset : t.offset + t.nbytes]
                 wanted = expected[target][t.name]
