@@ -57,7 +57,7 @@ def plan(
     if predict and report.traffic is not None:
         from slimx.preflight.rehearsal import rehearse
 
-        (trial, _), found = rehearse(), predictions(report.traffic)
+        trial, found = rehearse(), predictions(report.traffic)
     if as_json:
         print(json.dumps(report.to_json(found, trial), indent=1))
         return

@@ -1,6 +1,6 @@
 """A publication in this process: what this machine's rates are, and whether the link model predicts it from them.
 
-The trainer's side is slimx's own (`Packer`, memory files, `Publisher`); the engine's is `EngineRank`, which does with
+The trainer's side is slimx's own (`Gatherer`, `Publisher`); the engine's is `EngineRank`, which does with
 its parameters what a server's receiver does. Weights are random: only bytes matter.
 """
 
@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,6 +23,7 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.qwen3_moe import engine_table, weight_table
 from slimx.preflight.link_model import Links, Traffic, Trial, predict, traffic_of
 from slimx.reshard import kernel
+from slimx.reshard.gather import Gatherer
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.packer import Packer, describe
@@ -30,7 +32,7 @@ from slimx.reshard.pieces import PlannedBuckets
 from slimx.reshard.plan import Plan, compile_plan
 from slimx.reshard.precision import Precision
 from slimx.reshard.publish import Publisher
-from slimx.reshard.transports.memory import MemoryFile, open_memory
+from slimx.reshard.transports.memory import open_memory
 
 MIB = 2**20
 MODEL = {
@@ -45,7 +47,8 @@ MODEL = {
 """A small Qwen3-MoE: 30 MiB of bf16 per layer."""
 SMALL, LARGE = 1, 5
 """Layers of the model that the rates come from, and of the one that is published for comparison."""
-ROUNDS = 5
+ROUNDS, FEWEST, LIMIT_S = 5, 3, 2.0
+"""Rounds of a rehearsal, fewer where they take longer than the limit, and how many at least."""
 DEADLINE_S = 30.0
 
 
@@ -107,26 +110,21 @@ class Rehearsal:
             bucket_bytes=32 * MIB,
         )
         shapes = {p.name: p.shape for p in self.plan.parameters}
-        self.packer = Packer(self.plan, 0, {name: _random(shape) for name, shape in shapes.items()})
+        packer = Packer(self.plan, 0, {name: _random(shape) for name, shape in shapes.items()})
+        self.gatherer = Gatherer(packer, remote=(), group=None)
         tensors = [tensor for bucket in self.plan.buckets[0] for tensor in bucket.tensors]
         self.engine = EngineRank({t.name: torch.zeros(t.shape, dtype=torch.bfloat16) for t in tensors})
-        self._files: dict[int, MemoryFile] = {}
 
     @property
     def traffic(self) -> Traffic:
         return traffic_of(self.plan, sources=1, engines=1, engine_ranks=1, encoding="local")
 
     def pack(self, bucket: int) -> PackedBucket:
-        """Pack one bucket into fresh memory, as each publication does."""
-        form = self.packer.form(bucket)
-        self._files[bucket] = file = MemoryFile(form.size)
-        return describe(form, file.path, [self.packer.pack(bucket, file.bytes)])
+        path = self.gatherer.open(bucket)
+        return describe(self.gatherer.packer.form(bucket), path, [self.gatherer.fill(bucket, path)])
 
     def stage(self, packed: PackedBucket) -> float:
         return self.engine.stage(packed.path, packed.size, packed.targets[0])
-
-    def release(self) -> None:
-        self._files.clear()
 
     async def publish(self) -> float:
         """Seconds of one publication by slimx's publisher."""
@@ -136,20 +134,21 @@ class Rehearsal:
         return (await publisher.publish(0, trainer_step=0)).seconds["total"]
 
 
-def rehearse(rounds: int = ROUNDS) -> tuple[Trial, Links]:
-    """Measure rates on a small model and publish a larger one, `rounds` times in turn, about two seconds in all.
+def rehearse() -> Trial:
+    """The link model against this machine: rates of a small model, then a larger one published, in turn.
 
-    The links returned are this machine's, by the median over the rounds of every rate.
-    """
-    with _one_thread():
+    About two seconds, on two threads."""
+    predicted, measured = [], []
+    with one_thread():
         small, large = Rehearsal(SMALL), Rehearsal(LARGE)
         traffic = large.traffic
-        links, measured = [], []
-        calibrate(small), asyncio.run(large.publish())  # first touches of everything
-        for _ in range(rounds):
-            links.append(calibrate(small))
+        calibrate(small)  # first touches of everything
+        asyncio.run(large.publish())
+        began = time.monotonic()
+        while len(measured) < FEWEST or (len(measured) < ROUNDS and time.monotonic() - began < LIMIT_S):
+            predicted.append(predict(traffic, calibrate(small)).total)
             measured.append(asyncio.run(large.publish()))
-    return Trial([predict(traffic, one).total for one in links], measured), median_of(links)
+    return Trial(predicted, measured)
 
 
 def calibrate(rehearsal: Rehearsal) -> Links:
@@ -165,7 +164,7 @@ def calibrate(rehearsal: Rehearsal) -> Links:
     tensors = len(engine.places)
     load = _timed(engine.load)[0]
     verify = _timed(engine.verify)[0] - call
-    rehearsal.release()
+    rehearsal.gatherer.release()
     return Links(
         name=f"this machine, {(cores := len(os.sched_getaffinity(0)))} cores",
         pack=size / pack,
@@ -175,16 +174,9 @@ def calibrate(rehearsal: Rehearsal) -> Links:
         verify=size / verify,
         call=call,
         message=0.0,
-        control=asyncio.run(_hop()),
+        control=_hop(),
         cores=cores,
     )
-
-
-def median_of(links: Sequence[Links]) -> Links:
-    """Every rate's median."""
-    first, rates = links[0], ("pack", "check", "copy", "verify", "call", "message", "control")
-    middle = {rate: float(np.median([getattr(one, rate) for one in links])) for rate in rates}
-    return Links(name=first.name, link=first.link, cores=first.cores, **middle)
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, object]:
@@ -201,16 +193,15 @@ def _latency(calls: int = 50) -> float:
     return _timed(lambda: [kernel.pack(pieces, target, sums) for _ in range(calls)])[0] / calls
 
 
-async def _hop(calls: int = 20) -> float:
+def _hop(calls: int = 20) -> float:
     """Seconds of an empty call to another thread."""
-    began = time.perf_counter()
-    for _ in range(calls):
-        await asyncio.to_thread(int)
-    return (time.perf_counter() - began) / calls
+    with ThreadPoolExecutor(1) as pool:
+        return _timed(lambda: [pool.submit(int).result() for _ in range(calls)])[0] / calls
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Kernels and copies of this process on one thread each, as the model counts them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -230,6 +221,8 @@ class _Trainer:
     def __init__(self, rehearsal: Rehearsal):
         self.rehearsal = rehearsal
 
+    async def begin(self, manifest: Manifest) -> None: ...
+
     async def forms(self) -> list[dict[str, str]]:
         return PlannedBuckets(self.rehearsal.plan).forms()
 
@@ -240,7 +233,7 @@ class _Trainer:
         return await asyncio.to_thread(self.rehearsal.pack, bucket)
 
     async def release(self, bucket: int | None = None) -> None:
-        self.rehearsal.release()
+        self.rehearsal.gatherer.release(bucket)
 
 
 class _Engine:

@@ -1,0 +1,246 @@
+"""A publication stage by stage, beside the per-tensor way: one gather, conversion and broadcast per tensor.
+
+    python benchmarks/publish.py [--split tensor|expert] [--rounds 5] [--json FILE]
+
+Real processes on this machine: two trainer ranks that share one Qwen3-30B-A3B-like layer (1.31 GB of bf16), tensor
+parallel or expert parallel, and one engine rank with SGLang's fused parameters. One thread each. In every round, in
+turning order, so that whatever else the machine does falls on all:
+
+    slimx local   slimx's publisher, packer and gatherer; each bucket is the engine's own fused tensors
+    slimx hf      the same with Hugging Face names
+    per tensor    gloo all-gather of each parameter, torch views, split and cat, one gloo broadcast per tensor
+
+After each way the engine's parameters of slimx and of the per-tensor way must be equal bit by bit; before it its own
+are wiped. slimx verifies twice what it publishes, staged and held, and the per-tensor way never.
+
+At the end, publications on clusters as the link model predicts them, if the model predicts this machine's own
+publication within 25%: that of `slimx plan --predict`, and the one measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from machine import cpu_seconds, surroundings
+from publish_clusters import predicted
+from publish_figures import PER_TENSOR, PublishFigures, describe, describe_model, describe_predictions
+from publish_model import TABLE, TRAINERS, Split, plan_of
+from publish_ranks import DEADLINE_S, ENCODINGS, EngineProcess, Peer, TrainerProcess
+
+from slimx.errors import SlimxError
+from slimx.ports import free_port
+from slimx.preflight.link_model import Trial, predict, traffic_of
+from slimx.preflight.rehearsal import SMALL, Rehearsal, calibrate, one_thread, rehearse
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.packer import describe as describe_bucket
+from slimx.reshard.parties import Receiver, Staging
+from slimx.reshard.pieces import PlannedBuckets
+from slimx.reshard.publish import Publisher
+
+MIB = 2**20
+
+
+class Trainers:
+    """Both trainer processes as the publisher's source."""
+
+    def __init__(self, peers: Sequence[Peer], planned: PlannedBuckets, encoding: Encoding):
+        self.peers, self.planned, self.encoding = peers, planned, encoding
+
+    async def begin(self, manifest: Manifest) -> None: ...
+
+    async def forms(self) -> list[dict[str, str]]:
+        return self.planned.forms()
+
+    async def bucket_count(self) -> int:
+        return self.planned.plan.count
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        path = await asyncio.to_thread(self.peers[0].call, "open", self.encoding, bucket)
+        calls = (asyncio.to_thread(peer.call, "fill", self.encoding, bucket, path) for peer in self.peers)
+        return describe_bucket(self.planned.form(bucket), path, await asyncio.gather(*calls))
+
+    async def release(self, bucket: int | None = None) -> None:
+        await asyncio.to_thread(self.peers[0].call, "release", self.encoding, bucket)
+
+
+class Engine:
+    """The engine process as a receiver."""
+
+    name, incarnation = "engine", 1
+
+    def __init__(self, peer: Peer, planned: PlannedBuckets, encoding: Encoding):
+        self.peer, self.planned, self.encoding = peer, planned, encoding
+        self.mapped = self.proven = 0.0
+        """Seconds of the last publication's staging."""
+
+    async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
+        return self.planned.forms()
+
+    async def begin(self, manifest: Manifest, staging: Staging) -> None:
+        self.mapped = self.proven = 0.0
+
+    async def stage(self, packed: PackedBucket, bucket: int) -> None:
+        (tensors,) = packed.targets
+        mapped, proven = await self._call("stage", packed.path, packed.size, tensors)
+        self.mapped, self.proven = self.mapped + mapped, self.proven + proven
+
+    async def abort(self) -> None:
+        await self._call("drop")
+
+    async def pause(self) -> None: ...
+
+    async def load(self) -> None:
+        await self._call("load")
+
+    async def verify(self) -> int:
+        return await self._call("verify")
+
+    async def commit(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def _call(self, method: str, *arguments: object) -> object:
+        return await asyncio.to_thread(self.peer.call, method, self.encoding, *arguments)
+
+
+class OnlyOne:
+    """A membership of one engine, whose failure ends the benchmark."""
+
+    epoch = 0
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def candidates(self) -> Sequence[Receiver]:
+        return [self.engine]
+
+    async def quarantine(self, receiver: Receiver, error: SlimxError) -> None:
+        raise error
+
+    async def admit(self, receiver: Receiver) -> None: ...
+
+
+class Ways:
+    """Every way to publish, on the same processes."""
+
+    def __init__(self, trainers: Sequence[Peer], engine: Peer, split: Split, bucket_bytes: int):
+        self.trainers, self.engine = trainers, engine
+        self.plans = {encoding: plan_of(split, encoding, bucket_bytes) for encoding in ENCODINGS}
+        planned = {encoding: PlannedBuckets(plan) for encoding, plan in self.plans.items()}
+        self.receivers = {e: Engine(engine, planned[e], e) for e in ENCODINGS}
+        self.publishers = {
+            e: Publisher(
+                Trainers(trainers, planned[e], e),
+                OnlyOne(self.receivers[e]),
+                deadline_s=DEADLINE_S,
+                step_deadline_s=DEADLINE_S,
+                encoding=e,
+            )
+            for e in ENCODINGS
+        }
+
+    async def slimx(self, encoding: Encoding, version: int) -> dict[str, float]:
+        """Seconds by stage of one publication."""
+        seconds = (await self.publishers[encoding].publish(version, trainer_step=version)).seconds
+        receiver = self.receivers[encoding]
+        return {
+            "pack": seconds["gather"],
+            "transfer": receiver.mapped,
+            "verify": receiver.proven + seconds["verify"],
+            "load": seconds["load"],
+            "total": seconds["total"],
+        }
+
+    async def per_tensor(self) -> dict[str, float]:
+        """Seconds by stage of the per-tensor way."""
+        began = time.perf_counter()
+        peers = (*self.trainers, self.engine)
+        answers = await asyncio.gather(*(asyncio.to_thread(peer.call, "per_tensor") for peer in peers))
+        return {**answers[0], "verify": 0.0, **answers[-1], "total": time.perf_counter() - began}
+
+
+async def measure(ways: Ways, rounds: int) -> PublishFigures:
+    """All ways in turn; the first round is not counted."""
+    figures = PublishFigures(tensors=len(TABLE.checkpoint()))
+    names = [*(f"slimx {encoding}" for encoding in ENCODINGS), PER_TENSOR]
+    figures.rounds = {name: [] for name in names}
+    figures.buckets = {f"slimx {encoding}": plan.count for encoding, plan in ways.plans.items()}
+    figures.nbytes = sum(bucket.size for bucket in ways.plans["hf"].buckets[0])
+    small = Rehearsal(SMALL)
+    calibrate(small)
+    before = cpu_seconds(), time.perf_counter()
+    for number in range(rounds + 1):
+        seconds, links = {}, calibrate(small)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            await asyncio.to_thread(ways.engine.call, "wipe", name != PER_TENSOR)
+            if name == PER_TENSOR:
+                seconds[name] = await ways.per_tensor()
+            else:
+                seconds[name] = await ways.slimx(name.removeprefix("slimx "), number)
+            if number or len(seconds) == len(names):  # both sides hold something
+                await asyncio.to_thread(ways.engine.call, "compare")
+        if number:
+            for name in names:
+                figures.rounds[name].append(seconds[name])
+            figures.links.append(links)
+    figures.others = (cpu_seconds() - before[0]) / (time.perf_counter() - before[1])
+    return figures
+
+
+def own_publication(ways: Ways, figures: PublishFigures) -> Trial:
+    """The link model, from each round's rates of small pieces, against the round's publication."""
+    traffic = traffic_of(ways.plans["local"], sources=TRAINERS, engines=1, engine_ranks=1, encoding="local")
+    measured = figures.seconds("slimx local", "total").tolist()
+    return Trial([predict(traffic, links).total for links in figures.links], measured)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="slimx's publication beside one gather and broadcast per tensor")
+    parser.add_argument("--split", choices=("tensor", "expert"), default="tensor", help="what the two trainers share")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of every way; one more is not counted")
+    parser.add_argument("--bucket-mib", type=int, default=256, help="size of a bucket")
+    parser.add_argument("--json", type=Path, help="file that gets every single figure")
+    arguments = parser.parse_args()
+    if arguments.rounds < 3:
+        parser.error(f"--rounds is {arguments.rounds}: a median and its spread need 3 at least")
+    where, split, bucket_bytes = surroundings("slimx", "torch"), arguments.split, arguments.bucket_mib * MIB
+    init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    trainers = [Peer(TrainerProcess, rank, init_method, split, bucket_bytes) for rank in range(TRAINERS)]
+    engine = Peer(EngineProcess, TRAINERS, init_method, split)
+    try:
+        for peer in (*trainers, engine):
+            peer.ready()
+        ways = Ways(trainers, engine, split, bucket_bytes)
+        with one_thread():
+            figures = asyncio.run(measure(ways, arguments.rounds))
+    finally:
+        for peer in (*trainers, engine):
+            peer.stop()
+    own, rehearsed = own_publication(ways, figures), rehearse()
+    rows = predicted() if own.holds and rehearsed.holds else None
+    print(describe(figures))
+    print(
+        f"two trainers, {split} parallel; {figures.tensors} Hugging Face tensors; {arguments.bucket_mib} MiB a bucket"
+    )
+    print(f"other processes used {figures.others:.2f} cores meanwhile; {where}\n")
+    print(describe_model(figures, own, rehearsed))
+    print(describe_predictions(rows))
+    if arguments.json:
+        values = {"where": where, **asdict(figures), "own": asdict(own), "rehearsed": asdict(rehearsed)}
+        arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SlimxError as error:
+        sys.exit(f"benchmarks/publish.py: {error}")

@@ -1,0 +1,74 @@
+"""The model that benchmarks/publish.py publishes, in the trainer's layout and in the engine's."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Literal
+
+import torch
+
+from slimx.layout.engine import EngineLayout
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import Part
+from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.models.qwen3_moe import engine_table, weight_table
+from slimx.reshard.manifest import Encoding
+from slimx.reshard.plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.precision import Precision
+
+Split = Literal["tensor", "expert"]
+MODEL = {
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 1,
+    "vocab_size": 8192,
+}
+"""Qwen3-30B-A3B with one layer of 48 and a vocabulary of 8,192: 1.31 GB in bf16."""
+TABLE = weight_table(MODEL)
+ENGINE = EngineLayout(engine_table(MODEL), EngineSizes())
+SIZES: dict[Split, Sizes] = {"tensor": Sizes(tensor=2, expert_tensor=2), "expert": Sizes(data=2, expert=2)}
+TRAINERS = 2
+
+
+def plan_of(split: Split, encoding: Encoding, bucket_bytes: int) -> Plan:
+    """From two trainer ranks to one engine rank."""
+    return compile_plan(
+        MegatronLayout(TABLE, SIZES[split]).parts(),
+        ENGINE.parts() if encoding == "local" else checkpoint_parts(TABLE),
+        precision=Precision("bfloat16", "bfloat16"),
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def held_by(split: Split, rank: int) -> dict[str, torch.Tensor]:
+    """A trainer rank's parameters, random; what several ranks hold is the same on all of them."""
+    out = {}
+    for part in MegatronLayout(TABLE, SIZES[split]).held(rank):
+        seed = zlib.crc32(repr((part.name, part.sources, part.rects)).encode())
+        out[part.name] = torch.empty(part.shape, dtype=torch.bfloat16).uniform_(
+            -1, 1, generator=torch.Generator().manual_seed(seed)
+        )
+    return out
+
+
+def engine_parameters() -> dict[str, torch.Tensor]:
+    """The engine's fused parameters, zero."""
+    return {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in ENGINE.parts()}
+
+
+def hf_places(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every Hugging Face tensor's place in the fused parameters: contiguous rows of one of them."""
+    places, shapes = {}, TABLE.checkpoint()
+    for part in ENGINE.parts():
+        for name, view in _places(part, parameters[part.name]):
+            places[name] = view.view(shapes[name])
+    return {name: places[name] for name in shapes}
+
+
+def _places(part: Part, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    rows = parameter if parameter.dim() == 1 else parameter.view(-1, parameter.shape[-1])
+    return [(part.sources[r.source], rows[r.local_row : r.local_row + r.rows]) for r in part.rects]
