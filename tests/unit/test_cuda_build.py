@@ -70,7 +70,7 @@ def test_no_kernel_spills_on_any_architecture(built: tuple[Path, str]) -> None:
 @nvcc_needed
 def test_the_library_exports_its_interface_and_nothing_else(built: tuple[Path, str]) -> None:
     names = subprocess.run(["nm", "-D", "--defined-only", built[0]], capture_output=True, text=True, check=True).stdout
-    declared = re.findall(r"^[\w ]+?[ *]+(slimx_cuda_\w+)\(", (ROOT / "csrc" / "reshard.cu").read_text(), re.M)
+    declared = re.findall(r"^[\w ]+?[ *]+(slimx_cuda_\w+)\(", (ROOT / "csrc" / "interface.cuh").read_text(), re.M)
     assert {line.split()[-1] for line in names.splitlines()} == set(declared)
 
 

@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "interface.cuh"
 #include "kernel.cuh"
 
 Index threadIdx, blockIdx, gridDim;
@@ -132,34 +133,76 @@ using namespace slimx;
 namespace {
 // The arguments of the kernel: fibers take none.
 const SlimxPiece* pieces_;
-std::vector<int64_t> first_;
-int64_t n_;
+const int64_t* first_;
+int64_t n_, tiles_;
 uint8_t* bucket_;
 uint64_t* sums_;
 uint32_t* flags_;
 
 template <Kernel kKernel>
 void kernel() {
-  reshard<kKernel>(pieces_, first_.data(), n_, first_[n_], bucket_, sums_, flags_);
+  reshard<kKernel>(pieces_, first_, n_, tiles_, bucket_, sums_, flags_);
 }
+
+int failing_;  // the error of the next launch
 }  // namespace
 
-// As slimx_cuda_prepare and slimx_cuda_run in one, with `blocks` thread blocks; the same seed gives the same order of
-// threads.
-extern "C" void emulate(const SlimxPiece* pieces, int64_t n, int checksum, int blocks, uint8_t* bucket, uint64_t* sums,
-                        uint32_t* flags, int seed) {
-  int slots = 0;
-  dice.seed(seed);
-  first_.resize(n + 1);
-  count_tiles(pieces, n, checksum ? Kernel::kChecksum : Kernel::kPack, first_.data(), &slots);
-  stage_end = shared_bytes(slots);
-  pieces_ = pieces, n_ = n, bucket_ = bucket, sums_ = sums, flags_ = flags;
-  body = checksum ? kernel<Kernel::kChecksum> : kernel<Kernel::kPack>;
-  gridDim.x = blocks;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block();
+// ---- the CUDA library's interface, with one device whose memory is the host's ---------------------------------------
+
+int slimx_cuda_abi(void) { return SLIMX_ABI; }
+
+const char* slimx_cuda_error_string(int error) { return error == 719 ? "unspecified launch failure" : "an error"; }
+
+int slimx_cuda_devices(int* count) {
+  *count = 1;
+  return 0;
 }
 
-// slimx::Path of a piece that is not empty.
-extern "C" int path_of(const SlimxPiece* piece, int checksum) {
-  return int(cut_of(*piece, checksum ? Kernel::kChecksum : Kernel::kPack).path);
+int slimx_cuda_prepare(const SlimxPiece* pieces, int64_t n, int checksum, int blocks_per_sm, int64_t* first,
+                       SlimxCudaLaunch* launch) {
+  const Kernel kernel = checksum ? Kernel::kChecksum : Kernel::kPack;
+  int slots = 0;
+  count_tiles(pieces, n, kernel, first, &slots);
+  *launch = {first[n], int32_t(kernel), int32_t(std::min<int64_t>(first[n], std::max(1, blocks_per_sm))),
+             shared_bytes(slots), 0};
+  return 0;
 }
+
+// An address that no device could read is told by being small.
+int slimx_cuda_find_unreadable(const SlimxPiece* pieces, int64_t n, int64_t* index) {
+  for (*index = 0; *index < n && pieces[*index].src > 4096; ++*index) {
+  }
+  return 0;
+}
+
+int slimx_cuda_run(const SlimxPiece* pieces, const int64_t* first, int64_t n, const SlimxCudaLaunch* launch,
+                   uint8_t* bucket, uint64_t* sums, uint32_t* flags, void* /* stream */) {
+  if (failing_) return failing_;
+  stage_end = launch->shared;
+  pieces_ = pieces, first_ = first, n_ = n, tiles_ = launch->tiles, bucket_ = bucket, sums_ = sums, flags_ = flags;
+  body = launch->kernel == int32_t(Kernel::kChecksum) ? kernel<Kernel::kChecksum> : kernel<Kernel::kPack>;
+  gridDim.x = launch->blocks;
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) run_block();
+  return 0;
+}
+
+int slimx_cuda_triton_scales(float* out, void* /* stream */) {
+  for (blockIdx.x = 0; blockIdx.x * kThreads < SLIMX_TRITON_SCALES; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) triton_scales(out);
+  return 0;
+}
+
+// ---- for the tests --------------------------------------------------------------------------------------------------
+
+extern "C" {
+
+// The same seed gives the same order of threads.
+void emulator_seed(int seed) { dice.seed(seed); }
+
+// slimx::Path of a piece that is not empty.
+int emulator_path(const SlimxPiece* piece) { return int(cut_of(*piece, Kernel::kPack).path); }
+
+// The error of every launch from here on, 0 for none.
+void emulator_fail(int error) { failing_ = error; }
+
+}  // extern "C"

@@ -1,0 +1,41 @@
+"""A CUDA device that is not there: the kernels' own source run by emulated threads, behind the library's interface."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slimx.reshard import kernel_cuda
+
+CSRC = Path(__file__).parents[2] / "csrc"
+EMULATION = Path(__file__).with_name("cuda_emulation")
+DEVICE = torch.device("cpu")
+"""Where tensors of the emulated device lie."""
+
+
+def build_emulator(folder: Path) -> Path:
+    """The kernels of csrc/*.cuh, compiled with the emulated device.cuh in place of theirs."""
+    for source in (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), *EMULATION.iterdir()):
+        shutil.copy(source, folder)
+    flags = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]
+    checks = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-static-libubsan"]
+    command = ["g++", *flags, *checks, "-shared", "-fPIC", "emulator.cpp", "-o", "emulator.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder / "emulator.so"
+
+
+def use_emulator(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """Gives kernel_cuda the emulated device, on which any CPU tensor lies."""
+    monkeypatch.setattr(kernel_cuda, "LIBRARY", library)
+    monkeypatch.setattr(kernel_cuda, "_device", lambda device: DEVICE)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    return kernel_cuda.load(library)
