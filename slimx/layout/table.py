@@ -127,6 +127,10 @@ def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group
 def check_row(row: Row, experts: int) -> None:
     """Prove that the row's map is invertible: it fills its local tensor once, padding aside, and uses each checkpoint
     element once."""
+    if row.quantised and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
+        raise SlimxError(
+            f"weight table: {row.name} is quantised, so it must hold matrices and have no dtype of its own"
+        )
     stack = row.per_expert and not any("{expert}" in name for name, _ in row.sources)
     used: list[list[Rect]] = [[] for _ in row.sources]
     shapes = [matrix(shape) for _, shape in row.sources]

@@ -315,6 +315,13 @@ def test_a_map_that_cannot_be_inverted_is_refused_by_name_and_place(case: str):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((8, 6), "float32"), ((8,), None)])
+def test_a_quantised_row_holds_matrices_in_the_models_dtype(shape: tuple[int, ...], dtype: str | None):
+    with pytest.raises(SlimxError, match=r"weight table: local\.weight is quantised"):
+        row = Row("local.weight", (("model.weight", shape),), quantised=True, dtype=dtype)
+        Table((row,), layers=1, experts=0)
+
+
 def test_a_padded_row_must_still_hold_all_that_it_pads():
     """Rows that no rectangle fills are allowed behind the last one only, and only for Pad."""
     assert matrix((3, 4, 5)) == (12, 5) and matrix((7,)) == (7, 1)
