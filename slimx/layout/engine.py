@@ -87,7 +87,10 @@ class EngineLayout:
         rects: list[Rect] = []
         at = counted = 0
         for sources in slots:
-            shape, inner = row.map.local([matrix(shape) for _, shape in sources], row.axis, shard, size)
+            try:
+                shape, inner = row.map.local([matrix(shape) for _, shape in sources], row.axis, shard, size)
+            except SlimxError as error:
+                raise SlimxError(f"engine tensor {row.name}: {error}") from None
             rects += [replace(r, source=counted + r.source, local_row=at + r.local_row) for r in inner]
             at, counted = at + shape[0], counted + len(sources)
         if row.stacked:

@@ -126,6 +126,9 @@ class _Shards:
     def _shard(self, row: Row, number: int | None, index: int) -> Geometry:
         size = len(self._numbers(row))
         shapes = [matrix(shape) for _, shape in row.sources]
-        shape, rects = row.map.local(shapes, row.axis, number or 0, size, index)
+        try:
+            shape, rects = row.map.local(shapes, row.axis, number or 0, size, index)
+        except SlimxError as error:
+            raise SlimxError(f"trainer tensor {row.name}: {error}") from None
         vector = all(len(shape) == 1 for _, shape in row.sources)
         return number, shape[:1] if vector else shape, tuple(rects)
