@@ -62,7 +62,8 @@ class Packer:
     def _run(self, bucket: int, pieces: np.ndarray, memory: torch.Tensor) -> Share:
         count = len(self.form(bucket).tensors)
         share = Share(np.zeros(count, np.uint64), np.zeros(count, np.uint32))
-        kernel.pack(pieces, memory, share.sums, share.flags)
+        if len(pieces):  # of many ranks most bring nothing to a bucket
+            kernel.pack(pieces, memory, share.sums, share.flags)
         return share
 
     def _run_on_device(self, bucket: int, pieces: np.ndarray, size: int) -> tuple[torch.Tensor, Share]:
