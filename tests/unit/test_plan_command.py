@@ -33,6 +33,7 @@ QWEN3_30B: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": False,
 }
+SHALLOW = QWEN3_30B | {"num_hidden_layers": 2}
 QWEN3_235B = QWEN3_30B | {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -158,6 +159,15 @@ def test_what_slimx_cannot_write_in_place_falls_back_and_says_why(plan):
     assert code == 0 and "encoding hf: Hugging Face names, because rollout.engines.sglang.enable_eplb" in text
 
 
+def test_the_plan_is_for_gpus_unless_the_run_says_cpu(plan):
+    # More tensor-parallel ranks than query groups: GPUs repeat these, SGLang's CPU path pads them.
+    engines = "rollout.engines=[{tensor: 8, expert: 8}]"
+    assert (
+        "encoding local" in plan(SHALLOW, engines)[1]
+        and "pads on the CPU" in plan(SHALLOW, engines, "cluster.device=cpu")[1]
+    )
+
+
 def test_a_run_without_engines_publishes_nothing(plan):
     code, text = plan(QWEN3_30B, "algorithm.name=sft", "rollout.engines=[]")
     assert code == 0 and "publication none" in text
@@ -191,8 +201,6 @@ print([name for name in ("torch", "ray", "sglang", "megatron", "transformers") i
 
 
 # Predictions ----------------------------------------------------------------------------------------------------------
-
-SHALLOW = QWEN3_30B | {"num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize(("predicted", "shown"), [(1.2, True), (0.8, True), (1.3, False), (0.7, False)])
