@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,19 +17,14 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.models import deepseek_v3
 from slimx.models.checkpoint_reader import CheckpointReader
-from slimx.reshard import kernel, reference
-from slimx.reshard.packed import PackedBucket
-from slimx.reshard.packer import Packer, Share, describe
-from slimx.reshard.pieces import compact, pieces_of, spread
+from slimx.reshard.packer import Packer, Share
 from slimx.reshard.plan import Plan, checkpoint_parts, compile_plan
 from slimx.reshard.precision import Precision, Quantisation
 from tests.unit.engine_stand import SERVED, engine_rank
 from tests.unit.layout_stand import (
     LAYOUTS,
     MODELS,
-    Model,
     Tensors,
     assert_same,
     checkpoint,
@@ -39,82 +32,22 @@ from tests.unit.layout_stand import (
     name_of,
     split_of,
 )
-
-HUGE = 2**40
-Dtype = Any
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8, "float8_e4m3fn": torch.uint8}
-
-
-class Values:
-    """A number for every element of a numbered checkpoint; element 0 is the padding's 0."""
-
-    def __init__(self, count: int = 200_000):
-        self._values = torch.randn(count, generator=torch.Generator().manual_seed(1))
-        self._values[0] = 0
-
-    def dress(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-        """Router biases are fp32 in every model."""
-        return {n: self._values[t].to(torch.float32 if is_bias(n) else dtype) for n, t in tensors.items()}
-
-
-def is_bias(name: str) -> bool:
-    return name.endswith(("expert_bias", "e_score_correction_bias"))
-
-
-VALUES = Values()
+from tests.unit.packer_stand import (
+    DTYPES,
+    HUGE,
+    VALUES,
+    assert_packed,
+    assert_runs_give_the_same,
+    is_bias,
+    one_thread,
+    pack_all,
+)
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Thousands of tiny buckets: waking a second thread for each costs more than packing it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def pack_all(plan: Plan, trainers: list[Tensors]) -> Iterable[tuple[PackedBucket, torch.Tensor]]:
-    """All ranks into one memory, bucket by bucket."""
-    packers = [Packer(plan, rank, held) for rank, held in enumerate(trainers)]
-    for bucket in range(plan.count):
-        form = packers[0].form(bucket)
-        memory = torch.zeros(form.size, dtype=torch.uint8)
-        yield describe(form, "/a/path", [packer.pack(bucket, memory) for packer in packers]), memory
-
-
-def assert_packed(plan: Plan, trainers: list[Tensors], expected: list[Tensors]) -> None:
-    """Every byte of every bucket: tensors where they are said to be, zero between them, with their checksums."""
-    seen: list[dict[str, torch.Tensor]] = [{} for _ in expected]
-    for packed, memory in pack_all(plan, trainers):
-        left = memory.clone()
-        assert packed.size == len(memory) and packed.path == "/a/path" and len(packed.targets) == plan.targets
-        for target, tensors in enumerate(packed.targets):
-            assert not tensors or tensors[0].offset % 4096 == 0, "an engine rank maps its own pages"
-            for t in tensors:
-                raw = memory[t.offset : t.offset + t.nbytes]
-                wanted = expected[target][t.name]
-                assert raw.view(DTYPES[t.dtype]).view(t.shape).equal(wanted), t.name
-                assert t.checksum == reference.checksum(wanted), t.name
-                left[t.offset : t.offset + t.nbytes] = 0
-                seen[target][t.name] = raw
-        assert not left.any(), "something is written beside the tensors"
-    assert [tensors.keys() for tensors in seen] == [tensors.keys() for tensors in expected]
-
-
-def assert_runs_give_the_same(plan: Plan, trainers: list[Tensors]) -> None:
-    """What a remote rank sends in one run lands where it would have written itself."""
-    for bucket, (_, memory) in enumerate(pack_all(plan, trainers)):
-        again = torch.zeros_like(memory)
-        for rank, held in enumerate(trainers):
-            packer = Packer(plan, rank, held)
-            form = packer.form(bucket)
-            run, share = packer.pack_run(bucket)
-            pieces = pieces_of(plan, plan.moves_of(rank, bucket), form, None)
-            assert compact(pieces)[1] == len(run)
-            kernel.pack(spread(pieces, run), again, np.zeros(1, np.uint64))
-            own = packer.pack(bucket, torch.zeros_like(memory))
-            assert np.array_equal(own.sums, share.sums) and np.array_equal(own.flags, share.flags)
-        assert again.equal(memory)
+def single_threaded():
+    with one_thread():
+        yield
 
 
 # Any trainer to any engine, in every dtype ----------------------------------------------------------------------------
@@ -199,99 +132,6 @@ def test_reordered_and_transposed_tensors_are_packed_in_both_directions(source: 
         trainers = [{"local": tensor} for tensor in tensors]
         assert_packed(plan, trainers, [{"local": tensor.to(wanted)} for tensor in expected])
         assert_runs_give_the_same(plan, trainers)
-
-
-# Block quantisation ---------------------------------------------------------------------------------------------------
-
-WIDE = MODELS["deepseek"].hf | {
-    "vocab_size": 64,
-    "num_hidden_layers": 2,
-    "n_routed_experts": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 128,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-}
-"""Dimensions of whole blocks of 128 for two ranks; kv_b_proj ends with half a block of columns."""
-
-
-def quantised(tensors: Tensors, parts: dict[str, Part], rule: Quantisation, block: tuple[int, int]) -> Tensors:
-    """Codes and scales by the reference, each matrix of a stack on its own."""
-    out: Tensors = {}
-    for name, tensor in tensors.items():
-        if not parts[name].quantised:
-            out[name] = tensor if is_bias(name) else tensor.bfloat16()
-            continue
-        made = (
-            [reference.quantise(m, kernel.RULE[rule.rule.upper()], block) for m in tensor.flatten(0, -3).unbind(0)]
-            if (tensor.dim() == 3)
-            else [reference.quantise(tensor, kernel.RULE[rule.rule.upper()], block)]
-        )
-        codes, scales = (torch.stack(each) if tensor.dim() == 3 else each[0] for each in zip(*made, strict=True))
-        out[name], out[name + "_scale_inv"] = codes, scales
-    return out
-
-
-@pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    ("rule", "block"),
-    [("ieee", (128, 128)), ("te", (128, 128)), ("ue8m0", (128, 128)), ("mxfp8", (1, 32)), ("ieee", (16, 64))],
-)
-@pytest.mark.parametrize("engine", [None, EngineSizes(tensor=2, expert=2)], ids=["hf", "local"])
-def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block, engine, trainer: str):
-    model = Model(WIDE, deepseek_v3.weight_table(WIDE))
-    served = replace(SERVED["deepseek"], model=model, table=deepseek_v3.engine_table(WIDE))
-    sizes = Sizes(tensor=2, pipeline=2, data=2, expert=2)
-    whole = checkpoint(model)
-    if engine is None:
-        parts, numbered = list(checkpoint_parts(model.table)), [whole]
-    else:
-        parts = list(EngineLayout(served.table, engine).parts())
-        numbered = [engine_rank(served, whole, engine, rank) for rank in range(engine.world)]
-    how = Quantisation(rule, block)
-    plan = compile_plan(
-        MegatronLayout(model.table, sizes).parts(),
-        parts,
-        precision=Precision(trainer, "bfloat16", how),
-        bucket_bytes=300_000,
-        ranks=len(numbered),
-    )
-    values, dtype = Values(1 + max(int(t.max()) for t in whole.values())), DTYPES[trainer]
-    trainers = [values.dress(tensors, dtype) for tensors in held_by_trainers(model, sizes)]
-    by_name = {part.name: part for part in parts}
-    expected = [quantised(values.dress(tensors, dtype), by_name, how, block) for tensors in numbered]
-    assert_packed(plan, trainers, expected)
-    if rule == "te":
-        assert_runs_give_the_same(plan, trainers)
-
-
-@pytest.mark.parametrize(("rule", "block"), [("te", (4, 8)), ("mxfp8", (1, 32))])
-def test_odd_shapes_with_cut_blocks_travel_in_runs_too(rule: Any, block):
-    """Codes of 35 bytes before fp32 scales and bf16 values: each must stand where its kernel can write it."""
-    rows = tuple(
-        Row(f"{name}{k}", ((f"{name}{k}", shape),), quantised=name == "q", dtype="float32" if name == "f" else None)
-        for k, (name, shape) in enumerate([("q", (5, 7)), ("p", (3, 5)), ("q", (9, 11)), ("f", (3,)), ("q", (1, 1))])
-    )
-    table = Table(rows, layers=1, experts=0)
-    plan = compile_plan(
-        MegatronLayout(table, Sizes()).parts(),
-        parts := list(checkpoint_parts(table)),
-        precision=Precision("bfloat16", "bfloat16", how := Quantisation(rule, block)),
-        bucket_bytes=HUGE,
-    )
-    generator = torch.Generator().manual_seed(3)
-    held = {
-        row.name: torch.randn(row.sources[0][1], generator=generator).to(DTYPES[row.dtype or "bfloat16"])
-        for row in rows
-    }
-    by_name = {part.name: part for part in parts}
-    expected = {n: quantised({n: t}, by_name, how, block) if t.dim() == 2 else {n: t} for n, t in held.items()}
-    assert_packed(plan, [held], [{k: t for tensors in expected.values() for k, t in tensors.items()}])
-    assert_runs_give_the_same(plan, [held])
 
 
 # Megatron -> Hugging Face -> Megatron ---------------------------------------------------------------------------------
