@@ -168,6 +168,6 @@ def _scales(rng: np.random.Generator, memory: _Memory, mx: bool, rows: int, cols
     if mx:
         scales = rng.integers(0, 256, (rows, cols), dtype=np.uint8)
     else:
-        scales = np.exp(rng.standard_normal((rows, cols)) * 20).astype(np.float32)
+        scales = np.exp((rng.standard_normal((rows, cols)) * 20).clip(-80, 80)).astype(np.float32)
     held = scales.reshape(rows, cols).view(np.uint8).reshape(rows, -1)
     return memory.add(np.ascontiguousarray(held).reshape(-1), 4), held.shape[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,15 +14,17 @@ from tests.gpu.plans import MARGIN, TRITON, random_plan
 from tests.gpu.running import on_cpu, on_gpu
 from tests.gpu.tables import AMAX, one_block_per_amax
 
+STORED = kernel.TRITON_SCALES
 BLOCK = 128
 """Elements of a block in `one_block_per_amax`."""
 
 
 @pytest.fixture
-def table(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+def table(device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> np.ndarray:
     """The device's scales, given to the CPU kernels in place of the stored ones."""
     scales = kernel_cuda.triton_scales(device)
-    monkeypatch.setattr(kernel, "triton_scales", lambda: scales)
+    np.save(tmp_path / STORED.name, scales)
+    monkeypatch.setattr(kernel, "TRITON_SCALES", tmp_path / STORED.name)
     return scales
 
 
@@ -33,9 +37,9 @@ def test_the_table_is_close_to_the_division_that_it_stands_for(table: np.ndarray
 
 
 def test_the_stored_table_is_this_device_s(table: np.ndarray) -> None:
-    if not kernel.TRITON_SCALES.exists():
-        pytest.skip(f"no {kernel.TRITON_SCALES.name} is stored yet: `make gpu` writes one")
-    assert np.array_equal(np.load(kernel.TRITON_SCALES), table)
+    if not STORED.exists():
+        pytest.skip(f"no {STORED.name} is stored yet: `make gpu` writes one")
+    assert np.array_equal(np.load(STORED), table)
 
 
 def test_gpu_equals_cpu_for_every_amax(device: torch.device, table: np.ndarray) -> None:
