@@ -56,7 +56,8 @@ inline void cut(std::vector<SlimxPiece>& tiles, SlimxPiece p, bool copy) {
   const int64_t down = has_blocks(p) ? p.block_rows : 1, across = has_blocks(p) ? p.block_cols : 1;
   const int64_t room = (is_transposed(p) ? kTransposedBytes : kTileBytes) / p.item;  // elements
   const int64_t widest = is_transposed(p) ? kTransposedCols : has_blocks(p) ? kChunk : room;
-  const int64_t cols = whole_units(std::min(widest, room / std::min(room, down)), across, p.cols);
+  const int64_t width = has_blocks(p) ? std::min(widest, kBlocks * across) : widest;
+  const int64_t cols = whole_units(std::min(width, room / std::min(room, down)), across, p.cols);
   const int64_t rows = whole_units(room / std::min(room, cols), down, p.rows);
   for (int64_t row = 0; row < p.rows; row += rows)
     for (int64_t col = 0; col < p.cols; col += cols)

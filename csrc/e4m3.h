@@ -79,6 +79,62 @@ SLIMX_TARGET_AVX512 void encode_avx512(const T* x, int64_t n, float inverse, uin
   encode_scalar(x + i, n - i, inverse, codes + i);
 }
 
+// ---- many bf16 elements of one block --------------------------------------------------------------------------------
+//
+// Shifted right by 4, a bf16 has in its low byte what e4m3 has: 3 bits of mantissa and an exponent, of another bias. So
+// normal codes are that byte plus a correction, which depends on the 7 bits of mantissa and on the block's factor
+// alone: a table of 128 bytes, which the processor looks up for 64 elements at once. It is three times as fast.
+
+alignas(64) constexpr uint8_t kLowBytes[64] = {
+    // of 32 words, and of 32 more
+    0,  2,  4,  6,  8,  10, 12,  14,  16,  18,  20,  22,  24,  26,  28,  30,  32,  34,  36,  38, 40, 42,
+    44, 46, 48, 50, 52, 54, 56,  58,  60,  62,  64,  66,  68,  70,  72,  74,  76,  78,  80,  82, 84, 86,
+    88, 90, 92, 94, 96, 98, 100, 102, 104, 106, 108, 110, 112, 114, 116, 118, 120, 122, 124, 126};
+
+struct Corrections {
+  bool usable = false;  // not where the factor is near the end of fp32
+  uint16_t least;       // magnitudes below it become subnormal codes, which have no such form
+  alignas(64) uint8_t bytes[128];
+};
+
+SLIMX_TARGET_AVX512 inline void make_corrections(float inverse, Corrections& out) {
+  // Any exponent will do as long as x and its code are normal. With this one x * inverse is in [1, 4).
+  const int32_t exponent = 254 - int32_t(slimx_bits(inverse) >> 23);
+  out.usable = exponent >= 1 && exponent <= 253;
+  if (!out.usable) return;
+  uint16_t x[128];
+  for (int m = 0; m < 128; ++m) x[m] = uint16_t(exponent << 7 | m);
+  encode_avx512(x, 128, inverse, out.bytes);
+  for (int m = 0; m < 128; ++m) out.bytes[m] = uint8_t(out.bytes[m] - (x[m] >> 4));
+  const float normal = slimx_float(SLIMX_NORMAL_BITS);
+  out.least = std::max<uint16_t>(0x80, uint16_t(slimx_bits(slimx_div(normal, inverse)) >> 16));
+  while (slimx_mul(slimx_from_bf16(out.least), inverse) < normal) ++out.least;
+}
+
+SLIMX_TARGET_AVX512 inline void encode_corrected(const uint16_t* x, int64_t n, float inverse, const Corrections& table,
+                                                 uint8_t* codes) {
+  const __m512i first = _mm512_load_si512(table.bytes), second = _mm512_load_si512(table.bytes + 64);
+  const __m512i twice_least = _mm512_set1_epi16(int16_t(2 * table.least));
+  const __m512i low_bytes = _mm512_load_si512(kLowBytes);
+  const __m512i high_bytes = _mm512_add_epi8(low_bytes, _mm512_set1_epi8(1));
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) {
+    const __m512i a = _mm512_loadu_si512(x + i), b = _mm512_loadu_si512(x + i + 32);
+    const __mmask32 small = _mm512_cmplt_epu16_mask(_mm512_add_epi16(a, a), twice_least) |
+                            _mm512_cmplt_epu16_mask(_mm512_add_epi16(b, b), twice_least);
+    if (small) {
+      encode_avx512(x + i, 64, inverse, codes + i);
+      continue;
+    }
+    const __m512i mantissas = _mm512_permutex2var_epi8(a, low_bytes, b);  // the look-up ignores their bit 7
+    const __m512i cut = _mm512_permutex2var_epi8(_mm512_srli_epi16(a, 4), low_bytes, _mm512_srli_epi16(b, 4));
+    const __m512i signs = _mm512_permutex2var_epi8(a, high_bytes, b);
+    const __m512i code = _mm512_add_epi8(cut, _mm512_permutex2var_epi8(first, mantissas, second));
+    _mm512_storeu_si512(codes + i, _mm512_ternarylogic_epi32(signs, code, _mm512_set1_epi8(-128), 0xE4));  // c ? a : b
+  }
+  encode_avx512(x + i, n - i, inverse, codes + i);
+}
+
 #endif
 
 }  // namespace slimx

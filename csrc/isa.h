@@ -15,6 +15,7 @@ namespace slimx {
 
 // An instruction set is the two loops that a compiler does not find by itself.
 struct Scalar {
+  static constexpr bool kCorrects = false;  // has Corrections
   template <bool kCopy, int kElement>
   static constexpr Words words = words_scalar<kCopy, kElement>;
   template <class T>
@@ -25,6 +26,7 @@ struct Scalar {
 
 #if defined(__x86_64__)
 struct Avx2 {
+  static constexpr bool kCorrects = false;
   template <bool kCopy, int kElement>
   static constexpr Words words = words_avx2<kCopy, kElement>;
   template <class T>
@@ -34,6 +36,7 @@ struct Avx2 {
 };
 
 struct Avx512 {
+  static constexpr bool kCorrects = true;
   template <bool kCopy, int kElement>
   static constexpr Words words = words_avx512<kCopy, kElement>;
   template <class T>

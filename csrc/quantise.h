@@ -18,10 +18,14 @@ template <class T, class Scale>
 struct Band {
   alignas(64) T most[kChunk];  // of each column
   alignas(64) uint8_t codes[kChunk];
-  uint32_t amax[kChunk];  // of each block, as bits; a tile is at most kChunk columns or one block wide (cut.h)
-  SlimxScale scales[kChunk];
-  Scale written[kChunk];
+  uint32_t amax[kBlocks];  // of each block, as bits
+  SlimxScale scales[kBlocks];
+  Scale written[kBlocks];
+  Corrections corrections[kBlocks];
 };
+
+// The elements of a block that pay for a table of corrections.
+constexpr int64_t kCorrectable = 4096;
 
 // Asks for the row that is read two rows later: the processor's own prefetch starts anew on every row.
 SLIMX_INLINE void prefetch_row(const SlimxPiece& p, int64_t r, int64_t offset, int64_t bytes) {
@@ -71,6 +75,14 @@ SLIMX_INLINE SlimxScale choose_scale(const SlimxPiece&, uint32_t amax, const flo
   return {slimx_from_e8m0(*written), slimx_mxfp8_inverse(*written), 0};
 }
 
+template <class Isa, class T>
+SLIMX_INLINE void encode_run(const T* x, int64_t n, float inverse, const Corrections& corrections, uint8_t* codes) {
+  if constexpr (Isa::kCorrects && sizeof(T) == 2) {
+    if (corrections.usable) return encode_corrected(x, n, inverse, corrections, codes);
+  }
+  Isa::encode(x, n, inverse, codes);
+}
+
 // Rows [start, stop) of codes. A block that is not finite is NaN throughout.
 template <class Isa, class T, class Scale>
 SLIMX_INLINE uint64_t write_codes(const SlimxPiece& p, uint8_t* bucket, int64_t start, int64_t stop,
@@ -84,7 +96,7 @@ SLIMX_INLINE uint64_t write_codes(const SlimxPiece& p, uint8_t* bucket, int64_t 
         n = columns_of_block(c, last, p.block_cols);
         const int64_t block = c / p.block_cols;
         uint8_t* codes = band.codes + (c - first);
-        Isa::encode(row + c, n, band.scales[block].inverse, codes);
+        encode_run<Isa>(row + c, n, band.scales[block].inverse, band.corrections[block], codes);
         if (band.scales[block].doubled) double_codes(codes, n);
         if (band.amax[block] >= kInfinite<T>) std::fill_n(codes, n, uint8_t(SLIMX_NAN_E4M3));
       }
@@ -106,6 +118,11 @@ SLIMX_INLINE Share quantise_tile(const SlimxPiece& p, uint8_t* bucket, const flo
     for (int64_t b = 0; b < blocks; ++b) {
       const bool finite = band.amax[b] < kInfinite<T>;
       band.scales[b] = choose_scale<T>(p, finite ? band.amax[b] : 0, triton_scales, &band.written[b]);
+      if constexpr (Isa::kCorrects && sizeof(T) == 2) {
+        band.corrections[b].usable = false;
+        if ((stop - start) * p.block_cols >= kCorrectable)
+          make_corrections(band.scales[b].inverse, band.corrections[b]);
+      }
       if (finite) continue;
       band.written[b] = Scale(sizeof(Scale) == 1 ? SLIMX_NAN_E8M0 : SLIMX_NAN_FP32);
       share.nonfinite = true;

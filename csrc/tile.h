@@ -9,6 +9,8 @@ namespace slimx {
 
 // Elements of a row that are converted at a time. A tile of several blocks in a row has no more than these columns.
 constexpr int64_t kChunk = 2048;
+// Blocks in a row of a tile, at most.
+constexpr int64_t kBlocks = 64;
 
 // What a tile adds to its tensors.
 struct Share {
