@@ -17,7 +17,7 @@ from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 HEADERS = [str(path) for pattern in ("*.h", "*.cuh") for path in sorted(Path("csrc").glob(pattern))]
-WARNINGS = ("-Wall", "-Wextra", "-Werror")
+WARNINGS = ("-Wall", "-Wextra")  # errors only in tests/unit/test_cuda_build.py: other compilers warn of other things
 
 CPU = Extension(
     "slimx._lib.libslimx_cpu",
@@ -36,14 +36,10 @@ CUDA = Extension(
     sources=["csrc/reshard.cu"],
     depends=HEADERS,
     extra_compile_args=[
-        *(
-            "-O3",
-            "-std=c++17",
-            "-fmad=false",
-        ),  # a multiply and an add fused would round once where the CPU rounds twice
+        *("-O3", "-std=c++17", "-fmad=false"),  # fused, a multiply and an add would round once instead of twice
         *("-gencode", "arch=compute_90,code=sm_90", "-gencode", "arch=compute_100,code=sm_100"),
         *("-gencode", "arch=compute_100,code=compute_100"),  # PTX, for GB300 (sm_103) and what comes after it
-        *("--threads", "0", "-cudart", "static", "-Werror", "all-warnings"),
+        *("--threads", "0", "-cudart", "static", "-lineinfo"),
         *("-Xcompiler", ",".join(("-fPIC", "-fvisibility-inlines-hidden", "-ffp-contract=off", *WARNINGS))),
         *("-shared", "-Xlinker", "--exclude-libs=ALL"),
     ],

@@ -1,6 +1,7 @@
-"""The CUDA library compiles for every architecture that it is shipped for, and no kernel spills registers.
+"""The native libraries compile without a warning, the CUDA library for every architecture that it is shipped for and
+without a kernel that spills registers.
 
-Where nvcc is, which CI need not have. It runs nothing: `make gpu` does.
+The CUDA part where nvcc is, which CI need not have. It runs nothing: `make gpu` does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The CUDA library as setup.py compiles it, and what the compiler said of its kernels."""
     checkout = copy_of_sources(tmp_path_factory.mktemp("checkout"))
     setup = checkout / "setup.py"
-    setup.write_text(setup.read_text().replace('"-fmad=false"', '"-fmad=false", "-Xptxas", "-v"'))
+    strict = '"-fmad=false", "-Xptxas", "-v", "-Werror", "all-warnings", "-Xcompiler", "-Werror"'
+    setup.write_text(setup.read_text().replace('"-fmad=false"', strict))
     said = build(checkout, "1", "build_ext", "--inplace")
     return checkout / "slimx" / "_lib" / "libslimx_cuda.so", said
 
@@ -55,6 +57,24 @@ def build(checkout: Path, cuda: str, *command: str) -> str:
     done = subprocess.run(arguments, cwd=checkout, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+def test_the_cpu_library_compiles_without_a_warning() -> None:
+    flags = [
+        "-O2",
+        "-std=c++17",
+        "-fopenmp",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-S",
+        "-o",
+        "/dev/null",
+    ]
+    command = ["g++", *flags, ROOT / "csrc" / "reshard_cpu.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @nvcc_needed
