@@ -20,6 +20,11 @@ class EngineLayout:
     sizes: EngineSizes
 
     def __post_init__(self) -> None:
+        if self.sizes.pipeline > self.table.layers:
+            raise SlimxError(
+                f"an engine of {self.sizes.pipeline} pipeline stages has more of them than the model's "
+                f"{self.table.layers} layers; lower rollout.engines.pipeline"
+            )
         physical = self.table.experts + self.sizes.redundant
         if physical % self.sizes.expert:
             raise SlimxError(
@@ -33,15 +38,15 @@ class EngineLayout:
         base, more = divmod(self.table.layers, self.sizes.pipeline)
         layers = [base + (stage >= self.sizes.pipeline - more) for stage in range(self.sizes.pipeline)]
         stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
-        geometry: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[Rect, ...]]] = {}
+        geometry: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Rect, ...]]] = {}
         for entry in self.table.entries():
             row = entry.row
             last = self.sizes.pipeline - 1
             stage = {"first": 0, "last": last, "mtp": last}.get(row.stage, stage_of[entry.layer % self.table.layers])
             for shard, size, owner, ranks in self._shards(row):
-                key = id(row), shard, owner
+                key = id(row), shard  # every expert rank has the same, from other experts
                 if key not in geometry:
-                    geometry[key] = self._geometry(row, shard, size, owner)
+                    geometry[key] = self._geometry(row, shard, size)
                 shape, rects = geometry[key]
                 yield Part(
                     row.name.format(layer=entry.layer),
@@ -56,7 +61,7 @@ class EngineLayout:
     def _shards(self, row: Row) -> Iterator[tuple[int, int, int, list[int]]]:
         """(shard, of how many, expert rank, tensor-parallel ranks that hold it) of every shard of the row."""
         ranks = range(self.sizes.tensor)
-        if row.stacked or row.group == "expert":
+        if row.stacked:
             size = self.sizes.expert_tensor
             for owner in range(self.sizes.expert):
                 for shard in range(size):
@@ -69,21 +74,23 @@ class EngineLayout:
             for shard in range(size):
                 yield shard, size, 0, [rank for rank in ranks if rank % size == shard]
 
-    def _experts(self, owner: int) -> list[int]:
-        """Logical experts in the slots of expert rank `owner`."""
-        count = (self.table.experts + self.sizes.redundant) // self.sizes.expert
-        return [(owner * count + slot) % self.table.experts for slot in range(count)]
+    @property
+    def _slots(self) -> int:
+        """Physical experts of one expert rank."""
+        return (self.table.experts + self.sizes.redundant) // self.sizes.expert
 
     def _sources(self, entry: Entry, owner: int) -> tuple[str, ...]:
         row = entry.row
         if not row.stacked:
             return entry.sources
-        names = [replace(entry, expert=expert).sources for expert in self._experts(owner)]
+        first = owner * self._slots
+        experts = (physical % self.table.experts for physical in range(first, first + self._slots))
+        names = [replace(entry, expert=expert).sources for expert in experts]
         names += [tuple(name.format(layer=entry.layer) for name, _ in sources) for sources in row.appended]
         return tuple(name for per_slot in names for name in per_slot)
 
-    def _geometry(self, row: Row, shard: int, size: int, owner: int) -> tuple[tuple[int, ...], tuple[Rect, ...]]:
-        slots = [row.sources] * len(self._experts(owner)) + list(row.appended) if row.stacked else [row.sources]
+    def _geometry(self, row: Row, shard: int, size: int) -> tuple[tuple[int, ...], tuple[Rect, ...]]:
+        slots = [row.sources] * self._slots + list(row.appended) if row.stacked else [row.sources]
         rects: list[Rect] = []
         at = counted = 0
         for sources in slots:

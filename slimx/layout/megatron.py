@@ -23,6 +23,8 @@ class MegatronLayout:
 
     def __post_init__(self) -> None:
         sizes, table = self.sizes, self.table
+        if sizes.virtual > 1 and sizes.pipeline == 1:
+            raise SlimxError("virtual pipeline stages need trainer.pipeline > 1, as in megatron-core")
         if self.split and (len(self.split) != self._stages or sum(self.split) != table.layers):
             raise SlimxError(f"layers split as {self.split} are not {table.layers} layers on {self._stages} stages")
         if not self.split and table.layers % self._stages:
@@ -67,7 +69,7 @@ class MegatronLayout:
             own = ends[row.stage] if row.stage != "layer" else stage_of[entry.layer]
             homes = [(own, row.name, False)]
             for stage, name in row.copies:
-                if ends[stage] % sizes.pipeline != own % sizes.pipeline:
+                if ends[stage] != own:
                     homes.append((ends[stage], name, True))
             for stage, name, copy in homes:
                 chunk, place = divmod(stage, sizes.pipeline)

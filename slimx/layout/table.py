@@ -16,7 +16,7 @@ from slimx.layout.maps import Copy, IndexMap, Pad, Rect
 from slimx.layout.parts import check_boxes, check_sources, matrix
 
 Stage = Literal["first", "layer", "last", "mtp"]
-Group = Literal["tensor", "attention", "expert"]
+Group = Literal["tensor", "attention"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -36,7 +36,8 @@ class Row:
     """Axis split over the ranks of `group`; None: each of them holds the whole."""
     stage: Stage = "layer"
     group: Group | None = None
-    """Which ranks share the tensor; None: the expert group for experts, else the tensor-parallel group."""
+    """Which ranks of an engine share the tensor (experts: those of their expert-parallel group); None: all of a
+    stage's. A trainer has one group for experts and one for the rest."""
     layers: range | None = None
     """Layers that have it; None: all."""
     dtype: str | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimx.layout.maps import Blocks, Concat
+from slimx.errors import SlimxError
+from slimx.layout.maps import Concat
 from slimx.layout.table import Group, Row, Sources, Stage, Table, padded_vocabulary
 
 
@@ -15,7 +16,7 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
     layer = "model.layers.{layer}."
     rows = (
         padded_vocabulary("model.embed_tokens.weight", hf["vocab_size"], hidden, stage="first", group="attention"),
-        *_layer_rows(hf, layer, layer, "layer", None),
+        *_attention(hf, layer, layer, "layer"),
         *_dense(hf, layer, range(dense)),
         *_moe(hf, layer, layer, "layer", range(dense, layers), fused_shared_experts),
         Row("model.norm.weight", (("model.norm.weight", (hidden,)),), stage="last"),
@@ -33,7 +34,7 @@ def draft_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Ta
         Row("model.enorm.weight", ((there + "enorm.weight", (hidden,)),), stage="first"),
         Row("model.hnorm.weight", ((there + "hnorm.weight", (hidden,)),), stage="first"),
         Row("model.eh_proj.weight", ((there + "eh_proj.weight", (hidden, 2 * hidden)),), stage="first"),
-        *_layer_rows(hf, here, there, "first", None),
+        *_attention(hf, here, there, "first"),
         *_moe(hf, here, there, "first", None, fused_shared_experts),
         Row("model.shared_head.norm.weight", ((there + "shared_head.norm.weight", (hidden,)),), stage="first"),
         padded_vocabulary("lm_head.weight", hf["vocab_size"], hidden, stage="first", group="tensor"),
@@ -41,7 +42,7 @@ def draft_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Ta
     return Table(rows, layers=1, experts=hf["n_routed_experts"])
 
 
-def _layer_rows(hf: dict[str, Any], here: str, there: str, stage: Stage, layers: range | None) -> tuple[Row, ...]:
+def _attention(hf: dict[str, Any], here: str, there: str, stage: Stage) -> tuple[Row, ...]:
     """Norms and latent attention; the first projections of query and key-value are one tensor."""
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     query, latent, rope = hf["q_lora_rank"], hf["kv_lora_rank"], hf["qk_rope_head_dim"]
@@ -50,10 +51,10 @@ def _layer_rows(hf: dict[str, Any], here: str, there: str, stage: Stage, layers:
     def linear(name: str, shape: tuple[int, int], axis: int | None, group: Group | None) -> Row:
         sources = ((f"{there}self_attn.{name}.weight", shape),)
         target = f"{here}self_attn.{name}.weight"
-        return Row(target, sources, axis=axis, stage=stage, group=group, layers=layers, quantised=True)
+        return Row(target, sources, axis=axis, stage=stage, group=group, quantised=True)
 
     def norm(name: str, size: int) -> Row:
-        return Row(f"{here}{name}.weight", ((f"{there}{name}.weight", (size,)),), stage=stage, layers=layers)
+        return Row(f"{here}{name}.weight", ((f"{there}{name}.weight", (size,)),), stage=stage)
 
     down: tuple[tuple[str, tuple[int, int]], ...] = (
         (there + "self_attn.kv_a_proj_with_mqa.weight", (latent + rope, hidden)),
@@ -67,7 +68,7 @@ def _layer_rows(hf: dict[str, Any], here: str, there: str, stage: Stage, layers:
         down = ((there + "self_attn.q_a_proj.weight", (query, hidden)), *down)
         fused = here + "self_attn.fused_qkv_a_proj_with_mqa.weight"
         queries = (
-            Row(fused, down, Blocks((1, 1)), stage=stage, layers=layers, quantised=True),
+            Row(fused, down, Concat(), stage=stage, quantised=True),
             norm("self_attn.q_a_layernorm", query),
             linear("q_b_proj", (heads * (nope + rope), query), 0, "attention"),
         )
@@ -90,6 +91,8 @@ def _dense(hf: dict[str, Any], at: str, layers: range) -> tuple[Row, ...]:
 def _moe(hf: dict[str, Any], here: str, there: str, stage: Stage, layers: range | None, fused: bool) -> tuple[Row, ...]:
     hidden, inner, experts = hf["hidden_size"], hf["moe_intermediate_size"], hf["n_routed_experts"]
     shared = hf.get("n_shared_experts") or 0
+    if fused and shared != 1:
+        raise SlimxError(f"SGLang fuses one shared expert with the others, this model has {shared}; do not fuse them")
     gate, experts_of = there + "mlp.gate.", there + "mlp.experts.{expert}."
 
     def appended(*names: str) -> tuple[Sources, ...]:

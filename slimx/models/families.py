@@ -34,8 +34,8 @@ class Family(Protocol):
         """Layers of multi-token prediction that the checkpoint declares."""
         ...
 
-    def engine_table(self, hf: dict[str, Any]) -> Table:
-        """Where SGLang holds every checkpoint tensor."""
+    def engine_table(self, hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+        """Where SGLang holds every checkpoint tensor; `fused_shared_experts`: with shared experts after the others."""
         ...
 
     def weight_table(self, hf: dict[str, Any], mtp: int = 0) -> Table:
@@ -58,8 +58,7 @@ class ModelSpec:
     """Arguments of megatron-core's GPTModel."""
     table: Table
     """Where the trainer holds every checkpoint tensor."""
-    engine: Table
-    """Where SGLang does."""
+    family: Family
 
     @property
     def vocab_size(self) -> int:
@@ -68,6 +67,10 @@ class ModelSpec:
     @property
     def experts(self) -> int:
         return self.table.experts
+
+    def engine_table(self, *, fused_shared_experts: bool = False) -> Table:
+        """Where SGLang holds every checkpoint tensor."""
+        return self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
 
 
 def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
@@ -93,7 +96,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
             raise SlimxError(
                 f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}"
             )
-        tables = family.weight_table(hf, mtp_layers), family.engine_table(hf)
-        return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), *tables)
+        table = family.weight_table(hf, mtp_layers)
+        return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), table, family)
     except KeyError as error:
         raise SlimxError(f"{file}: field {error} is missing; a {names[0]} checkpoint must have it") from error

@@ -119,8 +119,10 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
 
 
-def engine_table(hf: dict[str, Any]) -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels want."""
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels want.
+
+    There are no shared experts to fuse."""
     hidden, head, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
     heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
     experts, inner = hf["num_experts"], hf["moe_intermediate_size"]

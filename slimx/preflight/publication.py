@@ -9,6 +9,7 @@ from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan, checkpoint_parts, compile_plan
@@ -44,8 +45,10 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         return None
     encoding, note = _encoding(config, spec, device)
     if encoding == "local":
-        engine = engine_sizes(config.rollout.engines[0])
-        target, ranks = EngineLayout(spec.engine, engine).parts(), engine.world
+        group = config.rollout.engines[0]
+        engine = engine_sizes(group)
+        table = spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
+        target, ranks = EngineLayout(table, engine).parts(), engine.world
     else:
         target, ranks = checkpoint_parts(spec.table, mtp=False), 1
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
@@ -56,6 +59,12 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         bucket_bytes=int(config.publish.bucket_mib * MIB),
         ranks=ranks,
     )
+    unread = set(plan.unread) - _drafted(spec.table)
+    if unread:
+        raise SlimxError(
+            f"plan: the trainer's {min(unread)} goes nowhere ({len(unread)} such tensors); the engine's table of this "
+            "family lacks a row"
+        )
     return PublicationPlan(plan, encoding, note)
 
 
@@ -67,6 +76,11 @@ def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
         precision=Precision(config.numerics.dtype, config.numerics.dtype),
         bucket_bytes=int(config.publish.bucket_mib * MIB),
     )
+
+
+def _drafted(table: Table) -> set[str]:
+    """Checkpoint tensors of the layers of multi-token prediction: only a draft model holds them."""
+    return {name for entry in table.entries() if entry.row.stage == "mtp" for name in entry.sources}
 
 
 def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, str]:
@@ -84,8 +98,8 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
 def _not_local(config: Config) -> str | None:
     """Why the engines' own layout cannot be written; None if it can."""
     groups = config.rollout.engines
-    if len({engine_sizes(group) for group in groups}) > 1:
-        return "rollout.engines has groups of different parallel sizes, which would need a plan each"
+    if len({(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion"))) for g in groups}) > 1:
+        return "rollout.engines has groups of different layouts, which would need a plan each"
     for group in groups:
         for key, why in _UNKNOWN_LAYOUTS.items():
             if group.sglang.get(key) not in (None, False):
@@ -115,4 +129,13 @@ _UNKNOWN_LAYOUTS = {
     "speculative_algorithm": "the draft model's weights are loaded by name",
     "moe_a2a_backend": "its kernels may keep weights in a layout of their own",
     "moe_runner_backend": "its kernels may keep weights in a layout of their own",
+    "enable_dp_lm_head": "the output layer is split over the attention's ranks",
+    "moe_dense_tp_size": "dense layers are split over fewer ranks",
+    "moe_dp_size": "experts are split over fewer ranks",
+    "attn_cp_size": "attention is split over fewer ranks",
+    "dcp_size": "attention is split over fewer ranks",
+    "kt_method": "experts are held by another library",
+    "torchao_config": "the engine quantises weights after loading",
+    "modelopt_quant": "the engine quantises weights after loading",
 }
+"""Fields of SGLang's ServerArgs that change where or how weights are held."""

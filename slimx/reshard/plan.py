@@ -23,6 +23,8 @@ from slimx.layout.table import Table
 from slimx.reshard.intersect import Move, moves
 from slimx.reshard.precision import ITEMSIZE, SCALE_SUFFIX, Precision
 
+FORMAT = 1
+"""Of `Plan.to_bytes`."""
 ALIGNMENT = 64
 """Bytes: tensors start on a cache line, so that the receiver's views are aligned for every dtype."""
 
@@ -75,13 +77,22 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Plan:
-    """What `compile_plan` makes; moves are sorted by bucket, then by source rank."""
+    """What `compile_plan` makes."""
 
     def __init__(
-        self, precision: Precision, parameters: list[Parameter], buckets: list[list[Bucket]], moved: np.ndarray
+        self,
+        precision: Precision,
+        parameters: list[Parameter],
+        buckets: list[list[Bucket]],
+        moved: np.ndarray,
+        unread: tuple[str, ...] = (),
     ):
+        """`buckets[target][bucket]`: ranks with fewer buckets than others have empty ones at the end. `moved` [moves]
+        of `MOVE`, sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source that no target
+        takes.
+        """
         self.precision, self.parameters, self.buckets, self.moved = precision, parameters, buckets, moved
-        """`buckets[target][bucket]`; ranks with fewer buckets than others have empty ones at the end."""
+        self.unread = unread
 
     @property
     def targets(self) -> int:
@@ -105,14 +116,6 @@ class Plan:
         edges = [0, *(np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1).tolist(), len(keys)]
         return {tuple(keys[start].tolist()): (start, stop) for start, stop in pairwise(edges)}
 
-    def sent(self) -> np.ndarray:
-        """Bytes of values [sources, targets] that each rank brings to each target."""
-        out = np.zeros((int(self.moved["source"].max(initial=0)) + 1, self.targets), dtype=np.int64)
-        itemsize = np.array([ITEMSIZE[p.dtype] for p in self.parameters], dtype=np.int64)[self.moved["parameter"]]
-        nbytes = self.moved["rows"].astype(np.int64) * self.moved["cols"] * itemsize
-        np.add.at(out, (self.moved["source"], self.moved["target"]), nbytes)
-        return out
-
     @property
     def launches(self) -> int:
         """Kernel launches of one publication by the rank that has most of them: one per bucket."""
@@ -120,16 +123,21 @@ class Plan:
 
     def to_bytes(self) -> bytes:
         """The plan, the same bytes for the same plan."""
-        head = (self.precision, self.parameters, self.buckets)
-        return msgspec.msgpack.encode((msgspec.to_builtins(head), self.moved.tobytes()))
+        head = (self.precision, self.parameters, self.buckets, self.unread)
+        return msgspec.msgpack.encode((FORMAT, msgspec.to_builtins(head), self.moved.tobytes()))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
-        head, moved = msgspec.msgpack.decode(data)
-        precision, parameters, buckets = msgspec.convert(
-            head, tuple[Precision, list[Parameter], list[list[Bucket]]], strict=False
-        )
-        return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE))
+        """The plan that `to_bytes` wrote. Raises SlimxError for anything else."""
+        try:
+            form, head, moved = msgspec.msgpack.decode(data)
+            if form != FORMAT:
+                raise SlimxError(f"plan: written in format {form}, this slimx reads {FORMAT}; compile it again")
+            kinds = tuple[Precision, list[Parameter], list[list[Bucket]], tuple[str, ...]]
+            precision, parameters, buckets, unread = msgspec.convert(head, kinds, strict=False)
+            return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE), unread)
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise SlimxError(f"plan: these {len(data)} bytes are no plan ({error}); compile it again") from error
 
 
 def checkpoint_parts(table: Table, *, mtp: bool = True) -> Iterator[Part]:
@@ -180,6 +188,7 @@ class _Compiler:
         self.tensors: list[list[list[BucketTensor]]] = [[[]] for _ in range(ranks)]
         self.ends = [0] * ranks
         self.rows: list[tuple[int, ...]] = []
+        self.read: set[str] = set()
 
     def compile(self, target: Iterable[Part]) -> Plan:
         for part in target:
@@ -191,7 +200,8 @@ class _Compiler:
             [Bucket(tuple(tensors), _end(tensors)) for tensors in per_rank + [[]] * (count - len(per_rank))]
             for per_rank in self.tensors
         ]
-        return Plan(self.precision, self.parameters, buckets, moved[order])
+        unread = tuple(name for name in self.held if name not in self.read)
+        return Plan(self.precision, self.parameters, buckets, moved[order], unread)
 
     def _add_source(self, part: Part) -> None:
         form = part.name, part.dtype or self.precision.trainer, part.shape
@@ -211,6 +221,7 @@ class _Compiler:
             name = part.sources[rect.source]
             if name not in self.held:
                 raise SlimxError(f"plan: {part.name} needs checkpoint tensor {name}, which the trainer does not hold")
+            self.read.add(name)
             holders = self.held[name][1]
             for move in self._meet(name, rect, part.quantised):
                 found.append((holders[move.source], move))

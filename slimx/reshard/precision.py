@@ -7,7 +7,7 @@ from typing import Literal
 
 from slimx.errors import SlimxError
 
-Dtype = Literal["float32", "bfloat16", "float8_e4m3fn", "uint8"]
+ModelDtype = Literal["float32", "bfloat16"]
 Rule = Literal["ieee", "triton", "te", "ue8m0", "mxfp8"]
 
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
@@ -30,7 +30,7 @@ class Quantisation:
             )
 
     @property
-    def scale_dtype(self) -> Dtype:
+    def scale_dtype(self) -> str:
         """E8M0 exponents for MXFP8, fp32 scales for the others."""
         return "uint8" if self.rule == "mxfp8" else "float32"
 
@@ -39,6 +39,6 @@ class Quantisation:
 class Precision:
     """Dtype of the trainer's weights, dtype of the engine's, and how those that the family quantises are quantised."""
 
-    trainer: Dtype
-    engine: Dtype
+    trainer: ModelDtype
+    engine: ModelDtype
     quantisation: Quantisation | None = None

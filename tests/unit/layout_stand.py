@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
 from slimx.models import deepseek_v3, qwen3_moe
+from slimx.reshard.plan import Plan
+from slimx.reshard.precision import ITEMSIZE
 
 # No two dimensions alike and no square matrix, so that a transposed or exchanged one cannot pass.
 QWEN: dict[str, Any] = {
@@ -302,3 +305,12 @@ def assert_same(found: Tensors, expected: Tensors, where: str) -> None:
     assert found.keys() == expected.keys(), (where, found.keys() ^ expected.keys())
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), f"{where}: {name}"
+
+
+def bytes_read(plan: Plan) -> np.ndarray:
+    """Bytes [sources, targets] that each rank reads of its parameters for each target."""
+    out = np.zeros((int(plan.moved["source"].max(initial=0)) + 1, plan.targets), dtype=np.int64)
+    itemsize = np.array([ITEMSIZE[p.dtype] for p in plan.parameters], dtype=np.int64)[plan.moved["parameter"]]
+    nbytes = plan.moved["rows"].astype(np.int64) * plan.moved["cols"] * itemsize
+    np.add.at(out, (plan.moved["source"], plan.moved["target"]), nbytes)
+    return out

@@ -25,7 +25,7 @@ from slimx.reshard.packer import Packer, Share, describe
 from slimx.reshard.plan import Plan, compile_plan
 from slimx.reshard.precision import Precision
 from tests.unit.engine_stand import SERVED, engine_rank
-from tests.unit.layout_stand import MODELS, Tensors, checkpoint, held_by_trainers
+from tests.unit.layout_stand import MODELS, Tensors, bytes_read, checkpoint, held_by_trainers
 
 MODEL, SIZES, ENGINE = MODELS["qwen"], Sizes(data=3), EngineSizes(tensor=2)
 WORLD, REMOTE, DEADLINE_S = 3, (2,), 60
@@ -98,7 +98,7 @@ def test_ranks_beside_the_publisher_and_ranks_far_away_fill_the_same_buckets(tmp
                 )
                 assert t.checksum == reference.checksum(found[target][t.name]), t.name
     torch.set_num_threads(threads)
-    sent = plan().sent().sum(axis=1)
+    sent = bytes_read(plan()).sum(axis=1)
     assert all(process.wait(DEADLINE_S) == 0 for process in others) and (sent > 0).all()
     for rank in range(ENGINE.world):
         expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))

@@ -42,6 +42,8 @@ def open_memory(path: str, size: int) -> torch.Tensor:
             "same user, and must not have released it"
         ) from None
     try:
+        if (held := os.fstat(file).st_size) < size:
+            raise SlimxError(f"the bucket at {path} has {held} bytes, {size} were announced; publish again")
         return _map(file, size)
     finally:
         os.close(file)
