@@ -69,6 +69,7 @@ class DevicePlan:
             self.raise_for(prepared, "prepared")
             self._pieces = torch.from_numpy(pieces.view(np.uint8).copy()).to(self.device)
             self._first = torch.from_numpy(first).to(self.device)
+            torch.cuda.current_stream().synchronize()  # a pack on another stream would not wait for the two copies
         self.count = len(pieces)
 
     @property

@@ -37,5 +37,6 @@ def use_emulator(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     monkeypatch.setattr(kernel_cuda, "LIBRARY", library)
     monkeypatch.setattr(kernel_cuda, "_device", lambda device: DEVICE)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     return kernel_cuda.load(library)
