@@ -87,7 +87,9 @@ class Rank:
             self.write_prediction(trainer, unwrap(trainer.model), batches[0])
         trainer.train_step(batches, step=0, version=0)
         self.write_gradients("gradients", trainer)
-        self.write("after", {name: t for name, t in trainer.weights.parameters.items() if "expert_bias" in name})
+        self.write("after", trainer.weights.parameters)
+        if case["mtp"]:
+            self.write_restored(trainer)
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
         arrays, logits = {}, self.recorded_logits(model)
@@ -123,6 +125,20 @@ class Rank:
         arrays = {"tokens": batch.tokens, "labels": batch.labels, "weight": batch.loss_weight, "lengths": batch.lengths}
         np.savez(self.out / f"{self.case}.mtp.{self.rank}.npz", logits=recorded[0].numpy(), **arrays)
         self.write_gradients("mtp", trainer)
+
+    def write_restored(self, trainer: Any) -> None:
+        """What a checkpoint of the trainer gives back after all weights changed."""
+        import torch
+
+        path = self.out / f"{self.case}.checkpoint"
+        path.mkdir(exist_ok=True)
+        self.parallel.host_group.barrier().wait()
+        trainer.save(str(path))
+        with torch.no_grad():
+            for tensor in trainer.weights.parameters.values():
+                tensor.add_(1.0)
+        trainer.restore(str(path), same_layout=True)
+        self.write("restored", trainer.weights.parameters)
 
     def recorded_logits(self, model: Any) -> list[Any]:
         """A list that grows with the whole vocabulary's logits [T, vocab] at every call of the output layer."""
