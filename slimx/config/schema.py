@@ -163,7 +163,9 @@ class Engines(Section):
 class Health(Section):
     interval: PositiveFloat = Field(5, description="seconds between two checks of /health_generate")
     timeout: PositiveFloat = Field(30, description="seconds that one check may take")
-    threshold: PositiveInt = Field(3, description="failed checks in a row after which an engine is DEAD")
+    threshold: PositiveInt = Field(
+        3, description="failed checks in a row after which an engine is quarantined and started again"
+    )
     restarts: Count = Field(2, description="times that each engine may be started again in a run; 0: never")
 
 
@@ -238,6 +240,12 @@ class Publish(Section):
         None,
         description="rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md); null: none",
     )
+    transport: Literal["memory", "gloo", "disk"] = Field(
+        "memory",
+        description="memory: engines on the trainers' machine map it; gloo: over the network; disk: through files that "
+        "both sides see, from which an engine that was lost catches up without the trainers",
+    )
+    directory: str | None = Field(None, description="directory of the disk transport; null: run.dir/publish")
     staging: Literal["model", "bucket"] = Field(
         "model",
         description="model: engines serve while everything is staged, in host memory for a whole model; bucket: they "

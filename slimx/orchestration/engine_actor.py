@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -46,6 +47,8 @@ class EngineActor:
         self.engine = Engine(EngineSpec(port=free_port(), **values), log_path)
         self.epoch = -1
         """Membership epoch of the publication that was begun last."""
+        self.channel: Any = None
+        """Where buckets come from, if they come over a network."""
 
     async def start(self, deadline_s: float) -> dict[str, Any]:
         """Start a server and wait until it attests the plugin; its URL and attestation.
@@ -70,6 +73,26 @@ class EngineActor:
             )
         self.epoch = manifest.membership_epoch
         await self.call("begin", manifest, staging)
+
+    async def join(self, meeting: Any) -> None:
+        """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective)."""
+        from slimx.reshard.transports.collective import Receiving  # torch, which only this transport needs here
+
+        self.channel = await asyncio.to_thread(Receiving.join, meeting, 0)
+
+    async def receive(self, epoch: int, packed: PackedBucket, bucket: int) -> None:
+        """Take a bucket from the channel into memory that the server maps, and have it staged.
+
+        The server keeps the memory alive as long as it needs it.
+        """
+        from slimx.reshard.transports.memory import MemoryFile
+
+        memory = MemoryFile(packed.size)
+        try:
+            await asyncio.to_thread(self.channel.receive, memory.bytes, own=False)
+            await self.publication(epoch, "stage", replace(packed, path=memory.path), bucket)
+        finally:
+            memory.close()
 
     async def publication(self, epoch: int, method: str, *arguments: Any) -> Any:
         """One of Engine's methods, as a step of the publication that began in `epoch`."""
@@ -112,6 +135,14 @@ class EngineActor:
         return SlimxError(str(error))
 
 
+class Transport(Protocol):
+    """How buckets come to an engine (`slimx.orchestration.transports`)."""
+
+    async def connect(self, engine: EngineHandle, manifest: Manifest) -> None: ...
+
+    async def deliver(self, engine: EngineHandle, packed: PackedBucket, bucket: int) -> None: ...
+
+
 class EngineHandle:
     """One engine as the loop and the publisher see it, through all its restarts."""
 
@@ -122,6 +153,8 @@ class EngineHandle:
         """None after it had to be killed, until the next start."""
         self.url = ""
         self.standing = Standing.OUT
+        self.transport: Transport | None = None
+        """How buckets come here; None: the server maps the publisher's memory."""
         self.restarts = 0
         self.incarnation = 0
         self._epoch = -1
@@ -194,10 +227,23 @@ class EngineHandle:
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
         self._epoch = manifest.membership_epoch
+        if self.transport is not None:
+            await self.transport.connect(self, manifest)
         await self._call("begin", self.actor.begin.remote(manifest, staging))
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
+        await (self.transport.deliver(self, packed, bucket) if self.transport else self.stage_mapped(packed, bucket))
+
+    async def stage_mapped(self, packed: PackedBucket, bucket: int) -> None:
+        """Stage a bucket that the server can map where it is."""
         await self._step("stage", packed, bucket)
+
+    async def stage_received(self, packed: PackedBucket, bucket: int) -> None:
+        """Stage a bucket that comes over the channel."""
+        await self._call("stage", self.actor.receive.remote(self._epoch, packed, bucket))
+
+    async def join(self, meeting: Any) -> None:
+        await self._call("the meeting", self.actor.join.remote(meeting))
 
     async def abort(self) -> None:
         await self._step("abort")

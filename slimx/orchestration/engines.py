@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -83,7 +83,7 @@ class EngineGroup:
         """Take it back."""
         await asyncio.gather(*(self._or_quarantine(engine, engine.wake()) for engine in self.members.candidates()))
 
-    async def _or_quarantine(self, engine: EngineHandle, work) -> None:
+    async def _or_quarantine(self, engine: EngineHandle, work: Awaitable[None]) -> None:
         try:
             await work
         except SlimxError as error:

@@ -55,6 +55,10 @@ class Membership:
         """Engines that run, in the router or not."""
         return [engine for engine in self.engines if engine.standing in (Standing.JOINING, Standing.MEMBER)]
 
+    def joining(self) -> list[EngineHandle]:
+        """Engines that run and wait for a publication."""
+        return [engine for engine in self.engines if engine.standing is Standing.JOINING]
+
     def members(self) -> list[EngineHandle]:
         """Engines in the router."""
         return [engine for engine in self.engines if engine.standing is Standing.MEMBER]
@@ -129,6 +133,10 @@ class Membership:
     async def starved(self) -> None:
         """Wait until no engine serves but one could, after a publication. Raises SlimxError when none ever will."""
         await self._until(lambda: not self.members() and bool(self.candidates()))
+
+    async def back(self) -> None:
+        """Wait until an engine waits for a publication. Raises SlimxError when the run cannot go on."""
+        await self._until(lambda: bool(self.joining()))
 
     async def failed(self) -> None:
         """Wait until the run cannot go on, and raise why."""

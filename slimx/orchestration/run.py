@@ -26,9 +26,10 @@ from slimx.observability.tracker import Tracker
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
+from slimx.orchestration.transports import Joining, make_transport
 from slimx.orchestration.waiting import first_line
 from slimx.reshard.manifest import Encoding
-from slimx.reshard.parties import NoReceiverLeft
+from slimx.reshard.parties import Members, NoReceiverLeft, Source
 from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.client import GenerationClient
 from slimx.rollout.manager import RolloutManager
@@ -73,19 +74,13 @@ class Run:
         self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
         self.rollouts = RolloutManager(config, source, maker, on_drop=self._drop)
         self.eval_prompts, self.tokenizer, self.saves, self.records = eval_prompts, tokenizer, saves, records
-        self.publisher = (
-            Publisher(
-                trainers,
-                engines.members,
-                deadline_s=config.publish.deadline,
-                step_deadline_s=config.publish.step_deadline,
-                staging=config.publish.staging,
-                encoding=encoding,
-                rule=config.publish.quantise or "none",
-            )
-            if engines
-            else None
-        )
+        self.encoding: Encoding = encoding
+        self.transport = make_transport(trainers, config, self.directory / "logs")
+        self.publisher = None
+        if engines is not None:
+            for engine in engines.engines:
+                engine.transport = self.transport
+            self.publisher = self._publisher(self.transport, engines.members)
         self.step = 0
         self.current = 0
         """Number of the step in progress, from 1; 0 before the first."""
@@ -99,20 +94,26 @@ class Run:
         """Wait for `work`, but not beyond the moment when the run has lost its engines for good.
 
         Where engines are all out and one of them comes back, it gets the present version; not while `training`, when
-        the trainers' weights are between two versions: then the publication that follows brings the next one.
+        the trainers' weights are between two versions: then the publication that follows brings the next one. A
+        transport that keeps versions brings the present one to whichever engine comes back, at any time.
         """
         task: asyncio.Future[T] = asyncio.ensure_future(work)
+        kept = self.transport.keeps
         try:
             while self.engines is not None:
                 members = self.engines.members
-                event = asyncio.ensure_future(members.failed() if training else members.starved())
+                need = members.back() if kept else members.failed() if training else members.starved()
+                event = asyncio.ensure_future(need)
                 await asyncio.wait({task, event}, return_when=asyncio.FIRST_COMPLETED)
                 if event.done() and not (task.done() and task.exception() is None):
                     event.result()  # why the run cannot go on tells more than what became of the work
                 event.cancel()
                 if task.done():
                     break
-                await self._publish()
+                if kept:
+                    kept = await self._catch_up()
+                else:
+                    await self._publish()
             return await task
         finally:
             task.cancel()
@@ -144,6 +145,7 @@ class Run:
             done = await self._publish()
         out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
         out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
+        out["publish/engines_verified"] = float(len(done.engines) - len(done.lost))
         return out | self.engines.members.metrics() | {"rollout/request_retries": float(self.client.retried)}
 
     async def _publish(self) -> Publication:
@@ -158,6 +160,31 @@ class Run:
                 continue
             self.version = self.maker.version = done.manifest.version
             return done
+
+    async def _catch_up(self) -> bool:
+        """Bring the present version to engines that came back, from where it is kept; False if it is not."""
+        if (stored := self.transport.complete(self.version)) is None:
+            return False
+        try:
+            publisher = self._publisher(stored, Joining(self.engines.members))
+            done = await publisher.publish(self.version, trainer_step=stored.manifest.trainer_step)
+            for name in done.engines.keys() - done.lost:
+                self.records.table.note(f"engine {name} has version {self.version} from {stored.path}")
+        except NoReceiverLeft as error:
+            self.records.table.note(first_line(error))
+        return True
+
+    def _publisher(self, source: Source, members: Members) -> Publisher:
+        options = self.config.publish
+        return Publisher(
+            source,
+            members,
+            deadline_s=options.deadline,
+            step_deadline_s=options.step_deadline,
+            staging=options.staging,
+            encoding=self.encoding,
+            rule=options.quantise or "none",
+        )
 
     async def save(self) -> None:
         """Write a checkpoint of the present step, unless this step has one."""

@@ -159,6 +159,7 @@ async def _session(
             records=records,
             encoding=prepared.encoding,
         )
+        stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)
         if engines is not None:
             engines.members.watch()

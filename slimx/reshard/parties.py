@@ -23,7 +23,11 @@ class NoReceiverLeft(SlimxError):
 
 
 class Source(Protocol):
-    """The trainers."""
+    """The trainers, or whoever has their weights."""
+
+    async def begin(self, manifest: Manifest) -> None:
+        """A publication begins."""
+        ...
 
     async def forms(self) -> list[dict[str, str]]:
         """Every tensor that will be sent, name -> "dtype:d0,d1": one dict that all engine ranks take ("hf"), or one for

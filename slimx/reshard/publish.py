@@ -135,6 +135,7 @@ class _Attempt:
             with self._timed("total"):
                 self._someone_left()
                 await self._check_tensors()
+                await self._of_trainers("begin", self.source.begin(self.manifest))
                 await self._each("begin", self.manifest, self.publisher.staging)
                 if by_bucket:
                     await self._each("pause")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,8 @@ from slimx.errors import SlimxError
 from slimx.orchestration.cluster import start_ray, stop_ray
 from slimx.orchestration.engine_actor import EngineHandle, Standing
 from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.transports import GlooTransport
+from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.publish import Publication, Publisher, Staging
 from slimx.rollout.client import Completion, GenerationClient, ModelShape
@@ -37,11 +40,16 @@ SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
 RESTART_S = 120
 
 
+class Neighbour:
+    """An actor on this machine: where it runs, the courier runs."""
+
+
 class Trainers:
     """What stands for the trainers: weights in this process, other ones for every version."""
 
     def __init__(self, weights: Weights):
         self.start, self.version = weights, 0
+        self.actors = [ray.remote(Neighbour).options(num_cpus=0).remote()]
         self.at_bucket: Callable[[int], None] = lambda bucket: None
         """Called before a bucket is packed: by then the engines have done with the bucket before the last one."""
         self.renamed: dict[str, str] = {}
@@ -49,6 +57,8 @@ class Trainers:
 
     def weights(self, version: int) -> Weights:
         return perturbed(self.start, seed=version)
+
+    async def begin(self, manifest: Manifest) -> None: ...
 
     async def forms(self) -> list[dict[str, str]]:
         return [{name: f"float32:{','.join(map(str, tensor.shape))}" for name, tensor in self.start.items()}]
@@ -74,7 +84,8 @@ class Stand:
     def __init__(self, group: EngineGroup, trainers: Trainers, client: GenerationClient):
         self.group, self.trainers, self.client = group, trainers, client
         self.members, (self.first, self.second) = group.members, group.engines
-        self.publisher = Publisher(trainers, group.members, deadline_s=90, step_deadline_s=10)
+        self.gloo = GlooTransport(trainers, group.config, group.engines[0].log)
+        self.publisher = Publisher(trainers, group.members, deadline_s=90, step_deadline_s=30)
         self.completions: list[Completion] = []
 
     async def publish(self, version: int, staging: Staging = "model") -> Publication:
@@ -127,7 +138,9 @@ async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> As
             group.members.watch()
             shape = ModelShape.of(json.loads((tiny_model / "config.json").read_text()))
             client = GenerationClient(group.router.url, shape, retry_s=RESTART_S, on_lost=group.members.look)
-            yield Stand(group, Trainers(weights), await stack.enter_async_context(client))
+            stand = Stand(group, Trainers(weights), await stack.enter_async_context(client))
+            stack.push_async_callback(stand.gloo.stop)
+            yield stand
     finally:
         stop_ray()
 
@@ -135,7 +148,7 @@ async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> As
 @contextmanager
 def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
     """`engine` alone gets one bucket with a changed byte."""
-    stage = engine.stage
+    stage, map_it = engine.stage, engine.stage_mapped
 
     async def staged(packed: PackedBucket, number: int) -> None:
         if number != bucket:
@@ -144,7 +157,7 @@ def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
             data = bytearray(Path(packed.path).read_bytes())
             data[packed.tensors[2].offset] ^= 1
             Path(copy.name).write_bytes(data)
-            await stage(replace(packed, path=copy.name), number)
+            await map_it(replace(packed, path=copy.name), number)
 
     engine.stage = staged
     try:
@@ -186,8 +199,9 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             with pytest.raises(SlimxError, match="version 9 cannot be published while the publication of version 2"):
                 await others[0]
 
-            # A changed byte on the way to one engine, while the other one, just back, catches up.
+            # From here on over gloo. One engine meets a changed byte, while the other one, just back, catches up.
             trainers.at_bucket = lambda bucket: None
+            first.transport = second.transport = stand.publisher.source = stand.gloo
             await stand.back(first)
             with spoilt(second, bucket=1):
                 done = await stand.publish(3)
@@ -199,11 +213,12 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             await stand.back(second)
             victim = await process_of(first)
             trainers.at_bucket = lambda bucket: os.kill(victim, signal.SIGSTOP) if bucket == 2 else None
+            stand.publisher.step_deadline_s = 8
             done = await stand.publish(4, "bucket")
             assert done.lost == ["actor-0"] and "did not answer" in str(done.engines["actor-0"].error)
             assert await stand.registered() == {second.url}
 
-            trainers.at_bucket = lambda bucket: None
+            trainers.at_bucket, stand.publisher.step_deadline_s = lambda bucket: None, 30
             await stand.back(first)
             assert (await stand.publish(5)).lost == []
             assert await stand.registered() == {first.url, second.url}
@@ -224,7 +239,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
         with pytest.raises(SlimxError, match=r"version 6 was refused by every engine, step stage: .*model\.norm\.wait"):
             await stand.publish(6)
     served = {version for completion in stand.completions for _, _, version in completion.versions}
-    assert served >= {1, 5} and served <= {1, 2, 3, 4, 5}
+    assert {2, 3, 4, 5} <= served <= {1, 2, 3, 4, 5}
     check_tokens(stand.completions, trainers.weights, tiny_model)
 
 
@@ -240,6 +255,7 @@ def test_a_run_that_loses_its_only_engine_waits_for_it_and_goes_on_where_it_was(
             "sampling": {"max_new_tokens": 4, "stop_token_ids": list(range(20, 100))},
             "health": {"interval": 0.5, "timeout": 30, "restarts": 1},
         },
+        publish={"transport": "disk", "bucket_mib": 0.25},
     )
     directory, run = tmp_path / "run", TrainProcess(config)
     run.until(lambda: completed_steps(directory) >= 2)
@@ -251,6 +267,7 @@ def test_a_run_that_loses_its_only_engine_waits_for_it_and_goes_on_where_it_was(
     assert run.wait(60) == 143, run.text()
     assert "engine actor-0 is quarantined" in run.text() and "engine actor-0: restart 1 of 1" in run.text()
     run.assert_nothing_left()
+    assert "engine actor-0 has version" in run.text(), "from the files, without the trainers"
     rows = steps(directory)
     last = rows[max(rows)]
     assert (last["engines/lost"], last["engines/restarted"], last["engines/serving"]) == (1, 1, 1)

@@ -55,6 +55,9 @@ class FakeTrainers:
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
 
+    async def begin(self, manifest: Manifest) -> None:
+        await self.calls.note(f"trainers.begin {manifest.version}")
+
     async def forms(self) -> list[dict[str, str]]:
         await self.calls.note("trainers.forms")
         return [TENSORS]
@@ -195,9 +198,9 @@ async def test_with_bucket_staging_a_bucket_is_given_back_before_the_next_but_on
 
 async def test_an_engine_that_is_ready_serves_although_another_one_still_copies():
     calls = Calls()
-    calls.slow = {"e1.load"}
+    calls.slow = {"e0.load"}
     await Stand(calls=calls).publish()
-    assert calls.at("e0.admit") < calls.at("e1.load done")
+    assert calls.at("e1.admit") < calls.at("e0.load done")
 
 
 async def test_names_are_asked_for_once_by_incarnation_and_not_at_every_publication():
@@ -205,8 +208,9 @@ async def test_names_are_asked_for_once_by_incarnation_and_not_at_every_publicat
     await stand.publish(1)
     assert [stand.calls.of(engine).count("inventory") for engine in ("e0", "e1")] == [1, 1]
     stand.engines[1].incarnation += 1
-    await stand.publish(2)
-    assert [stand.calls.of(engine).count("inventory") for engine in ("e0", "e1")] == [1, 2]
+    for version in (2, 3):
+        await stand.publish(version)
+        assert [stand.calls.of(engine).count("inventory") for engine in ("e0", "e1")] == [1, 2]
 
 
 async def test_a_second_publication_while_one_runs_is_refused_and_does_not_disturb_it():
@@ -257,12 +261,12 @@ async def test_an_engine_that_verified_fewer_tensors_is_quarantined_and_never_se
 
 async def test_a_hanging_engine_holds_the_others_for_one_step_only_and_not_at_all_once_they_copy():
     stand = Stand(step_deadline_s=0.2)
-    stand.calls.hang.add("e1.load")
+    stand.calls.hang.add("e0.load")
     publication = asyncio.create_task(stand.publish())
-    while "e0.admit" not in stand.calls:
+    while "e1.admit" not in stand.calls:
         await asyncio.sleep(0.001)
-    assert "e1.quarantine" not in stand.calls
-    assert (await publication).lost == ["e1"]
+    assert "e0.quarantine" not in stand.calls
+    assert (await publication).lost == ["e0"]
 
 
 async def test_when_all_engines_are_lost_the_publication_says_so_and_may_be_tried_again():
@@ -319,7 +323,7 @@ async def test_an_engine_of_another_model_ends_the_run_before_the_first_byte(cas
 # The trainers fail ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["forms", "gather 0", "gather 2"])
+@pytest.mark.parametrize("step", ["forms", "begin 7", "gather 0", "gather 2"])
 async def test_a_failure_of_the_trainers_ends_the_publication_and_changes_no_engine(step):
     stand = Stand()
     stand.calls.fail[f"trainers.{step}"] = SlimxError("rank 3 died")
@@ -330,7 +334,9 @@ async def test_a_failure_of_the_trainers_ends_the_publication_and_changes_no_eng
     assert stand.members.out == {} and "trainers.release" in stand.calls
 
 
-@pytest.mark.parametrize(("step", "stage"), [("forms", "check"), ("gather 1", "gather"), ("release", "release")])
+@pytest.mark.parametrize(
+    ("step", "stage"), [("forms", "check"), ("begin 7", "begin"), ("gather 1", "gather"), ("release", "release")]
+)
 async def test_trainers_that_hang_are_told_by_name_and_stage(step, stage):
     stand = Stand(deadline_s=0.1)
     stand.calls.hang.add(f"trainers.{step}")

@@ -33,7 +33,9 @@ def peers() -> Iterator[Callable[[int], list[Peer]]]:
 
     def take(count: int) -> list[Peer]:
         made[:] = [peer for peer in made if peer.process.is_alive()]
-        made.extend(Peer() for _ in range(count - len(made)))
+        new = [Peer() for _ in range(count - len(made))]
+        assert [peer.ask("ready") for peer in new] == ["ready"] * len(new)
+        made.extend(new)
         return made[:count]
 
     yield take

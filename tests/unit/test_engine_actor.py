@@ -1,0 +1,145 @@
+"""Late steps and late answers reach nobody; a server that is gone is told from one that refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slimx.errors import DeadlineError, SlimxError
+from slimx.orchestration.engine_actor import EngineActor, EngineHandle, Standing
+from slimx.orchestration.waiting import ActorDied
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.parties import ReceiverLost
+
+
+def manifest(epoch: int, version: int = 7) -> Manifest:
+    return Manifest(policy="actor", version=version, trainer_step=version, membership_epoch=epoch)
+
+
+class FakeEngine:
+    """The server's side; `fails` is raised by every step, `ended` and `silent` are what became of the server."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails: SlimxError | None = None
+        self.status: int | None = None
+        self.silent = False
+        self.spec = SimpleNamespace(name="e0")
+        self.process = SimpleNamespace(poll=lambda: self.status, log_path="e0.log", tail=lambda lines: "Killed")
+        self.control = SimpleNamespace(status=self._status)
+
+    async def _status(self) -> list:
+        if self.silent:
+            raise SlimxError("no connection")
+        return []
+
+    async def _step(self, name: str) -> None:
+        self.calls.append(name)
+        if self.fails is not None:
+            raise self.fails
+
+    async def begin(self, manifest: Manifest, staging: str) -> None:
+        await self._step(f"begin {manifest.membership_epoch}")
+
+    async def stage(self, packed: object, bucket: int) -> None:
+        await self._step(f"stage {bucket}")
+
+
+@pytest.fixture
+def actor(tmp_path: Path) -> EngineActor:
+    out = EngineActor({"name": "e0", "model_path": "m", "dtype": "float32", "device": "cpu"}, str(tmp_path / "log"), 5)
+    out.engine = FakeEngine()
+    return out
+
+
+async def test_a_step_of_another_publication_than_the_one_begun_last_does_not_reach_the_server(actor):
+    with pytest.raises(SlimxError, match="stage of epoch 3 is late"):
+        await actor.publication(3, "stage", None, 0)
+    await actor.begin(manifest(3), "model")
+    await actor.publication(3, "stage", None, 0)
+    await actor.begin(manifest(5), "model")
+    for late in (3, 4, 6):
+        with pytest.raises(SlimxError, match=f"engine e0: stage of epoch {late} is late; a publication of epoch 5"):
+            await actor.publication(late, "stage", None, 1)
+    with pytest.raises(SlimxError, match=r"version 7 of actor \(epoch 4\) is older than the publication of epoch 5"):
+        await actor.begin(manifest(4), "model")
+    await actor.publication(5, "stage", None, 1)
+    assert actor.engine.calls == ["begin 3", "stage 0", "begin 5", "stage 1"]
+
+
+@pytest.mark.parametrize(
+    ("status", "silent", "kind", "text"),
+    [
+        (None, False, SlimxError, "wrong checksum"),
+        (None, True, ReceiverLost, "wrong checksum"),
+        (137, True, ReceiverLost, "engine e0 ended with status 137; the end of e0.log:\nKilled"),
+    ],
+)
+async def test_a_refusal_is_told_from_a_server_that_is_gone(actor, status, silent, kind, text):
+    actor.engine.fails = SlimxError("wrong checksum")
+    actor.engine.status, actor.engine.silent = status, silent
+    with pytest.raises(SlimxError) as told:
+        await actor.call("stage", None, 0)
+    assert type(told.value) is kind and str(told.value) == text
+
+
+class FakeActor:
+    """An actor whose answers the test gives: `answers[method]` is a future."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, asyncio.Future] = {}
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        def remote(*arguments: object) -> asyncio.Future:
+            self.answers[method] = asyncio.get_running_loop().create_future()
+            return self.answers[method]
+
+        return SimpleNamespace(remote=remote)
+
+
+async def started(deadline_s: float = 5) -> tuple[EngineHandle, FakeActor]:
+    actor = FakeActor()
+    handle = EngineHandle("e0", lambda: actor, Path("e0.log"), deadline_s)
+    start = asyncio.create_task(handle.start(5))
+    while "start" not in actor.answers:
+        await asyncio.sleep(0)
+    actor.answers["start"].set_result({"url": "http://e0", "attestation": []})
+    await start
+    return handle, actor
+
+
+async def test_whoever_waits_for_a_lost_engine_is_told_at_once_and_its_late_answer_reaches_nobody():
+    handle, actor = await started()
+    assert handle.standing is Standing.JOINING and handle.incarnation == 1
+    waiting = asyncio.create_task(handle.load())
+    while "publication" not in actor.answers:
+        await asyncio.sleep(0)
+    handle.lose(SlimxError("it does not generate"))
+    with pytest.raises(ReceiverLost, match="it does not generate"):
+        await asyncio.wait_for(waiting, 1)
+    if not actor.answers["publication"].done():
+        actor.answers["publication"].set_result("late")
+    with pytest.raises(ReceiverLost, match="it does not generate"):
+        await handle.verify()
+
+
+@pytest.mark.parametrize("error", [ActorDied("its actor died"), DeadlineError("load", 5, "engine e0")])
+async def test_a_dead_actor_and_a_missed_deadline_are_losses(error):
+    handle, actor = await started()
+    waiting = asyncio.create_task(handle.load())
+    while "publication" not in actor.answers:
+        await asyncio.sleep(0)
+    actor.answers["publication"].set_exception(_Failed(error))
+    with pytest.raises(ReceiverLost, match=str(error)):
+        await waiting
+
+
+class _Failed(Exception):
+    """As Ray hands on what an actor raised."""
+
+    def __init__(self, cause: Exception):
+        super().__init__(str(cause))
+        self.cause = cause
