@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 150
+SECONDS = 90
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
