@@ -169,5 +169,5 @@ def _scales(rng: np.random.Generator, memory: _Memory, mx: bool, rows: int, cols
         scales = rng.integers(0, 256, (rows, cols), dtype=np.uint8)
     else:
         scales = np.exp((rng.standard_normal((rows, cols)) * 20).clip(-80, 80)).astype(np.float32)
-    held = scales.reshape(rows, cols).view(np.uint8).reshape(rows, -1)
-    return memory.add(np.ascontiguousarray(held).reshape(-1), 4), held.shape[1]
+    width = cols * scales.itemsize
+    return memory.add(scales.reshape(-1).view(np.uint8), 4), width
