@@ -98,6 +98,7 @@ class Run:
         transport that keeps versions brings the present one to whichever engine comes back, at any time.
         """
         task: asyncio.Future[T] = asyncio.ensure_future(work)
+        event: asyncio.Future[None] | None = None
         kept = self.transport.keeps
         try:
             while self.engines is not None:
@@ -107,7 +108,6 @@ class Run:
                 await asyncio.wait({task, event}, return_when=asyncio.FIRST_COMPLETED)
                 if event.done() and not (task.done() and task.exception() is None):
                     event.result()  # why the run cannot go on tells more than what became of the work
-                event.cancel()
                 if task.done():
                     break
                 if kept:
@@ -116,8 +116,10 @@ class Run:
                     await self._publish()
             return await task
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            left = [future for future in (task, event) if future is not None]
+            for future in left:
+                future.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -132,7 +132,7 @@ class _CourierTransport(MemoryTransport):
     def __init__(self, trainers: Trainers, config: Config, log: Path):
         super().__init__(trainers)
         self.config, self.log = config, log
-        self.directory = Path(config.publish.directory or Path(config.run.dir, "publish"))
+        self.directory = Path(config.publish.directory or Path(config.run.dir, "publish")).absolute()
         self._courier: Any = None
 
     async def begin(self, manifest: Manifest) -> None:

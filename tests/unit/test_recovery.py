@@ -5,97 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from recovery_stand import Stand, gone
 
-from slimx.config.schema import Health
 from slimx.errors import SlimxError
 from slimx.orchestration.engine_actor import Standing
-from slimx.orchestration.recovery import Membership
 from slimx.reshard.parties import ReceiverLost
-
-
-class FakeEngine:
-    """An engine whose starts are the outcomes in `starts`: None, or the error that it ends with."""
-
-    def __init__(self, name: str, log: list[str], starts: list[SlimxError | None]):
-        self.name, self.log, self.starts = name, log, starts
-        self.url, self.standing, self.restarts, self.incarnation = f"http://{name}/0", Standing.JOINING, 0, 1
-        self.end: str | None = None
-        self.sick: SlimxError | None = None
-
-    def lose(self, error: SlimxError) -> None:
-        self.standing = Standing.OUT
-
-    async def stop(self, grace_s: float = 10.0) -> None:
-        assert grace_s == 0, "a half-updated server gets no time to answer"
-        self.log.append(f"stop {self.url}")
-
-    async def start(self, deadline_s: float) -> None:
-        self.log.append(f"start {self.name}")
-        await asyncio.sleep(0.01)
-        if (problem := self.starts.pop(0)) is not None:
-            raise problem
-        self.incarnation += 1
-        self.end = self.sick = None
-        self.url, self.standing = f"http://{self.name}/{self.incarnation}", Standing.JOINING
-
-    async def ended(self) -> str | None:
-        return self.end
-
-    async def check_health(self, deadline_s: float) -> None:
-        if self.end or self.sick:
-            raise self.sick or SlimxError("no answer")
-
-
-class FakeRouter:
-    def __init__(self, log: list[str]):
-        self.log, self.urls, self.end = log, set(), None
-        self.slow = asyncio.Event()
-        self.slow.set()
-
-    async def add(self, url: str) -> None:
-        await self.slow.wait()
-        if self.end:
-            raise SlimxError(self.end)
-        self.log.append(f"add {url}")
-        self.urls.add(url)
-
-    async def remove(self, url: str) -> None:
-        if self.end:
-            raise SlimxError(self.end)
-        self.log.append(f"remove {url}")
-        self.urls.discard(url)
-
-    def ended(self) -> str | None:
-        return self.end
-
-
-class Stand:
-    """Two engines in the router of a membership that looks at them every 10 ms."""
-
-    def __init__(self, restarts: int = 2, starts: list[SlimxError | None] | None = None, count: int = 2):
-        self.log: list[str] = []
-        self.router = FakeRouter(self.log)
-        self.engines = [FakeEngine(f"e{n}", self.log, list(starts or [None] * 9)) for n in range(count)]
-        health = Health(interval=0.01, threshold=3, restarts=restarts)
-        self.notes: list[str] = []
-        self.members = Membership(self.engines, self.router, health=health, start_deadline_s=5, note=self.notes.append)
-
-    async def __aenter__(self) -> Stand:
-        for engine in self.engines:
-            await self.members.admit(engine)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.members.stop()
-
-    async def until(self, condition) -> None:
-        async with asyncio.timeout(5):
-            while not condition():
-                await asyncio.sleep(0.001)
-
-
-def gone(name: str = "e0") -> ReceiverLost:
-    return ReceiverLost(f"engine {name} ended with status 137; the end of its log:\nKilled")
 
 
 async def test_an_engine_is_in_the_router_only_after_its_admission():
