@@ -191,7 +191,7 @@ def _add(layout: Layout, name: str, at: Parameter) -> None:
         place = layout.places.setdefault(names[-1], Place(at.held.dtype, piece.shape))
         if piece.rect is not None:
             _expect(all(_same(held.rect, piece.rect) for held in place.held), f"{names[-1]} is held in different parts")
-            place.held.append(Held(at.held, piece.rect))
+            place.held.append(Held(name, tuple(at.held.shape), piece.rect))
     if split in TOGETHER:
         layout.together.update({one: tuple(other for other in names if other != one) for one in names})
 

@@ -18,18 +18,27 @@ from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.reshard.kernel import PIECE, checksum_rects, rectangle, seeds
 
+Parameters = Mapping[str, torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Part of a tensor in a parameter: `rect.local_*` count in the parameter's matrix, the rest in the tensor's."""
+    """Part of a tensor in a parameter: `rect.local_*` count in the parameter's matrix, the rest in the tensor's.
 
-    parameter: torch.Tensor
+    The parameter is found by name whenever it is looked at: SGLang puts others in place when it packs weights.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    """Of the parameter."""
     rect: Rect
 
-    def view(self) -> torch.Tensor:
-        """The held values [rows, cols], without a copy."""
-        r, held = self.rect, self.parameter.data
-        flat = held.view(matrix(held.shape))
+    def view(self, parameters: Parameters) -> torch.Tensor | None:
+        """The held values [rows, cols], without a copy; None if the parameter has got another form."""
+        r, parameter = self.rect, parameters.get(self.parameter)
+        if parameter is None or tuple(parameter.shape) != self.shape or not parameter.data.is_contiguous():
+            return None
+        flat = parameter.data.view(matrix(self.shape))
         return flat[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols]
 
 
@@ -77,7 +86,8 @@ def local_layout(model: nn.Module) -> Layout:
             layout.uncovered[name] = f"strides {held.stride()} are not those of contiguous memory"
             continue
         rows, cols = matrix(held.shape)
-        layout.places[name] = Place(held.dtype, tuple(held.shape), [Held(held, Rect(0, 0, 0, rows, cols, 0, 0))])
+        shape = tuple(held.shape)
+        layout.places[name] = Place(held.dtype, shape, [Held(name, shape, Rect(0, 0, 0, rows, cols, 0, 0))])
     return layout
 
 
@@ -105,17 +115,24 @@ def staged_sums(views: Mapping[str, torch.Tensor], places: Mapping[str, Place]) 
     return {name: (int(whole[k]), int(sums[2 * k])) for k, name in enumerate(views)}
 
 
-def held_sums(places: Mapping[str, Place], names: Iterable[str]) -> dict[str, set[int]]:
-    """The shares of `names` in what the model holds now: one value where every copy of a tensor holds the same."""
-    # Kernels that checksum on the device come with its transport; until then a GPU's weights are brought to the CPU.
-    views = [(name, held.rect, held.view().cpu()) for name in names for held in places[name].held]
+def held_sums(places: Mapping[str, Place], names: Iterable[str], parameters: Parameters) -> dict[str, set[int | None]]:
+    """The shares of `names` in what the model holds now: one value where every copy of a tensor holds the same, None
+    among them for a parameter that cannot be read as it was loaded."""
+    out: dict[str, set[int | None]] = {}
     records: list[tuple[int, ...]] = []
-    for number, (name, rect, view) in enumerate(views):
-        records += _record(view, rect.row, rect.col, matrix(places[name].shape)[1], number)
-    sums = _summed(records, len(views))
-    out: dict[str, set[int]] = {}
-    for number, (name, _, _) in enumerate(views):
-        out.setdefault(name, set()).add(int(sums[number]))
+    views: list[tuple[str, torch.Tensor]] = []
+    for name in names:
+        place, out[name] = places[name], set()
+        for held in place.held:
+            if (view := held.view(parameters)) is None or view.dtype != place.dtype:
+                out[name].add(None)
+                continue
+            # Checksums on the device come with its transport; until then a GPU's weights are brought to the CPU.
+            view = view.cpu()
+            records += _record(view, held.rect.row, held.rect.col, matrix(place.shape)[1], len(views))
+            views.append((name, view))
+    for (name, _), share in zip(views, _summed(records, len(views)).tolist(), strict=True):
+        out[name].add(share)
     return out
 
 

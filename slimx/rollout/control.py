@@ -39,6 +39,10 @@ PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
+class RanksUnheard(SlimxError):
+    """The server does not bring back the answer of each of its ranks."""
+
+
 class EngineControl:
     """The control client of one server. Holds no connection: calls are rare, and any event loop may make them."""
 
@@ -77,7 +81,7 @@ class EngineControl:
         """What each rank really runs, or a SlimxError: SGLang swallows plugin failures, so silence is a refusal."""
         try:
             ranks = await self._ask("slimx.attest")
-        except DeadlineError:
+        except (DeadlineError, RanksUnheard):
             raise
         except SlimxError as error:
             raise SlimxError(
@@ -253,20 +257,20 @@ class EngineControl:
 
     def _by_rank(self, action: str, answers: list[Json]) -> list[Json]:
         """One answer per rank, or an error. With DP-attention every scheduler brings the answers of all ranks."""
+        if not answers or any("pid" not in entry["checksums"] for entry in answers):
+            raise SlimxError(f"engine {self.name} at {self.url}: {action} was not answered by the slimx plugin")
         found: dict[int, Json] = {}
-        size = 1
+        size = 0
         for entry in answers:
             (place,), answer = entry["parallelism_info"], entry["checksums"]
             rank, size = place["rank"], place["size"]
-            if "pid" not in answer:
-                raise SlimxError(f"engine {self.name} at {self.url}: {action} was not answered by the slimx plugin")
             if found.setdefault(rank, answer)["pid"] != answer["pid"]:
-                raise SlimxError(
+                raise RanksUnheard(
                     f"engine {self.name}: two processes answer as rank {rank}, replicas of one model (dp_size without "
                     "enable_dp_attention); start one engine per replica"
                 )
         if sorted(found) != list(range(size)):
-            raise SlimxError(
+            raise RanksUnheard(
                 f"engine {self.name}: ranks {sorted(found)} of {size} answered {action}; with pp_size above 1 SGLang "
                 "brings back the first stage's answers only: use tensor and expert parallelism"
             )

@@ -92,6 +92,11 @@ class EngineSpec:
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
     """SGLang's arguments for `spec`: ours, the user's, and defaults that the user may replace."""
+    if spec.sizes.pipeline > 1:
+        raise SlimxError(
+            f"engine {spec.name} has {spec.sizes.pipeline} pipeline stages; SGLang 0.5.23 brings back the answers of "
+            "the first stage only, so that weights of the others could not be proven: use tensor and expert parallelism"
+        )
     ours: dict[str, Any] = {
         "model_path": spec.model_path,
         "dtype": spec.dtype,
@@ -111,6 +116,9 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     if spec.sizes.attention_data > 1:
         ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
     defaults: dict[str, Any] = {"log_level": "warning"}
+    if not spec.sglang.get("enforce_shared_experts_fusion"):
+        # SGLang decides by itself, on GPUs and for some models only; the publication plan has to know.
+        defaults["disable_shared_experts_fusion"] = True
     if spec.device == "cpu":
         # Without the radix cache, as in SGLang's own deterministic mode with this attention.
         ours |= {"attention_backend": "torch_native", "disable_cuda_graph": True, "disable_radix_cache": True}

@@ -130,7 +130,7 @@ async def test_ranks_that_cannot_be_told_apart_or_do_not_answer_are_an_error() -
     for places, message in (
         ([(0, 10), (1, 11), (0, 12), (1, 13)], "two processes answer as rank 0, replicas of one model"),
         ([(0, 10)], r"ranks \[0\] of 2 answered slimx.status; with pp_size above 1"),
-        ([], r"ranks \[\] of 1 answered slimx.status"),
+        ([], "slimx.status was not answered by the slimx plugin"),
     ):
         async with ranks(lambda *_: {}, places) as (url, _):
             with pytest.raises(SlimxError, match=message):

@@ -44,13 +44,14 @@ def test_the_modules_say_what_the_engine_tables_say(hf: dict, sizes: EngineSizes
         for name, held in model.named_parameters():
             fill(held.data, model.parts[name], weights)
         layout = hf_layout(model, location if sizes.redundant else None)
+        parameters = dict(model.named_parameters())
         assert layout.uncovered == {}
         assert {name: place.shape for name, place in layout.places.items()} == {n: w.shape for n, w in weights.items()}
         for name in layout.held:
             whole = weights[name].view(matrix(weights[name].shape))
             for held in layout.places[name].held:
                 r = held.rect
-                assert torch.equal(held.view(), whole[r.row : r.row + r.rows, r.col : r.col + r.cols]), name
+                assert torch.equal(held.view(parameters), whole[r.row : r.row + r.rows, r.col : r.col + r.cols]), name
         found |= set(layout.held)
         pieces = sum(len(part.rects) for part in model.parts.values())
         assert sum(len(layout.places[name].held) for name in layout.held) == pieces
@@ -68,7 +69,7 @@ def test_experts_are_found_where_balancing_put_them() -> None:
     held = model.get_parameter("model.layers.1.mlp.experts.w2_weight")
     for slot, expert in enumerate((3, 2, 1, 0)):
         (place,) = places[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].held
-        assert torch.equal(place.view(), held[slot])
+        assert torch.equal(place.view(dict(model.named_parameters())), held[slot])
     assert places["model.layers.1.mlp.experts.4.down_proj.weight"].held == []
 
 
@@ -76,7 +77,8 @@ def test_kernels_that_want_up_first_are_asked() -> None:
     model = ServerModel(QWEN3, EngineSizes())
     model.get_submodule("model.layers.0.mlp.experts").quant_method.load_up_proj_weight_first = True
     (held,) = hf_layout(model).places["model.layers.0.mlp.experts.2.up_proj.weight"].held
-    assert torch.equal(held.view(), model.get_parameter("model.layers.0.mlp.experts.w13_weight")[2, :8])
+    parameters = dict(model.named_parameters())
+    assert torch.equal(held.view(parameters), parameters["model.layers.0.mlp.experts.w13_weight"][2, :8])
 
 
 def test_key_value_heads_that_ranks_share() -> None:
@@ -131,15 +133,18 @@ def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dty
         height, width = rng.randint(0, rows - row), rng.randint(1, cols - col)
         parameter = torch.zeros(2, height + 1, cols + 2, dtype=dtype)
         copies = [
-            Held(parameter, Rect(0, row, col, height, width, top, left)) for top, left in ((0, 1), (height + 1, 0))
+            Held("p", tuple(parameter.shape), Rect(0, row, col, height, width, top, left))
+            for top, left in ((0, 1), (height + 1, 0))
         ]
         places = {"t": Place(dtype, shape, copies)}
         for held in copies:
-            held.view().copy_(tensor.view(rows, cols)[row : row + height, col : col + width])
+            held.view({"p": parameter}).copy_(tensor.view(rows, cols)[row : row + height, col : col + width])
         whole, share = staged_sums({"t": tensor}, places)["t"]
         assert whole == checksum_tensor(tensor)
-        assert held_sums(places, ["t"]) == {"t": {share}}
+        assert held_sums(places, ["t"], {"p": parameter}) == {"t": {share}}
         if height:
-            spot = copies[rng.randrange(2)].view()
+            spot = copies[rng.randrange(2)].view({"p": parameter})
             spot[rng.randrange(height), rng.randrange(width)] += 1
-            assert held_sums(places, ["t"])["t"] != {share}
+            assert held_sums(places, ["t"], {"p": parameter})["t"] != {share}
+        for other in ({}, {"p": parameter[0]}, {"p": parameter.transpose(0, 1)}, {"p": parameter.to(torch.float64)}):
+            assert held_sums(places, ["t"], other)["t"] == {None}

@@ -305,6 +305,30 @@ def test_a_change_behind_its_back_is_named(model, receiver, sent) -> None:
     assert receiver.verify()["differ"] == ["model.layers.1.mlp.experts.6.up_proj.weight"]
 
 
+def test_a_parameter_put_in_place_of_a_verified_one_is_looked_at(model, receiver, sent) -> None:
+    receiver.begin(manifest=manifest())
+    receiver.stage(**sent(checkpoint(LAYOUT)).argument())
+    assert "error" not in outcome(model)
+    norm = model.get_submodule("model.norm")
+    norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
+    assert receiver.verify()["differ"] == []
+    norm.weight = torch.nn.Parameter(norm.weight.data + 1, requires_grad=False)
+    norm.weight_scale = torch.nn.Parameter(torch.ones(1))
+    answer = receiver.verify()
+    assert (answer["differ"], answer["missing"]) == (["model.norm.weight"], ["model.norm.weight_scale"])
+
+
+def test_experts_that_balancing_moved_are_loaded_where_they_are_now(sent) -> None:
+    sizes = EngineSizes(tensor=2, expert=2)
+    receiver, location = receiver_of(ServerModel(QWEN3, sizes)), expert_location(QWEN3, sizes)
+    names = []
+    for _ in range(2):
+        names.append([name for name in receiver.inventory(experts=location)["tensors"] if "up_proj" in name])
+        location.physical_to_logical_map_cpu += 2
+    assert [name.split(".")[5] for name in names[0][:4]] == list("0123")
+    assert [name.split(".")[5] for name in names[1][:4]] == list("2345")
+
+
 def test_redundant_copies_are_verified_one_by_one(sent) -> None:
     sizes = EngineSizes(tensor=1, redundant=4)
     layout, model = engine_layout(QWEN3, sizes), ServerModel(QWEN3, sizes)
