@@ -17,6 +17,20 @@ void encode_scalar(const T* __restrict x, int64_t n, float inverse, uint8_t* __r
   for (int64_t i = 0; i < n; ++i) codes[i] = slimx_e4m3_number(slimx_mul(element(x[i]), inverse));
 }
 
+// ---- many bf16 elements of one block --------------------------------------------------------------------------------
+//
+// Shifted right by 4, a bf16 has in its low byte what e4m3 has: 3 bits of mantissa and an exponent, of another bias. So
+// normal codes are that byte plus a correction, which depends on the 7 bits of mantissa and on the block's factor
+// alone: a table of 128 bytes, in which AVX-512 looks up 64 elements at once.
+
+struct Corrections {
+  bool usable = false;  // not where the factor is near the end of fp32
+  uint16_t least;       // magnitudes below it become subnormal codes, which have no such form
+  alignas(64) uint8_t bytes[128];
+};
+
+// ---- in vectors -----------------------------------------------------------------------------------------------------
+
 #if defined(__x86_64__)
 
 SLIMX_TARGET_AVX2 inline __m256 load8(const uint16_t* x) {
@@ -79,23 +93,11 @@ SLIMX_TARGET_AVX512 void encode_avx512(const T* x, int64_t n, float inverse, uin
   encode_scalar(x + i, n - i, inverse, codes + i);
 }
 
-// ---- many bf16 elements of one block --------------------------------------------------------------------------------
-//
-// Shifted right by 4, a bf16 has in its low byte what e4m3 has: 3 bits of mantissa and an exponent, of another bias. So
-// normal codes are that byte plus a correction, which depends on the 7 bits of mantissa and on the block's factor
-// alone: a table of 128 bytes, which the processor looks up for 64 elements at once. It is three times as fast.
-
+// Where the low bytes of 32 words, and of 32 more, are.
 alignas(64) constexpr uint8_t kLowBytes[64] = {
-    // of 32 words, and of 32 more
     0,  2,  4,  6,  8,  10, 12,  14,  16,  18,  20,  22,  24,  26,  28,  30,  32,  34,  36,  38, 40, 42,
     44, 46, 48, 50, 52, 54, 56,  58,  60,  62,  64,  66,  68,  70,  72,  74,  76,  78,  80,  82, 84, 86,
     88, 90, 92, 94, 96, 98, 100, 102, 104, 106, 108, 110, 112, 114, 116, 118, 120, 122, 124, 126};
-
-struct Corrections {
-  bool usable = false;  // not where the factor is near the end of fp32
-  uint16_t least;       // magnitudes below it become subnormal codes, which have no such form
-  alignas(64) uint8_t bytes[128];
-};
 
 SLIMX_TARGET_AVX512 inline void make_corrections(float inverse, Corrections& out) {
   // Any exponent will do as long as x and its code are normal. With this one x * inverse is in [1, 4).

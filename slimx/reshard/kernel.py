@@ -52,6 +52,8 @@ TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
 """The table that a GPU wrote, for the rule triton: {s, 1 / s} of every finite bf16 amax [32640, 2] fp32."""
 
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
+_BF16_AMAX = 0x7F80
+"""Finite magnitudes that a bf16 has."""
 _NO_MEMORY, _NO_SUCH_ISA, _NO_TRITON_SCALES = 1, 2, 3
 
 
@@ -119,12 +121,16 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
 @functools.cache
 def triton_scales(path: Path) -> np.ndarray:
     """The table for the rule triton [32640, 2] fp32. Raises SlimxError where it is missing or not one."""
-    how = "run `make gpu` on a machine with a GPU, which writes it, or choose the rule ieee"
+    how = "store there the triton_scales.npy that `make gpu` writes on a machine with a GPU, or choose the rule ieee"
     if not path.exists():
         raise SlimxError(f"the rule triton needs the table {path} of what a GPU divides: {how}")
     table = np.load(path, allow_pickle=False)
-    if table.dtype != np.float32 or table.shape != (0x7F80, 2) or not table.flags.carray or not (table > 0).all():
-        raise SlimxError(f"{path} is {table.dtype} {table.shape}, no table of [32640, 2] scales: {how}")
+    if table.dtype != np.float32 or table.shape != (_BF16_AMAX, 2) or not table.flags.carray:
+        raise SlimxError(f"{path} is {table.dtype} {table.shape}, no table of [{_BF16_AMAX}, 2] scales: {how}")
+    amax = np.maximum((np.arange(_BF16_AMAX, dtype=np.uint32) << 16).view(np.float32), np.float32(1e-10))
+    exact = np.stack([amax.astype(np.float64) / 448, 448 / amax.astype(np.float64)], axis=1)
+    if not np.allclose(table, exact, rtol=1e-6, atol=0):
+        raise SlimxError(f"{path} does not hold amax / 448 and its inverse: {how}")
     return table
 
 

@@ -112,30 +112,9 @@ def rectangle(
         )
     size = view.element_size()
     steps = (flat.stride(0) * size, max(flat.stride(1), 1) * size)
-    dst_ld = pos_ld if dst_ld is None else dst_ld
-    return (
-        flat.data_ptr(),
-        *steps,
-        dst,
-        dst_ld,
-        pos,
-        pos_ld,
-        *flat.shape,
-        0,
-        0,
-        0,
-        0,
-        tensor,
-        -1,
-        0,
-        0,
-        0,
-        0,
-        size,
-    ) + (
-        size,
-        0,
-    )
+    place = (dst, pos_ld if dst_ld is None else dst_ld, pos, pos_ld, *flat.shape)
+    no_scales, no_block = (0, 0, 0, 0), (0, 0)
+    return (flat.data_ptr(), *steps, *place, *no_scales, tensor, -1, *no_block, OP.COPY, RULE.NONE, size, size, 0)
 
 
 def scale_bytes(pieces: np.ndarray) -> np.ndarray:

@@ -109,8 +109,12 @@ def test_the_rule_triton_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.
     source = torch.ones(4, 8, dtype=torch.bfloat16)
     made = plan([Tensor(OP.QUANTISE_FP8, source, torch.uint8, RULE.TRITON, (2, 4))], random.Random(0), whole=True)
     bucket = torch.zeros(made.nbytes, dtype=torch.uint8)
-    for content, message in [(None, "needs the table"), (np.ones((5, 2)), r"float64 \(5, 2\), no table")]:
-        path = tmp_path / f"{message[:5]}.npy"
+    for content, message in [
+        (None, "needs the table"),
+        (np.ones((5, 2)), r"float64 \(5, 2\), no table"),
+        (np.ones((0x7F80, 2), np.float32), "does not hold amax / 448"),
+    ]:
+        path = tmp_path / f"{message[:4]}.npy"
         monkeypatch.setattr(kernel, "TRITON_SCALES", path)
         if content is not None:
             np.save(path, content)
