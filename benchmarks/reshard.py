@@ -30,7 +30,7 @@ JOBS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--experts", type=int, default=128, help="1.25 GB of source; 7 GB of memory are needed")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
@@ -38,9 +38,11 @@ def main() -> None:
 
     shards = Shards(options.experts)
     print(
-        f"{shards.nbytes / 1e9:.2f} GB of bf16, {options.threads} threads, {options.rounds} rounds, torch {torch.__version__}"
+        f"{shards.nbytes / 1e9:.2f} GB of bf16, {options.threads} threads, {options.rounds} rounds, "
+        f"torch {torch.__version__}\n"
+        f"{'GB/s of source: median (best)':58}{'to torch':>12}{'+ checksum':>12}{'to memcpy':>12}",
+        flush=True,
     )
-    print(f"{'GB/s of source: median (best)':30}{'':14}{'to torch':>12}{'+ checksum':>12}{'to memcpy':>12}")
     copies = torch.zeros(shards.nbytes, dtype=torch.uint8), torch.ones(shards.nbytes, dtype=torch.uint8)
     for job in JOBS:
         one_job(job, shards, copies, options.rounds)
@@ -48,7 +50,7 @@ def main() -> None:
 
 def one_job(job: Job, shards: Shards, copies: tuple[torch.Tensor, torch.Tensor], rounds: int) -> None:
     """Print the speed of every side at `job`."""
-    pieces, words = Pieces(shards, job), 0
+    pieces = Pieces(shards, job)
     bucket = torch.zeros(pieces.size, dtype=torch.uint8)
     words = max(nbytes for _, nbytes in pieces.places) // 4
     multipliers = torch.from_numpy(reference.multipliers(np.arange(words)).view(np.int64))
@@ -60,7 +62,7 @@ def one_job(job: Job, shards: Shards, copies: tuple[torch.Tensor, torch.Tensor],
         checksums(straightforward(shards, job)[0], multipliers)
 
     sides: dict[str, Callable[[], object]] = {f"slimx {isa}": lambda isa=isa: pack(isa) for isa in kernel.isas()[1:]}
-    if job.rule != RULE.UE8M0:  # the straightforward way has no fixed point
+    if job.op == OP.COPY_CHECKED or job.rule == RULE.IEEE:  # torch does no other job, or the same one
         compare(job, shards, pieces, bucket, multipliers)
         sides["torch"] = lambda: straightforward(shards, job)
         sides["torch + checksum"] = torch_with_checksums
@@ -72,7 +74,9 @@ def one_job(job: Job, shards: Shards, copies: tuple[torch.Tensor, torch.Tensor],
             f"x {ratio(seconds[other], taken):.2f}" if name.startswith("slimx") and other in seconds else ""
             for other in ("torch", "torch + checksum", "memcpy")
         ]
-        print(f"{job.name:24}{name:20}{speed:6.2f} ({best:5.2f})" + "".join(f"{text:>12}" for text in ratios))
+        print(
+            f"{job.name:24}{name:20}{speed:6.2f} ({best:5.2f})" + "".join(f"{text:>12}" for text in ratios), flush=True
+        )
 
 
 def ratio(other: list[float], own: list[float]) -> float:

@@ -1,7 +1,7 @@
 """One layer of Qwen3-30B-A3B as the trainer's ranks hold it, packed into Hugging Face tensors in two ways.
 
 `straightforward` is what a converter does with the shards after gathering them: a few torch operations per tensor.
-`pieces` is the same work as records for the reshard kernels. benchmarks/reshard.py compares their speed and their bytes.
+`Pieces` is the same work as records for the reshard kernels. benchmarks/reshard.py compares their speed and bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Job:
 
 
 class Shards:
-    """The layer's weights, bf16, by rank: per query group q, k and v interleaved; gate and up of a rank in one tensor."""
+    """The layer's weights, bf16, by rank: q, k, v interleaved by query group; gate and up of a rank in one tensor."""
 
     def __init__(self, experts: int):
         generator = torch.Generator().manual_seed(0)
@@ -95,7 +95,7 @@ def straightforward(shards: Shards, job: Job) -> tuple[list[torch.Tensor], torch
 
 
 def checksums(tensors: list[torch.Tensor], multipliers: torch.Tensor) -> torch.Tensor:
-    """The kernels' checksum of each tensor without its seed, int64; `multipliers` [words] int64, at least the longest."""
+    """The kernels' checksum of each tensor without its seed, int64; `multipliers` [words] int64, of the longest."""
     out = []
     for t in tensors:
         words = t.contiguous().view(-1).view(torch.int32).long() & 0xFFFFFFFF
