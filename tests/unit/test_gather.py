@@ -104,3 +104,24 @@ def test_ranks_beside_the_publisher_and_ranks_far_away_fill_the_same_buckets(tmp
         expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
         assert found[rank].keys() == expected.keys()
         assert all(found[rank][name].equal(tensor.bfloat16()) for name, tensor in expected.items())
+
+
+def test_memory_stays_between_publications_and_a_new_file_under_an_old_name_is_mapped_anew():
+    """A closed file's number goes to the next file: the other rank must write into that one."""
+    held = held_by_trainers(MODEL, SIZES)
+    ranks = [Gatherer(Packer(plan(), rank, dressed(held[rank])), remote=(), group=None) for rank in range(WORLD)]
+
+    def fill(bucket: int) -> tuple[str, torch.Tensor]:
+        path = ranks[PUBLISHER].open(bucket)
+        for rank in ranks:
+            rank.fill(bucket, path)
+        return path, torch.from_file(path, size=rank.packer.form(bucket).size, dtype=torch.uint8).clone()
+
+    path, filled = fill(0)
+    inode = Path(path).stat().st_ino
+    ranks[PUBLISHER].release()
+    assert fill(0)[0] == path and Path(path).stat().st_ino == inode, "a publication has ended: its memory is kept"
+    ranks[PUBLISHER].release(0)
+    assert not Path(path).exists()
+    again, refilled = fill(0)
+    assert again == path and Path(path).stat().st_ino != inode and refilled.equal(filled)
