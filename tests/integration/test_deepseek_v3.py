@@ -12,19 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-from transformers.modeling_layers import MtpLayer
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+from safetensors.torch import load_file
 
-from slimx.data.batch import loss_weights
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Prompt
 from slimx.layout.megatron import MegatronLayout
@@ -34,6 +28,7 @@ from slimx.layout.table import Table
 from slimx.models.families import read_model
 from slimx.ports import free_port
 from tests.integration.conftest import ROOT, Weights
+from tests.integration.deepseek_v3_oracle import MODELS, Oracle
 from tests.integration.trainer_rank import demonstrations
 
 pytestmark = pytest.mark.integration
@@ -48,151 +43,9 @@ SIZES = {
     "TP2xEP2": Sizes(tensor=2, expert=2),
     "TP2xPP2": Sizes(tensor=2, pipeline=2, expert_tensor=2),
 }
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_shared_experts": 2,
-    "n_routed_experts": 8,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "max_position_embeddings": 163840,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 40.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 2.0,
-    "beta_slow": 0.25,
-    "mscale": 0.7,
-    "mscale_all_dim": 0.9,
-}
-MODELS = {
-    "V3": {
-        "q_lora_rank": 24,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 4,
-        "rope_parameters": YARN,
-        "num_mtp_layers": 1,
-    },
-    "Moonlight": {
-        "q_lora_rank": None,
-        "first_k_dense_replace": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-        "num_mtp_layers": 0,
-    },
-}
 DEADLINE_S = 120
 WRONG = (5, 3)
 """Sequence and position at which the last layer's route is not the model's."""
-
-
-# transformers ---------------------------------------------------------------------------------------------------------
-
-
-def split_experts(tensors: dict[str, torch.Tensor]) -> Weights:
-    """Checkpoint names: transformers holds a layer's experts in one tensor."""
-    out = {}
-    for name, tensor in tensors.items():
-        prefix, _, kind = name.rpartition("experts.")
-        if kind not in ("gate_up_proj", "down_proj"):
-            out[name] = tensor.detach().clone()
-            continue
-        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
-        for expert, both in enumerate(tensor.detach()):
-            for part, value in zip(parts, both.chunk(len(parts)), strict=True):
-                out[f"{prefix}experts.{expert}.{part}.weight"] = value.clone()
-    return out
-
-
-def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_parameters()) | {
-        name: buffer for name, buffer in module.named_buffers() if name.endswith("e_score_correction_bias")
-    }
-
-
-class Oracle:
-    """A model of transformers with weights far from uniform, its prediction layer, and the checkpoint of both."""
-
-    def __init__(self, path: Path, seed: int, fields: dict[str, Any]):
-        torch.manual_seed(seed)
-        self.path = path
-        self.model = DeepseekV3ForCausalLM._from_config(
-            DeepseekV3Config(**SHAPE, **fields), dtype=torch.float32, attn_implementation="eager"
-        )
-        layers = self.model.config.num_hidden_layers
-        self.mtp = MtpLayer(self.model.config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, layers)
-        self.routers = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
-        with torch.no_grad():
-            for name, tensor in {**tensors_of(self.model), **tensors_of(self.mtp)}.items():
-                noise = torch.randn_like(tensor)
-                tensor.add_(0.2 * noise) if "norm" in name or "bias" in name else tensor.copy_(0.2 * noise)
-        self.model.save_pretrained(path)
-        self.weights = load_file(path / "model.safetensors")
-        if fields["num_mtp_layers"]:
-            self.weights |= self.renamed(tensors_of(self.mtp))
-            save_file(self.weights, path / "model.safetensors", metadata={"format": "pt"})
-
-    def renamed(self, tensors: dict[str, torch.Tensor]) -> Weights:
-        """The prediction layer's tensors as DeepSeek names them."""
-        prefix = f"model.layers.{self.model.config.num_hidden_layers}."
-        names = {name: name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm") for name in tensors}
-        return split_experts({prefix + names[name]: tensor for name, tensor in tensors.items()})
-
-    def logits(self, tokens: np.ndarray) -> torch.Tensor:
-        """[L, vocab], with gradient."""
-        return self.model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
-
-    @cached_property
-    def answers(self) -> tuple[dict[tuple[int, ...], torch.Tensor], Weights]:
-        """Logits [L - 1, vocab] of every demonstration by its tokens, and the gradients of a step on all of them."""
-        batch, logits = demonstrations(0), {}
-        for trajectory, weight in zip(batch, loss_weights(batch, "token"), strict=True):
-            output = logits[tuple(trajectory.token_ids.tolist())] = self.logits(trajectory.token_ids[:-1])
-            labels = torch.from_numpy(trajectory.token_ids[1:].astype(np.int64))
-            loss = torch.nn.functional.cross_entropy(output, labels, reduction="none")
-            (torch.from_numpy(weight) * loss).sum().backward()
-        gradients = split_experts({name: parameter.grad for name, parameter in self.model.named_parameters()})
-        return {tokens: output.detach() for tokens, output in logits.items()}, gradients
-
-    def routes(self, tokens: np.ndarray) -> np.ndarray:
-        """uint8 [L, layers, k] as an engine reports them: zeros for dense layers."""
-        found: list[torch.Tensor] = []
-        hooks = [router.register_forward_hook(lambda _, __, out: found.append(out[2])) for router in self.routers]
-        with torch.no_grad():
-            self.logits(tokens)
-        for hook in hooks:
-            hook.remove()
-        dense = [torch.zeros_like(found[0])] * self.model.config.first_k_dense_replace
-        return torch.stack(dense + found, 1).numpy().astype(np.uint8)
-
-    def predicted(self, tokens: np.ndarray) -> torch.Tensor:
-        """Logits [L - 1, vocab] of the prediction layer, with gradient for its own weights only."""
-        ids = torch.from_numpy(tokens.astype(np.int64))[None]
-        with torch.no_grad():
-            hidden = self.model.model(ids).last_hidden_state[:, :-1]
-            embedded = self.model.model.embed_tokens(ids[:, 1:])
-            positions = torch.arange(embedded.shape[1])[None]
-            rotary = self.model.model.rotary_emb(embedded, position_ids=positions)
-        mask = torch.full((embedded.shape[1],) * 2, -torch.inf).triu(1)[None, None]
-        states = self.mtp(embedded, hidden, rotary, mask, positions, None)
-        return states[0] @ self.model.lm_head.weight.detach().T
 
 
 @pytest.fixture(scope="module")
