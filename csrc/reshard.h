@@ -60,14 +60,14 @@ typedef struct {
   uint64_t dst;      // offset in the bucket of the first value byte to write; ignored by slimx_checksum
   int64_t dst_ld;    // bytes from one row to the next in the bucket; ignored by slimx_checksum
   uint64_t pos;      // offset of the first value byte in the whole destination tensor, even where the bucket has a part
-  int64_t pos_ld;    // bytes in one row of the whole destination tensor
+  int64_t pos_ld;    // bytes from one of the rectangle's rows to the next in that tensor
   int64_t rows;      // elements; 0 is allowed: an empty piece
   int64_t cols;      // likewise
   // Block scales are written beside the codes by the quantising ops and read by the dequantising ones.
   uint64_t scale;        // of this piece's first block: offset in the bucket (quantise) or address (dequantise)
   int64_t scale_ld;      // bytes there from one row of scales to the next
   uint64_t scale_pos;    // offset of that scale in the whole scale tensor (quantise)
-  int64_t scale_pos_ld;  // bytes in one row of the whole scale tensor (quantise)
+  int64_t scale_pos_ld;  // bytes from one row of scales to the next in that tensor (quantise)
   int32_t tensor;        // index of the values into `sums` and `flags`
   int32_t scale_tensor;  // index of the scales into `sums` (quantise), -1 for other ops
   // Elements of a block, 0 where the op has none. A piece starts on a block boundary of its tensor, and a block at its
