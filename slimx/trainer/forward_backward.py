@@ -63,7 +63,7 @@ class Pipeline:
 
     def _schedule(self, batches: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         return self._run(
-            forward_step_func=partial(self._forward, loss),
+            forward_step_func=partial(self._forward, loss, training=not forward_only),
             data_iterator=iter(batches),
             model=self.model,
             num_microbatches=len(batches),
@@ -73,7 +73,7 @@ class Pipeline:
         )
 
     def _forward(
-        self, loss: Callable[..., Any], batches: Iterator[MicroBatch], model: Any
+        self, loss: Callable[..., Any], batches: Iterator[MicroBatch], model: Any, *, training: bool
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
         positions = torch.cat([torch.arange(n) for n in batch.lengths])
@@ -85,11 +85,14 @@ class Pipeline:
             max_seqlen_q=max(batch.lengths),
             max_seqlen_kv=max(batch.lengths),
         )
+        # What layers of multi-token prediction, if there are any, learn from (slimx.trainer.policy_model).
+        predicted = {"labels": batch.labels, "loss_mask": batch.loss_weight} if training else {}
         output = model(
             self._tensor(batch.tokens).unsqueeze(0),
             positions.to(self.device).unsqueeze(0),
             None,
             packed_seq_params=packed,
+            **{name: self._tensor(values).unsqueeze(0) for name, values in predicted.items()},
         )
         return output, partial(loss, batch)
 
