@@ -31,7 +31,7 @@ from slimx.rollout.client import Completion, GenerationClient, ModelShape
 from slimx.rollout.control import EngineControl
 from tests.integration.conftest import Bucket, Weights, perturbed
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
-from tests.integration.test_engine import PROMPT, logprobs_of
+from tests.integration.test_engine import PROMPT, fused
 from tests.integration.test_resume import task  # noqa: F401
 
 pytestmark = pytest.mark.integration
@@ -107,6 +107,7 @@ class Stand:
         while True:
             seed += 1000
             self.completions.append(await self.client.generate(PROMPT, SAMPLING, seed))
+            await asyncio.sleep(0.05)  # the servers that start meanwhile need the cores too
 
 
 async def process_of(engine: EngineHandle) -> int:
@@ -166,14 +167,21 @@ def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
         del engine.stage
 
 
+@torch.no_grad()
 def check_tokens(completions: list[Completion], weights: Callable[[int], Weights], model: Path) -> None:
     """Every token was sampled by exactly the published weights of the version that it names."""
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    for completion in completions:
-        ids = [*PROMPT, *completion.token_ids.tolist()]
+    ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()] for completion in completions])
+    logprobs = np.stack([completion.logprobs for completion in completions])
+    versions = np.zeros(logprobs.shape, int)
+    for row, completion in zip(versions, completions, strict=True):
         for start, stop, version in completion.versions:
-            expected = logprobs_of(oracle, weights(version), ids)[len(PROMPT) - 1 :]
-            np.testing.assert_allclose(completion.logprobs[start:stop], expected[start:stop], atol=1e-4)
+            row[start:stop] = version
+    for version in np.unique(versions):
+        oracle.load_state_dict(fused(oracle, weights(int(version))))
+        rows = oracle(ids).logits[:, len(PROMPT) - 1 : -1].log_softmax(-1)
+        expected = rows.gather(-1, ids[:, len(PROMPT) :, None])[..., 0].numpy()
+        np.testing.assert_allclose(logprobs[versions == version], expected[versions == version], atol=1e-4)
 
 
 async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, tiny_weights, tmp_path):
@@ -248,11 +256,12 @@ def test_a_run_that_loses_its_only_engine_waits_for_it_and_goes_on_where_it_was(
         tmp_path,
         tiny_model,
         task / "train.jsonl",
-        schedule={"steps": 1000, "max_staleness": 1},
+        schedule={"steps": 1000},
         rollout={
             "prompts": str(task / "train.jsonl"),
             "generate": "examples.two_turn.generate",
-            "sampling": {"max_new_tokens": 4, "stop_token_ids": list(range(20, 100))},
+            # Most of a step is generation: that is where the engine dies.
+            "sampling": {"max_new_tokens": 100, "stop_token_ids": [20, 21]},
             "health": {"interval": 0.5, "timeout": 30, "restarts": 1},
         },
         publish={"transport": "disk", "bucket_mib": 0.25},
@@ -262,7 +271,7 @@ def test_a_run_that_loses_its_only_engine_waits_for_it_and_goes_on_where_it_was(
     (scheduler,) = [p for p in run.processes() if "sglang::scheduler" in " ".join(p.cmdline())]
     scheduler.kill()
     before = completed_steps(directory)
-    run.until(lambda: completed_steps(directory) >= before + 4)
+    run.until(lambda: completed_steps(directory) >= before + 3)
     run.kill(signal.SIGTERM)
     assert run.wait(60) == 143, run.text()
     assert "engine actor-0 is quarantined" in run.text() and "engine actor-0: restart 1 of 1" in run.text()
@@ -273,5 +282,5 @@ def test_a_run_that_loses_its_only_engine_waits_for_it_and_goes_on_where_it_was(
     assert (last["engines/lost"], last["engines/restarted"], last["engines/serving"]) == (1, 1, 1)
     assert last["rollout/request_retries"] >= 1, "hooks did not notice, so the requests under way were sent again"
     for row in rows.values():
-        assert row["dropped/total"] == 0 and row["staleness/max"] <= 1
+        assert row["dropped/total"] == 0 and row["staleness/max"] == 0
         assert row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5 and row["gap/tokens_unexplained"] == 0
