@@ -23,8 +23,6 @@ import argparse
 import asyncio
 import gc
 import json
-import os
-import platform
 import signal
 import subprocess
 import sys
@@ -32,18 +30,16 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import bare_engine
-import psutil
 from bare_trainer import BareTrainerWorker
 from figures import BareRound, Figures, SlimxStep, describe
+from machine import cpu_seconds, surroundings
 from rich.console import Console
 
 from slimx.config.load import load_config
@@ -164,7 +160,7 @@ class BareParts:
         generated = time.perf_counter()
         norms = await asyncio.gather(*(actor.bare_step.remote() for actor in run.trainers.actors))
         trained = time.perf_counter()
-        publication = await run.publisher.publish(run.version)
+        publication = await run.publisher.publish(run.version, trainer_step=run.step)
         published = time.perf_counter()
         self._check(bare_engine.sampled(answers), norms[0], run.metrics["optim/grad_norm"])
         return BareRound(generated - began, trained - generated, published - trained, publication.seconds)
@@ -258,37 +254,18 @@ async def measure(config: Config) -> Figures:
             tokenizer=prepared.tokenizer,
             saves=Saves(directory / "checkpoints", keep=1),
             records=records,
+            encoding=prepared.encoding,
             bare=BareParts(session),
         )
+        stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)
-        engines.watch(run.lose)
+        engines.members.watch()
         gc.collect()  # as the session does
         gc.freeze()
         began = cpu_seconds(), time.perf_counter()
         await loop.train(run)
         run.figures.others = (cpu_seconds() - began[0]) / (time.perf_counter() - began[1])
         return run.figures
-
-
-def cpu_seconds() -> float:
-    """CPU time so far of everything on this machine except this process and what it started."""
-    me, machine = psutil.Process(), psutil.cpu_times()
-    busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice  # guests are in user
-    for process in [me, *me.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            busy -= sum(process.cpu_times()[:2])
-    return busy
-
-
-def surroundings() -> dict[str, Any]:
-    """What the figures hold for."""
-    packages = ("torch", "megatron-core", "sglang", "sglang-router", "ray")
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, no GPU used",
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in ("slimx", *packages)},
-    }
 
 
 def main() -> int:
@@ -299,7 +276,6 @@ def main() -> int:
     if arguments.pairs < 2:
         parser.error(f"--pairs is {arguments.pairs}: a median and its spread need 2 at least")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended as after Ctrl-C
-    where = surroundings()
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
         config = make_config(Path(directory), arguments.pairs)
         start_ray(config, device_of(config))
@@ -313,12 +289,11 @@ def main() -> int:
             "max_new_tokens or prompts_per_step in make_config"
         )
     print(describe(figures))
-    packages = " ".join(f"{name} {number}" for name, number in where["versions"].items())
-    print(f"{where['machine']}, of which other processes used {figures.others:.2f} meanwhile; {where['date']}")
-    print(f"Python {where['python']}, {packages}")
+    where = surroundings("slimx", "torch", "megatron-core", "sglang", "sglang-router", "ray")
+    print(f"other processes used {figures.others:.2f} cores meanwhile; {where}")
     if arguments.json:
         ratios = figures.ratios().tolist()
-        arguments.json.write_text(json.dumps({**where, "ratios": ratios, **asdict(figures)}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"where": where, "ratios": ratios, **asdict(figures)}, indent=1) + "\n")
     return 0
 
 
