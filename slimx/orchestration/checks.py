@@ -16,10 +16,10 @@ from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, read_model
 from slimx.orchestration.cluster import device_of
 from slimx.preflight.layout import check_layout
-from slimx.preflight.publication import export_plan, publication_plan
+from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
-from slimx.rollout.arguments import check_server_args
+from slimx.rollout.engine import EngineSpec, server_args
 from slimx.rollout.hooks import Hooks, load_hooks
 
 
@@ -48,7 +48,12 @@ def check_run(config: Config) -> Prepared:
     CheckpointReader(config.initial_weights).check(spec.table)
     hooks = load_hooks(config)
     for group in config.rollout.engines:
-        check_server_args(group.sglang)
+        model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)
+        server_args(
+            EngineSpec(
+                group.name, model, config.numerics.dtype, device, port=0, sizes=sizes_of_engine, sglang=group.sglang
+            )
+        )
         if group.ranks > 1 and config.schedule.colocate and device == "cuda":
             raise SlimxError(
                 f"schedule.colocate with servers of {group.ranks} GPUs (rollout.engines {group.name}): slimx places "

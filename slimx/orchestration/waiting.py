@@ -48,7 +48,9 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
     if isinstance(cause, SlimxError):
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
-        out: SlimxError = ActorDied(f"{holder} died during {what}; the end of {log}:\n{tail(log)}")
+        # A process that never came to write its log died of what Ray was told last.
+        words = f"; the end of {log}:\n{tail(log)}" if tail(log) else f": {str(error).strip().splitlines()[-1]}"
+        out: SlimxError = ActorDied(f"{holder} died during {what}{words}")
     else:
         out = SlimxError(
             f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}"
