@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
@@ -21,6 +22,8 @@ from slimx.rollout.engine import Engine, EngineSpec, State
 
 ANSWER_S = 5.0
 """Seconds in which a server that is alive says so."""
+ENDING_S = 3.0
+"""Seconds from a server's first refusal of a connection in which its process should be gone."""
 STOP_S = 30.0
 """Seconds in which a server's tree must be gone."""
 
@@ -114,11 +117,20 @@ class EngineActor:
         return str(self.engine.state)
 
     async def ended(self) -> str | None:
-        """How the server's process ended; None while it runs."""
-        if (status := self.engine.process.poll()) is None:
-            return None
-        name, process = self.engine.spec.name, self.engine.process
-        return f"engine {name} ended with status {status}; the end of {process.log_path}:\n{process.tail(20)}"
+        """How the server ended; None while its process runs and takes connections.
+
+        A server that has lost its scheduler refuses connections some time before its tree is gone: whoever lost a
+        request then must not be told that all is well.
+        """
+        spec, process = self.engine.spec, self.engine.process
+        deadline = time.monotonic() + ENDING_S
+        while (status := process.poll()) is None:
+            if self.engine.state is State.STARTING or await _takes_connections(spec.host, spec.port):
+                return None
+            if time.monotonic() > deadline:
+                return f"engine {spec.name} refuses connections at {spec.url} although it runs; log {process.log_path}"
+            await asyncio.sleep(0.1)
+        return f"engine {spec.name} ended with status {status}; the end of {process.log_path}:\n{process.tail(20)}"
 
     async def stop(self, grace_s: float) -> None:
         await self.engine.stop(grace_s)
@@ -141,6 +153,19 @@ class Transport(Protocol):
     async def connect(self, engine: EngineHandle, manifest: Manifest) -> None: ...
 
     async def deliver(self, engine: EngineHandle, packed: PackedBucket, bucket: int) -> None: ...
+
+
+async def _takes_connections(host: str, port: int) -> bool:
+    """False only if a connection is refused: a server that is slow, or stopped, still takes one."""
+    try:
+        async with asyncio.timeout(1):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return True
+    writer.close()
+    return True
 
 
 class EngineHandle:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from slimx.errors import DeadlineError, SlimxError
+from slimx.orchestration import engine_actor
 from slimx.orchestration.engine_actor import EngineActor, EngineHandle, Standing
 from slimx.orchestration.waiting import ActorDied
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import ReceiverLost
+from slimx.rollout.engine import State
 
 
 def manifest(epoch: int, version: int = 7) -> Manifest:
@@ -27,7 +30,10 @@ class FakeEngine:
         self.fails: SlimxError | None = None
         self.status: int | None = None
         self.silent = False
-        self.spec = SimpleNamespace(name="e0")
+        self.state = State.READY
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        port = self.listener.getsockname()[1]
+        self.spec = SimpleNamespace(name="e0", host="127.0.0.1", port=port, url=f"http://127.0.0.1:{port}")
         self.process = SimpleNamespace(poll=lambda: self.status, log_path="e0.log", tail=lambda lines: "Killed")
         self.control = SimpleNamespace(status=self._status)
 
@@ -84,6 +90,20 @@ async def test_a_refusal_is_told_from_a_server_that_is_gone(actor, status, silen
     with pytest.raises(SlimxError) as told:
         await actor.call("stage", None, 0)
     assert type(told.value) is kind and str(told.value) == text
+
+
+async def test_a_server_that_takes_connections_is_alive_and_one_that_refuses_them_is_about_to_end(actor, monkeypatch):
+    engine = actor.engine
+    assert await actor.ended() is None
+    engine.listener.close()
+    engine.state = State.STARTING
+    assert await actor.ended() is None, "it does not listen yet"
+    engine.state = State.READY
+    asyncio.get_running_loop().call_later(0.3, setattr, engine, "status", 137)
+    assert (await actor.ended()).startswith("engine e0 ended with status 137")
+    engine.status = None
+    monkeypatch.setattr(engine_actor, "ENDING_S", 0.2)
+    assert (await actor.ended()).startswith("engine e0 refuses connections at http://127.0.0.1:")
 
 
 class FakeActor:
