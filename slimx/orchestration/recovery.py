@@ -65,13 +65,15 @@ class Membership:
 
     async def admit(self, engine: EngineHandle) -> None:
         """`engine` holds a verified version: requests may reach it. Raises ReceiverLost if it was lost meanwhile."""
+        url, incarnation = engine.url, engine.incarnation
         if engine.standing is Standing.JOINING:
-            await self.router.add(engine.url)
-            if engine.standing is Standing.JOINING:
+            await self.router.add(url)
+            # Lost meanwhile, it may even be back by now, with other weights and at another URL.
+            if engine.standing is Standing.JOINING and engine.incarnation == incarnation:
                 engine.standing = Standing.MEMBER
                 self._changed()
             else:
-                await self.router.remove(engine.url)
+                await self.router.remove(url)
         if engine.standing is not Standing.MEMBER:
             raise ReceiverLost(f"engine {engine.name} was lost before it could serve")
 

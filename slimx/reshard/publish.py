@@ -124,6 +124,7 @@ class _Attempt:
         self.publisher, self.source, self.members = publisher, publisher.source, publisher.members
         self.manifest = manifest
         self.active = list(self.members.candidates())
+        self.incarnations = {receiver.name: receiver.incarnation for receiver in self.active}
         self.out = Publication(manifest, {receiver.name: Outcome() for receiver in self.active})
         self.ends = time.monotonic() + publisher.deadline_s
         self._running: dict[str, tuple[int, float]] = {}
@@ -227,6 +228,8 @@ class _Attempt:
     async def _call(self, receiver: Receiver, step: str, *arguments: object) -> Any:
         """One call to one engine within its deadline. An engine that fails is dropped."""
         self.out.engines[receiver.name].step = step
+        if receiver.incarnation != self.incarnations[receiver.name]:
+            await self._drop(receiver, ReceiverLost(f"engine {receiver.name} was started again during {self.manifest}"))
         seconds = min(self.publisher.step_deadline_s, self._left())
         try:
             with self._timed({"inventory": "check", "resume": "commit"}.get(step, step)):
@@ -244,7 +247,8 @@ class _Attempt:
         self.active.remove(receiver)
         self.out.engines[receiver.name].error = error
         self.out.engines[receiver.name].tensors = 0
-        await self.members.quarantine(receiver, error)
+        if receiver.incarnation == self.incarnations[receiver.name]:
+            await self.members.quarantine(receiver, error)
         raise _Dropped
 
     async def _of_trainers(self, stage: str, work: Awaitable[T]) -> T:

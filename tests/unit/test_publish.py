@@ -251,6 +251,19 @@ async def test_an_engine_that_fails_in_any_step_is_quarantined_at_once_and_the_o
     assert (await stand.publish(8)).engines.keys() == {"e0"}
 
 
+async def test_an_engine_that_was_started_again_meanwhile_is_left_to_the_next_publication():
+    stand = Stand()
+    stand.calls.slow = {"e0.stage 0"}
+    publication = asyncio.create_task(stand.publish())
+    while "e0.stage 0" not in stand.calls:
+        await asyncio.sleep(0)
+    stand.engines[1].incarnation += 1
+    done = await publication
+    assert done.lost == ["e1"] and "engine e1 was started again during version 7" in str(done.engines["e1"].error)
+    assert stand.calls.of("e1")[-1] == "stage 0" and stand.members.out == {}
+    assert (await stand.publish(8)).lost == [] and stand.calls.of("e1")[-1] == "admit"
+
+
 async def test_an_engine_that_verified_fewer_tensors_is_quarantined_and_never_serves():
     calls = Calls()
     stand = Stand(FakeEngine("e0", calls), FakeEngine("e1", calls, verified=3), calls=calls)

@@ -60,6 +60,22 @@ async def test_an_engine_lost_while_it_is_being_added_is_not_left_in_the_router(
         assert stand.router.urls == {"http://e1/0"}
 
 
+async def test_an_engine_that_is_back_before_its_old_server_was_added_is_no_member():
+    async with Stand() as stand:
+        first = stand.engines[0]
+        await stand.members.quarantine(first, gone())
+        await stand.until(lambda: first.standing is Standing.JOINING)
+        stand.router.slow.clear()
+        admission = asyncio.create_task(stand.members.admit(first))
+        await asyncio.sleep(0)
+        await stand.members.quarantine(first, gone())
+        await stand.until(lambda: first.standing is Standing.JOINING)
+        stand.router.slow.set()
+        with pytest.raises(ReceiverLost):
+            await admission
+        assert stand.router.urls == {"http://e1/0"} and first.standing is Standing.JOINING
+
+
 async def test_restarts_are_counted_per_engine_and_a_failed_start_is_one():
     async with Stand(restarts=3, starts=[SlimxError("no memory"), None, None]) as stand:
         await stand.members.quarantine(stand.engines[0], gone())
