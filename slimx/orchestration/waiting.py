@@ -49,8 +49,10 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
         return cause
     if isinstance(error, ray.exceptions.RayActorError):
         # A process that never came to write its log died of what Ray was told last.
-        words = f"; the end of {log}:\n{tail(log)}" if tail(log) else f": {str(error).strip().splitlines()[-1]}"
-        out: SlimxError = ActorDied(f"{holder} died during {what}{words}")
+        said = (
+            f"the end of {log}:\n{tail(log)}" if tail(log) else f"its log {log} is empty; Ray says: {_last_line(error)}"
+        )
+        out: SlimxError = ActorDied(f"{holder} died during {what}; {said}")
     else:
         out = SlimxError(
             f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}"
@@ -71,3 +73,7 @@ def tail(path: Path, lines: int = 20) -> str:
 def first_line(error: BaseException) -> str:
     """An error without the log that it may quote."""
     return str(error).partition("\n")[0]
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["nothing"])[-1]
