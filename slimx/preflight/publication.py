@@ -112,8 +112,8 @@ def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
     engine, model = engine_sizes(config.rollout.engines[0]), spec.transformer
     if model["num_query_groups"] % engine.attention_tensor:
         return (
-            f"rollout.engines.tensor {engine.attention_tensor} does not divide {model['num_query_groups']} query "
-            "groups, which SGLang pads on the CPU"
+            f"the {engine.attention_tensor} ranks of an engine's attention (rollout.engines.tensor / dp_attention) do "
+            f"not divide {model['num_query_groups']} query groups, which SGLang pads on the CPU"
         )
     inner = model["moe_ffn_hidden_size"] // engine.expert_tensor
     if spec.experts and inner % 32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +55,6 @@ def _meet(index: int, source: Rect, target: Rect) -> Move | None:
     if source.transposed != target.transposed:
         return _meet_transposed(index, source, target)
     if source.transposed:
-        # The same meeting seen in the transposed tensor.
         source, target = _flip(source), _flip(target)
     col, stop = max(source.col, target.col), min(source.col + source.cols, target.col + target.cols)
     if col >= stop or (rows := _common_rows(source, target)) is None:
@@ -75,7 +75,8 @@ def _meet(index: int, source: Rect, target: Rect) -> Move | None:
 
 
 def _flip(rect: Rect) -> Rect:
-    return Rect(rect.source, rect.col, rect.row, rect.rows, rect.cols, rect.local_row, rect.local_col)
+    """The same elements seen in the transposed checkpoint tensor."""
+    return replace(rect, row=rect.col, col=rect.row, transposed=not rect.transposed)
 
 
 def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
@@ -95,25 +96,14 @@ def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
 def _meet_transposed(index: int, source: Rect, target: Rect) -> Move | None:
     if source.step > 1 or target.step > 1:
         raise SlimxError("plan: a rectangle that steps over rows cannot be matched with a transposed one")
-    row, col = max(source.row, target.row), max(source.col, target.col)
-    (a_rows, a_cols), (b_rows, b_cols) = source.extent, target.extent
-    row_stop, col_stop = min(source.row + a_rows, target.row + b_rows), min(source.col + a_cols, target.col + b_cols)
-    if row >= row_stop or col >= col_stop:
-        return None
-    rows, cols = row_stop - row, col_stop - col
     if target.transposed:
-        return Move(
-            index,
-            source.local_row + row - source.row,
-            source.local_col + col - source.col,
-            1,
-            target.local_row + col - target.col,
-            target.local_col + row - target.row,
-            1,
-            cols,
-            rows,
-            True,
-        )
+        source, target = _flip(source), _flip(target)
+    high, wide = source.extent
+    row, col = max(source.row, target.row), max(source.col, target.col)
+    rows = min(source.row + high, target.row + target.rows) - row
+    cols = min(source.col + wide, target.col + target.cols) - col
+    if rows <= 0 or cols <= 0:
+        return None
     return Move(
         index,
         source.local_row + col - source.col,

@@ -41,7 +41,7 @@ class Source(Protocol):
         ...
 
     async def release(self, bucket: int | None = None) -> None:
-        """Give one bucket's memory back, or that of all."""
+        """Give one bucket's memory back. None: the publication has ended; memory may stay for the next one."""
         ...
 
 

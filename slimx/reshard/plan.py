@@ -159,8 +159,8 @@ def compile_plan(
     """The moves that fill every tensor of `target` (`ranks` of them) from `source`, in buckets of `bucket_bytes`.
 
     Where several source ranks hold the same bytes, the one that sends least so far sends them. A tensor larger than a
-    bucket travels alone. Raises SlimxError naming a tensor that the source does not hold, or a shard that a
-    quantisation block would cross.
+    bucket travels alone. Raises SlimxError naming a tensor that the source does not hold, one that comes twice for a
+    rank, or a shard that a quantisation block would cross.
     """
     return _Compiler(source, precision, bucket_bytes, ranks).compile(target)
 
@@ -187,6 +187,8 @@ class _Compiler:
         self.load: list[int] = [0] * (1 + max((rank for _, held in self.holders for rank in held), default=0))
         self.tensors: list[list[list[BucketTensor]]] = [[[]] for _ in range(ranks)]
         self.ends = [0] * ranks
+        self.placed: list[set[str]] = [set() for _ in range(ranks)]
+        """Names of each rank's tensors."""
         self.rows: list[tuple[int, ...]] = []
         self.read: set[str] = set()
 
@@ -231,6 +233,11 @@ class _Compiler:
                 raise SlimxError(
                     f"plan: {part.name} is for target rank {rank} of {len(self.ends)}; pass the ranks' number"
                 )
+            if part.name in self.placed[rank]:
+                raise SlimxError(
+                    f"plan: {part.name} comes twice for target rank {rank}; remove one of its table's rows"
+                )
+            self.placed[rank].add(part.name)
             bucket, tensor = self._place(part, rank)
             for holder, m in found:
                 parameter, ranks = self.holders[holder]

@@ -116,7 +116,7 @@ class TrainerWorker:
         return self._gatherers[name].fill(bucket, path)
 
     def release_buckets(self, name: str, bucket: int | None) -> None:
-        """Publisher only: give the memory of one bucket back, or of all."""
+        """Publisher only: give the memory of one bucket back; None keeps all of it for the next publication."""
         self._gatherers[name].release(bucket)
 
     def write_bucket(self, packed: Any, path: str) -> list[str]:

@@ -300,6 +300,12 @@ def test_a_target_whose_elements_are_not_filled_once_is_refused_by_name_and_plac
     assert words in refusal([whole_part("a", 8, 6)], [target])
 
 
+def test_a_tensor_that_comes_twice_for_a_rank_is_refused_by_name():
+    twice = [whole_part("a", 8, 6, ranks=ranks) for ranks in ((0, 1), (1,))]
+    message = refusal([whole_part("a", 8, 6)], twice, ranks=2)
+    assert message == "plan: a comes twice for target rank 1; remove one of its table's rows"
+
+
 def test_a_target_rank_beyond_the_plan_is_refused_with_the_numbers():
     message = refusal([whole_part("a", 8, 6)], [whole_part("a", 8, 6, ranks=(0, 2))], ranks=2)
     assert "rank 2" in message and "of 2" in message

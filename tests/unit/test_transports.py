@@ -20,7 +20,7 @@ from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.transports import disk
 from slimx.reshard.transports.collective import ChannelError, Receiving, Sending
-from slimx.reshard.transports.memory import MemoryFile
+from slimx.reshard.transports.memory import MemoryFile, open_memory
 
 DEADLINE_S = 2.0
 MANIFEST = Manifest(policy="actor", version=7, trainer_step=7, membership_epoch=3)
@@ -98,6 +98,18 @@ def test_memory_is_mapped_by_other_processes_and_outlives_its_owners_close(peers
     assert peer.ask("map", packed.bucket, 1) == "tensor odd has another checksum"
     packed.file.close()
     assert "cannot be opened" in peer.ask("map", packed.bucket, 0)
+
+
+def test_mapped_memory_holds_no_file_and_lives_as_long_as_its_tensor():
+    file = MemoryFile(4096)
+    held = set(os.listdir("/proc/self/fd"))
+    mapped = [open_memory(file.path, 4096) for _ in range(3)]
+    assert set(os.listdir("/proc/self/fd")) == held
+    file.bytes[5] = 7
+    path = file.path
+    file.close()
+    del file
+    assert not os.path.exists(path) and all(int(memory[5]) == 7 for memory in mapped)
 
 
 # Gloo -----------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ holds it ends, however it ends.
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 
@@ -52,4 +51,5 @@ def open_memory(path: str, size: int) -> torch.Tensor:
 def _map(file: int, size: int) -> torch.Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+    # Unlike mmap.mmap this holds no file of its own: a large model's buckets are thousands.
+    return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=torch.uint8)
