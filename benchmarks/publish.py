@@ -37,11 +37,11 @@ from publish_ranks import DEADLINE_S, ENCODINGS, EngineProcess, Peer, TrainerPro
 from slimx.errors import SlimxError
 from slimx.ports import free_port
 from slimx.preflight.link_model import Trial, predict, traffic_of
-from slimx.preflight.rehearsal import SMALL, Rehearsal, calibrate, one_thread, rehearse
+from slimx.preflight.rehearsal import SMALL, OnlyOne, Rehearsal, calibrate, one_thread, rehearse
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.packer import describe as describe_bucket
-from slimx.reshard.parties import Receiver, Staging
+from slimx.reshard.parties import Staging
 from slimx.reshard.pieces import PlannedBuckets
 from slimx.reshard.publish import Publisher
 
@@ -109,23 +109,6 @@ class Engine:
 
     async def _call(self, method: str, *arguments: object) -> object:
         return await asyncio.to_thread(self.peer.call, method, self.encoding, *arguments)
-
-
-class OnlyOne:
-    """A membership of one engine, whose failure ends the benchmark."""
-
-    epoch = 0
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-
-    def candidates(self) -> Sequence[Receiver]:
-        return [self.engine]
-
-    async def quarantine(self, receiver: Receiver, error: SlimxError) -> None:
-        raise error
-
-    async def admit(self, receiver: Receiver) -> None: ...
 
 
 class Ways:

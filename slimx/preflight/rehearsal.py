@@ -129,7 +129,7 @@ class Rehearsal:
     async def publish(self) -> float:
         """Seconds of one publication by slimx's publisher."""
         publisher = Publisher(
-            _Trainer(self), _Members(_Engine(self)), deadline_s=DEADLINE_S, step_deadline_s=DEADLINE_S, encoding="local"
+            _Trainer(self), OnlyOne(_Engine(self)), deadline_s=DEADLINE_S, step_deadline_s=DEADLINE_S, encoding="local"
         )
         return (await publisher.publish(0, trainer_step=0)).seconds["total"]
 
@@ -266,7 +266,9 @@ class _Engine:
     async def resume(self) -> None: ...
 
 
-class _Members:
+class OnlyOne:
+    """A membership of one engine, whose failure ends the publication."""
+
     epoch = 0
 
     def __init__(self, engine: Receiver):
