@@ -17,6 +17,10 @@ class DeadlineError(SlimxError):
         super().__init__(f"waited {seconds:.0f} s for {awaited}; it is held by {holder}")
         self.awaited, self.seconds, self.holder = awaited, seconds, holder
 
+    def __reduce__(self) -> tuple[type, tuple[str, float, str]]:
+        """Errors of other processes arrive pickled, and an exception's own way would pass the sentence alone."""
+        return type(self), (self.awaited, self.seconds, self.holder)
+
 
 class Interrupted(Exception):
     """A signal asked the run to end, and it has ended in order; `signum` is the signal's number."""

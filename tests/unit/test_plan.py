@@ -300,6 +300,13 @@ def test_a_target_whose_elements_are_not_filled_once_is_refused_by_name_and_plac
     assert words in refusal([whole_part("a", 8, 6)], [target])
 
 
+def test_what_no_target_takes_is_told_by_name():
+    plan = compile_plan(
+        [whole_part(name, 8, 6) for name in "abc"], [whole_part("b", 8, 6)], precision=BF16, bucket_bytes=HUGE
+    )
+    assert plan.unread == ("a", "c") and Plan.from_bytes(plan.to_bytes()).unread == ("a", "c")
+
+
 def test_a_tensor_that_comes_twice_for_a_rank_is_refused_by_name():
     twice = [whole_part("a", 8, 6, ranks=ranks) for ranks in ((0, 1), (1,))]
     message = refusal([whole_part("a", 8, 6)], twice, ranks=2)

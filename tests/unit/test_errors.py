@@ -1,0 +1,14 @@
+"""Errors tell the same in the process that reads them as in the one that raised them."""
+
+from __future__ import annotations
+
+import pickle
+
+from slimx.errors import DeadlineError
+
+
+def test_a_missed_deadline_survives_the_way_between_processes():
+    error = DeadlineError("the stop of engine e0", 30.0, "process 7")
+    other = pickle.loads(pickle.dumps(error))
+    assert str(other) == str(error) == "waited 30 s for the stop of engine e0; it is held by process 7"
+    assert (other.awaited, other.seconds, other.holder) == (error.awaited, error.seconds, error.holder)
