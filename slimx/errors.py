@@ -18,10 +18,6 @@ class DeadlineError(SlimxError):
         self.awaited, self.seconds, self.holder = awaited, seconds, holder
 
     def __reduce__(self) -> tuple[type, tuple[str, float, str]]:
-        """Raised in another process, it arrives with all it says."""
-        return DeadlineError, (self.awaited, self.seconds, self.holder)
-
-    def __reduce__(self) -> tuple[type, tuple[str, float, str]]:
         """Errors of other processes arrive pickled, and an exception's own way would pass the sentence alone."""
         return type(self), (self.awaited, self.seconds, self.holder)
 
