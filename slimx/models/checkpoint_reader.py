@@ -72,6 +72,11 @@ class CheckpointReader:
                 raise SlimxError(
                     f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}"
                 )
+        if scales := [name for name in self._where if name.endswith("_scale_inv") and name not in optional]:
+            raise SlimxError(
+                f"{self.path}: {scales[0]} holds scales of fp8 blocks ({len(scales)} such tensors); slimx trains from "
+                "bf16 and fp32 checkpoints: convert it first"
+            )
         unknown = sorted(set(self._where) - set(expected) - set(optional))
         if unknown:
             raise SlimxError(

@@ -43,14 +43,16 @@ def write_bucket(packed: Packed, path: str) -> list[str]:
     )
 
 
-def finish_directory(directory: Path, source: Path, table: Table, shards: Sequence[Sequence[str]]) -> None:
+def finish_directory(
+    directory: Path, source: Path, table: Table, shards: Sequence[Sequence[str]], *, weights: Path
+) -> None:
     """Complete an export into `directory`: what the trainer does not hold, index, config and tokenizer of `source`.
 
     `shards[i]` names the tensors of file `shard_name(i, len(shards))`. Aliases and frozen tensors of `table` are
-    written if `source` has them: the first with their original's new bytes, the second with their own.
+    written if the checkpoint `weights` has them: the first with their original's new bytes, the second with their own.
     """
     weight_map = {tensor: shard_name(i, len(shards)) for i, tensors in enumerate(shards) for tensor in tensors}
-    reader = CheckpointReader(source)
+    reader = CheckpointReader(weights)
     for number, names in enumerate(_carried(reader, table)):
         file = f"model-carried-{number + 1:05d}.safetensors"
         tensors = {}

@@ -59,12 +59,6 @@ def check_run(config: Config) -> Prepared:
                 f"schedule.colocate with servers of {group.ranks} GPUs (rollout.engines {group.name}): slimx places "
                 "colocated servers of one GPU only; set schedule.colocate=false"
             )
-        if group.pipeline > 1:
-            raise SlimxError(
-                f"rollout.engines.pipeline={group.pipeline} of group {group.name}: SGLang 0.5.23 brings back the "
-                "answers of the first pipeline stage only, so the weights of the others could not be verified; set it "
-                "to 1 and raise tensor"
-            )
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
     eval_prompts = _prompts(config, config.eval.prompts, tokenizer, spec) if config.eval.prompts else []

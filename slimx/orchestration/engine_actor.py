@@ -61,10 +61,7 @@ class EngineActor:
         self.engine = Engine(EngineSpec(port=free_port(), **self.values), self.log_path)
         self.engine.control.deadline_s = self.call_deadline_s
         self.engine.start()
-        try:
-            await self.engine.wait_ready(deadline_s)
-        except SlimxError as error:
-            raise SlimxError(str(error)) from None
+        await self.engine.wait_ready(deadline_s)
         return {"url": self.engine.spec.url, "attestation": self.engine.attestation}
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
@@ -222,39 +219,40 @@ class EngineHandle:
     async def ended(self) -> str | None:
         """How server or actor ended; None while they run, or do not say."""
         try:
-            return await self._wait("the look at its process", self.actor.ended.remote(), ANSWER_S)
-        except ActorDied as error:
+            return await self._wait("the look at its process", self._living.ended.remote(), ANSWER_S)
+        except (ActorDied, ReceiverLost) as error:
             return str(error)
         except SlimxError:
             return None
 
     async def check_health(self, deadline_s: float) -> None:
         """Raise SlimxError if the server has ended or, while it serves, does not generate."""
-        await self._call("the health check", self.actor.call.remote("check_health", deadline_s), deadline_s + ANSWER_S)
+        look = self._living.call.remote("check_health", deadline_s)
+        await self._call("the health check", look, deadline_s + ANSWER_S)
 
     async def state(self) -> State:
-        return State(await self._call("its state", self.actor.state.remote()))
+        return State(await self._call("its state", self._living.state.remote()))
 
     async def sleep(self) -> None:
         """Release the memory of the KV cache (nothing on the CPU)."""
         if await self.state() is State.READY:
-            await self._call("pause", self.actor.call.remote("pause"))
-        await self._call("sleep", self.actor.call.remote("sleep", ("kv_cache",)))
+            await self._call("pause", self._living.call.remote("pause"))
+        await self._call("sleep", self._living.call.remote("sleep", ("kv_cache",)))
 
     async def wake(self) -> None:
         if await self.state() is State.ASLEEP:  # one that was started meanwhile is awake
-            await self._call("wake", self.actor.call.remote("wake"))
+            await self._call("wake", self._living.call.remote("wake"))
 
     # A receiver of publications (slimx.reshard.parties) ---------------------------------------------------------------
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        return await self._call("the inventory", self.actor.call.remote("inventory", encoding))
+        return await self._call("the inventory", self._living.call.remote("inventory", encoding))
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
         self._epoch = manifest.membership_epoch
         if self.transport is not None:
             await self.transport.connect(self, manifest)
-        await self._call("begin", self.actor.begin.remote(manifest, staging))
+        await self._call("begin", self._living.begin.remote(manifest, staging))
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
         await (self.transport.deliver(self, packed, bucket) if self.transport else self.stage_mapped(packed, bucket))
@@ -265,10 +263,10 @@ class EngineHandle:
 
     async def stage_received(self, packed: PackedBucket, bucket: int) -> None:
         """Stage a bucket that comes over the channel."""
-        await self._call("stage", self.actor.receive.remote(self._epoch, packed, bucket))
+        await self._call("stage", self._living.receive.remote(self._epoch, packed, bucket))
 
     async def join(self, meeting: Any) -> None:
-        await self._call("the meeting", self.actor.join.remote(meeting))
+        await self._call("the meeting", self._living.join.remote(meeting))
 
     async def abort(self) -> None:
         await self._step("abort")
@@ -291,8 +289,17 @@ class EngineHandle:
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _living(self) -> Any:
+        """The actor. Raises ReceiverLost if it is gone, or its server lost."""
+        if self._lost is not None and self._lost.done():
+            raise ReceiverLost(str(self._lost.result()))
+        if self.actor is None:
+            raise ReceiverLost(f"engine {self.name} is not running")
+        return self.actor
+
     async def _step(self, method: str, *arguments: Any) -> Any:
-        return await self._call(method, self.actor.publication.remote(self._epoch, method, *arguments))
+        return await self._call(method, self._living.publication.remote(self._epoch, method, *arguments))
 
     async def _call(self, what: str, reference: Any, deadline_s: float | None = None) -> Any:
         """Wait for an answer, unless the engine is lost meanwhile. Raises ReceiverLost if it, or its actor, is gone."""

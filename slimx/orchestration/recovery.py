@@ -171,7 +171,8 @@ class Membership:
         await asyncio.gather(*(self._quarantine_if_ended(engine) for engine in self.candidates()))
 
     async def _quarantine_if_ended(self, engine: EngineHandle) -> bool:
-        if (end := await engine.ended()) is None:
+        incarnation = engine.incarnation
+        if (end := await engine.ended()) is None or engine.incarnation != incarnation:
             return False
         await self.quarantine(engine, ReceiverLost(end))
         return True

@@ -165,15 +165,20 @@ class Run:
 
     async def _catch_up(self) -> bool:
         """Bring the present version to engines that came back, from where it is kept; False if it is not."""
-        if (stored := self.transport.complete(self.version)) is None:
-            return False
+        members = self.engines.members
         try:
-            publisher = self._publisher(stored, Joining(self.engines.members))
+            stored = await asyncio.to_thread(self.transport.complete, self.version)
+            if stored is None:
+                return False
+            publisher = self._publisher(stored, Joining(members))
             done = await publisher.publish(self.version, trainer_step=stored.manifest.trainer_step)
             for name in done.engines.keys() - done.lost:
                 self.records.table.note(f"engine {name} has version {self.version} from {stored.path}")
-        except NoReceiverLeft as error:
+        except SlimxError as error:
+            # Whatever it is, it is no reason to end a run whose other engines serve.
             self.records.table.note(first_line(error))
+            for engine in members.joining():
+                await members.quarantine(engine, error)
         return True
 
     def _publisher(self, source: Source, members: Members) -> Publisher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,15 @@ class TrainerGroup:
             packed = await self._pack("export", bucket)
             shards.append(await self._publisher("write_bucket", packed, path))
             await self._publisher("release_buckets", "export", bucket)
-        finish_directory(directory, Path(self.config.model.path), self.table, shards)
+        # Frozen tensors may be gigabytes: the loop's other work goes on meanwhile.
+        await asyncio.to_thread(
+            finish_directory,
+            directory,
+            Path(self.config.model.path),
+            self.table,
+            shards,
+            weights=Path(self.config.initial_weights),
+        )
 
     async def offload(self) -> None:
         await self._all("offload", [()] * self.sizes.world, "the offload of the trainers")

@@ -196,6 +196,7 @@ class DiskTransport(_CourierTransport):
         if bucket is None:
             await self.trainers.release()
             if self._unwritten == 0:
+                self._unwritten = -1
                 await self._ask("commit")
 
     def complete(self, version: int) -> Stored | None:

@@ -126,7 +126,6 @@ _UNKNOWN_LAYOUTS = {
     "init_expert_location": "experts do not stand in their own order",
     "enable_lora": "LoRA wraps the parameters",
     "quantization": "the engine repacks quantised weights after loading",
-    "speculative_algorithm": "the draft model's weights are loaded by name",
     "moe_a2a_backend": "its kernels may keep weights in a layout of their own",
     "moe_runner_backend": "its kernels may keep weights in a layout of their own",
     "enable_dp_lm_head": "the output layer is split over the attention's ranks",

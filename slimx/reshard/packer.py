@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slimx.errors import SlimxError
 from slimx.reshard import kernel, kernel_cuda
 from slimx.reshard.kernel_cuda import DevicePlan
 from slimx.reshard.packed import PackedBucket, PackedTensor
@@ -33,6 +34,7 @@ class Packer:
         self.plan, self.rank, self.parameters = plan, rank, parameters
         self.form = PlannedBuckets(plan).form
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
+        self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
         self._pieces: dict[int, np.ndarray] = {}
         self._device_plans: dict[int, DevicePlan] = {}
 
@@ -57,6 +59,12 @@ class Packer:
         if bucket not in self._pieces:
             moves = self.plan.moves_of(self.rank, bucket)
             self._pieces[bucket] = pieces_of(self.plan, moves, self.form(bucket), self.parameters)
+        for name, address in self._addresses.items():
+            if self.parameters[name].data_ptr() != address:
+                raise SlimxError(
+                    f"parameter {name} has moved in memory since its plan was prepared; weights must be changed in "
+                    "place, or prepared again"
+                )
         return self._pieces[bucket]
 
     def _run(self, bucket: int, pieces: np.ndarray, memory: torch.Tensor) -> Share:

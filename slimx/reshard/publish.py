@@ -230,7 +230,13 @@ class _Attempt:
         self.out.engines[receiver.name].step = step
         if receiver.incarnation != self.incarnations[receiver.name]:
             await self._drop(receiver, ReceiverLost(f"engine {receiver.name} was started again during {self.manifest}"))
-        seconds = min(self.publisher.step_deadline_s, self._left())
+        if not self._left():  # the time was spent before this engine was asked
+            raise DeadlineError(
+                f"publication of version {self.manifest.version}",
+                self.publisher.deadline_s,
+                f"all that came before step {step} of engine {receiver.name}",
+            )
+        seconds = self.publisher.step_deadline_s
         try:
             with self._timed({"inventory": "check", "resume": "commit"}.get(step, step)):
                 async with asyncio.timeout(seconds):

@@ -163,3 +163,17 @@ class _Failed(Exception):
     def __init__(self, cause: Exception):
         super().__init__(str(cause))
         self.cause = cause
+
+
+async def test_an_engine_whose_actor_is_gone_is_lost_to_every_call_that_comes_later():
+    """Quarantined between two calls and never started again: the publication goes on with the others."""
+    handle = EngineHandle("e0", SimpleNamespace, Path("e0.log"), 5)
+    handle.actor = None
+    for call in (handle.pause(), handle.begin(manifest(1), "model"), handle.inventory("hf"), handle.abort()):
+        with pytest.raises(ReceiverLost, match="engine e0 is not running"):
+            await call
+    handle._lost = asyncio.get_running_loop().create_future()
+    handle.lose(SlimxError("it hung"))
+    with pytest.raises(ReceiverLost, match="it hung"):
+        await handle.load()
+    assert await handle.ended() == "it hung"

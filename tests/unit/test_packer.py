@@ -248,6 +248,16 @@ def test_parameters_are_read_anew_at_every_publication():
     assert signs.all() and not np.array_equal(before.sums, after.sums)
 
 
+def test_a_parameter_that_moves_between_two_publications_is_refused_by_name():
+    plan, tensors = qwen_plan(Precision("bfloat16", "bfloat16")), held()
+    packer = Packer(plan, 0, tensors)
+    memory = torch.zeros(packer.form(0).size, dtype=torch.uint8)
+    packer.pack(0, memory)
+    tensors[FC1].data = tensors[FC1].clone()
+    with pytest.raises(SlimxError, match=f"{FC1} has moved in memory"):
+        packer.pack(0, memory)
+
+
 def test_a_rank_that_brings_nothing_to_a_bucket_adds_nothing():
     plan = qwen_plan(Precision("bfloat16", "bfloat16"))
     idle = Packer(plan, 3, {})

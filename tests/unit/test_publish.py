@@ -358,6 +358,14 @@ async def test_trainers_that_hang_are_told_by_name_and_stage(step, stage):
             await stand.publish()
 
 
+async def test_engines_are_not_blamed_for_time_that_was_spent_before_they_were_asked():
+    stand = Stand(deadline_s=0.015)
+    stand.calls.slow = {"e0.stage 2", "e1.stage 2"}  # answered, in more than what was left
+    with pytest.raises(DeadlineError, match="version 7; it is held by all that came before step pause of engine e0"):
+        await stand.publish()
+    assert stand.members.out == {}
+
+
 async def test_no_call_to_an_engine_is_under_way_when_the_abort_comes():
     """Else it would stage a bucket after its abort."""
     stand = Stand()

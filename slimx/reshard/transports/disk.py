@@ -1,6 +1,6 @@
 """Published versions as files: buckets in safetensors form and a manifest with every tensor's checksum.
 
-    DIRECTORY/version-000007.partial/bucket-00000.safetensors ...     while it is being written
+    DIRECTORY/version-000007.epoch-2.partial/bucket-00000.safetensors ...     while it is being written
     DIRECTORY/version-000007/{bucket-*.safetensors, manifest.json}    complete: renamed as a whole
 
 For engines that share a file system with the trainers and nothing else, and for an engine that comes back while the
@@ -61,7 +61,7 @@ class Shelf:
         """Make the version complete; older ones are removed."""
         text = {"manifest": self.manifest.to_json(), "buckets": [_to_json(b) for _, b in sorted(self._buckets.items())]}
         _write(self._partial / MANIFEST, json.dumps(text).encode())
-        complete = self._partial.with_suffix("")
+        complete = self.directory / f"version-{self.manifest.version:06d}"
         if complete.exists():  # the same version, published again
             shutil.rmtree(complete)
         self._partial.rename(complete)
@@ -78,7 +78,9 @@ class Shelf:
 
     @property
     def _partial(self) -> Path:
-        return self.directory / f"version-{self.manifest.version:06d}.partial"
+        # Named after the attempt: a write of an earlier one that nobody waits for any more cannot reach into it.
+        attempt = f"{self.manifest.version:06d}.epoch-{self.manifest.membership_epoch}"
+        return self.directory / f"version-{attempt}.partial"
 
 
 class Stored:
