@@ -123,7 +123,7 @@ def _answer(runner: Any, action: str, argument: dict[str, Any]) -> dict[str, Any
     receiver = receiver_of(runner.model)
     actions: dict[str, Callable[[], dict[str, Any]]] = {
         "slimx.attest": lambda: attest(runner),
-        "slimx.inventory": lambda: receiver.inventory(experts=_expert_location()),
+        "slimx.inventory": lambda: receiver.inventory(**argument, experts=_expert_location()),
         "slimx.begin": lambda: receiver.begin(**argument, experts=_expert_location()),
         "slimx.stage": lambda: receiver.stage(**_own_part(argument, _coordinates()["rank"])),
         "slimx.verify": receiver.verify,

@@ -22,7 +22,7 @@ from slimx.adapters.sglang_layout import hf_layout
 from slimx.adapters.sglang_memory import map_bucket, tensor_at
 from slimx.adapters.sglang_places import Layout, Place, held_sums, local_layout, staged_sums
 from slimx.errors import SlimxError
-from slimx.reshard.manifest import Manifest
+from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.precision import Rule
 
 Answer = dict[str, Any]
@@ -117,6 +117,7 @@ class Receiver:
         try:
             for entry in tensors:
                 _check_entry(publication, entry, bucket, size)
+                publication.taken.add(entry["name"])
             mine = [entry for entry in tensors if publication.layout.places[entry["name"]].held]
             # A rank that has no share of a bucket does not even open it.
             memory = map_bucket(fd_path, size, bucket) if mine else None
@@ -134,7 +135,6 @@ class Receiver:
         except Exception:
             self.open = None
             raise
-        publication.taken.update(entry["name"] for entry in tensors)
         publication.waiting += 1
         return self.status()
 
@@ -209,33 +209,32 @@ class Receiver:
     # Looks ----------------------------------------------------------------------------------------------------------
 
     def status(self) -> Answer:
-        """`{"open": text or None, "version", "staged": count, "bytes", "missing": [names], "outcome": {...}}`.
+        """`{"open": text or None, "version", "staged": count, "bytes", "missing": count, "first_missing": name or None,
+        "outcome": {...}}`.
 
-        `missing`: what this rank needs of the open publication and has neither staged nor loaded.
+        `missing`: what this rank needs of the open publication and has neither staged nor loaded. A count and no list:
+        this is asked for every bucket.
         """
         publication = self.open
         staged = publication.staged.values() if publication else ()
+        missing = publication.missing if publication else []
         return {
             "open": str(publication.manifest) if publication else None,
             "version": self.version,
             "staged": len(staged),
             "bytes": sum(one.view.nbytes for one in staged),
-            "missing": publication.missing if publication else [],
+            "missing": len(missing),
+            "first_missing": missing[0] if missing else None,
             "outcome": self.outcome,
         }
 
-    def inventory(self, *, experts: Any = None) -> Answer:
-        """`{"parameters": {name: form}, "tensors": {Hugging Face name: form}, "uncovered": {parameter: why}}`.
+    def inventory(self, *, encoding: Encoding, experts: Any = None) -> Answer:
+        """`{"forms": {name: "dtype:d0,d1"}, "uncovered": {parameter: why}}` of an encoding.
 
-        A form is "dtype:d0,d1". All that this rank takes of a publication, in either encoding; `uncovered`: what it
-        holds and no Hugging Face name reaches.
+        `forms`: all that this rank takes of a publication; `uncovered`: what it holds and no publication reaches.
         """
-        hf, local = self._hf_layout(experts), local_layout(self.model)
-        return {
-            "parameters": {name: local.places[name].form for name in local.held},
-            "tensors": {name: hf.places[name].form for name in hf.held},
-            "uncovered": hf.uncovered,
-        }
+        layout = local_layout(self.model) if encoding == "local" else self._hf_layout(experts)
+        return {"forms": {name: layout.places[name].form for name in layout.held}, "uncovered": layout.uncovered}
 
     # ----------------------------------------------------------------------------------------------------------------
 

@@ -134,10 +134,7 @@ class EngineControl:
 
     async def inventory(self, encoding: Encoding = "hf") -> list[Forms]:
         """Every tensor that a publication must bring: for "hf" one list for all ranks, for "local" one per rank."""
-        ranks = await self._ask("slimx.inventory")
-        if encoding == "local":
-            return [rank["parameters"] for rank in ranks]
-        tensors: Forms = {}
+        ranks = await self._ask("slimx.inventory", {"encoding": encoding})
         for number, rank in enumerate(ranks):
             if uncovered := rank["uncovered"]:
                 name, why = next(iter(uncovered.items()))
@@ -145,7 +142,11 @@ class EngineControl:
                     f"engine {self.name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
                     f"first {name}: {why}; add a row to slimx/adapters/sglang_layout.py"
                 )
-            for name, form in rank["tensors"].items():
+        if encoding == "local":
+            return [rank["forms"] for rank in ranks]
+        tensors: Forms = {}
+        for number, rank in enumerate(ranks):
+            for name, form in rank["forms"].items():
                 if tensors.setdefault(name, form) != form:
                     raise SlimxError(
                         f"engine {self.name}: ranks disagree on {name}: {tensors[name]}, but {form} on rank {number}"
@@ -178,16 +179,16 @@ class EngineControl:
         await self._ask("slimx.abort", deadline_s=deadline_s)
 
     async def status(self) -> list[Json]:
-        """By rank {open, version, staged, bytes, missing: [names], outcome: {loaded, error?}} of its receiver."""
+        """By rank {open, version, staged, bytes, missing, first_missing, outcome: {loaded, error?}} of its receiver."""
         return await self._ask("slimx.status")
 
     async def check_staged(self) -> None:
         """Refuse if a rank lacks a tensor of its model: the last look before the first copy."""
         for number, rank in enumerate(await self.status()):
-            if missing := rank["missing"]:
+            if rank["missing"]:
                 raise SlimxError(
-                    f"engine {self.name} rank {number}: {len(missing)} tensors of the model are not staged, first "
-                    f"{missing[0]}; stage every tensor before loading"
+                    f"engine {self.name} rank {number}: {rank['missing']} tensors of the model are not staged, first "
+                    f"{rank['first_missing']}; stage every tensor before loading"
                 )
 
     async def open_update(self, deadline_s: float | None = None) -> None:

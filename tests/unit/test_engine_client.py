@@ -145,8 +145,9 @@ async def test_an_error_names_its_rank() -> None:
 
 async def test_inventories_are_one_list_of_names_or_one_of_parameters_per_rank() -> None:
     def answer(action: str, argument: dict, rank: int) -> dict:
-        tensors = {"norm": "float32:4", f"expert.{rank}": "float32:2,2"}
-        return {"parameters": {"w": f"float32:{rank}"}, "tensors": tensors, "uncovered": {}} | spoilt.get(rank, {})
+        hf = {"norm": "float32:4", f"expert.{rank}": "float32:2,2"}
+        forms = hf if argument["encoding"] == "hf" else {"w": f"float32:{rank}"}
+        return {"forms": forms, "uncovered": {}} | spoilt.get(rank, {})
 
     spoilt: dict[int, dict] = {}
     async with ranks(answer, [(0, 10), (1, 11)]) as (url, _):
@@ -154,13 +155,13 @@ async def test_inventories_are_one_list_of_names_or_one_of_parameters_per_rank()
         assert await control.inventory("local") == [{"w": "float32:0"}, {"w": "float32:1"}]
         union = {"norm": "float32:4", "expert.0": "float32:2,2", "expert.1": "float32:2,2"}
         assert await control.inventory() == [union]
-        spoilt[1] = {"tensors": {"norm": "float32:5"}}
+        spoilt[1] = {"forms": {"norm": "float32:5"}}
         with pytest.raises(SlimxError, match="ranks disagree on norm: float32:4, but float32:5 on rank 1"):
             await control.inventory()
+        assert len(await control.inventory("local")) == 2
         spoilt[1] = {"uncovered": {"adapter": "no row"}}
         with pytest.raises(SlimxError, match="rank 1 holds 1 parameters that slimx cannot publish, first adapter"):
             await control.inventory("hf")
-        assert len(await control.inventory("local")) == 2
 
 
 TENSOR = PackedTensor("w", "float32", (1,), 0, 4, 7)
@@ -204,7 +205,7 @@ async def test_a_rank_that_fails_ends_the_publication_on_all(failing: str, tmp_p
         if action == "stage" == failing and rank:
             return {"error": "no room"}
         text = {"error": "no room"} if failing == "load" and rank else {}
-        return {"missing": [], "outcome": {"loaded": 1} | text}
+        return {"missing": 0, "outcome": {"loaded": 1} | text}
 
     async with ranks(answer, [(0, 10), (1, 11)]) as (url, asked):
         engine = Engine(EngineSpec("e", "/m", "float32", "cpu", 1, sizes=EngineSizes(tensor=2)), tmp_path / "log")
@@ -222,7 +223,7 @@ async def test_a_rank_that_fails_ends_the_publication_on_all(failing: str, tmp_p
 
 async def test_weights_are_updated_in_one_session_per_publication(tmp_path: Path) -> None:
     verified = {"encoding": "hf", "tensors": 1, "differ": [], "missing": [], "derived": []}
-    async with ranks(lambda *_: {"missing": [], "outcome": {}} | verified, [(0, 10), (1, 11)]) as (url, asked):
+    async with ranks(lambda *_: {"outcome": {}} | verified, [(0, 10), (1, 11)]) as (url, asked):
         engine = Engine(EngineSpec("e", "/m", "float32", "cpu", 1, sizes=EngineSizes(tensor=2)), tmp_path / "log")
         engine.control, engine.state = EngineControl(url, "e"), State.PAUSED
         await engine.begin(manifest("hf"), "bucket")

@@ -110,7 +110,7 @@ def test_a_publication_arrives_whole(model, receiver, sent, encoding: str, bucke
             receiver.stage(**sent({name: offered[name] for name in names}).argument(version, bucket=number))
             if staging == "bucket":
                 assert "error" not in outcome(model)
-        assert receiver.status()["missing"] == []
+        assert receiver.status()["missing"] == 0
         if staging == "model":
             assert all(torch.equal(before[name], value) for name, value in held(model).items())
             assert "error" not in outcome(model)
@@ -181,6 +181,14 @@ def test_entries_that_the_model_cannot_take_are_refused(receiver, sent, change: 
     bucket.entries[0] |= change
     receiver.begin(manifest=manifest())
     with pytest.raises(SlimxError, match=message):
+        receiver.stage(**bucket.argument())
+
+
+def test_a_bucket_brings_a_tensor_once(receiver, sent) -> None:
+    bucket = sent({"model.norm.weight": torch.randn(16)})
+    bucket.entries *= 2
+    receiver.begin(manifest=manifest())
+    with pytest.raises(SlimxError, match="came already in this publication"):
         receiver.stage(**bucket.argument())
 
 
@@ -262,7 +270,8 @@ def test_nothing_is_copied_before_everything_is_staged(model, receiver, sent) ->
     receiver.begin(manifest=manifest())
     receiver.stage(**sent(weights).argument())
     # Expert 2 is the other rank's.
-    assert receiver.status()["missing"] == ["model.layers.1.mlp.experts.7.down_proj.weight"]
+    status = receiver.status()
+    assert (status["missing"], status["first_missing"]) == (1, "model.layers.1.mlp.experts.7.down_proj.weight")
     assert "1 tensors are not staged, first model.layers.1.mlp.experts.7" in outcome(model)["error"]
     assert all(torch.equal(before[name], value) for name, value in held(model).items())
     with pytest.raises(SlimxError, match="nothing was ever published"):
@@ -323,7 +332,8 @@ def test_experts_that_balancing_moved_are_loaded_where_they_are_now(sent) -> Non
     receiver, location = receiver_of(ServerModel(QWEN3, sizes)), expert_location(QWEN3, sizes)
     names = []
     for _ in range(2):
-        names.append([name for name in receiver.inventory(experts=location)["tensors"] if "up_proj" in name])
+        forms = receiver.inventory(encoding="hf", experts=location)["forms"]
+        names.append([name for name in forms if "up_proj" in name])
         location.physical_to_logical_map_cpu += 2
     assert [name.split(".")[5] for name in names[0][:4]] == list("0123")
     assert [name.split(".")[5] for name in names[1][:4]] == list("2345")
@@ -340,12 +350,12 @@ def test_redundant_copies_are_verified_one_by_one(sent) -> None:
     assert receiver.verify()["differ"] == ["model.layers.0.mlp.experts.1.down_proj.weight"]
 
 
-def test_inventories_list_what_this_rank_takes(model, receiver) -> None:
-    answer = receiver.inventory()
-    assert answer["uncovered"] == {}
-    assert answer["parameters"]["model.layers.1.mlp.experts.w13_weight"] == "float32:4,16,16"
-    assert answer["tensors"]["model.layers.0.self_attn.q_b_proj.weight"] == "float32:48,12"
-    assert [name.split(".")[5] for name in answer["tensors"] if "experts" in name and "up" in name][:4] == list("4567")
+def test_inventories_list_what_this_rank_takes(receiver) -> None:
+    local, hf = (receiver.inventory(encoding=encoding) for encoding in ("local", "hf"))
+    assert local["uncovered"] == hf["uncovered"] == {}
+    assert local["forms"]["model.layers.1.mlp.experts.w13_weight"] == "float32:4,16,16"
+    assert hf["forms"]["model.layers.0.self_attn.q_b_proj.weight"] == "float32:48,12"
+    assert [name.split(".")[5] for name in hf["forms"] if "experts" in name and "up" in name][:4] == list("4567")
 
 
 def test_plugin_and_client_speak_the_same_protocol() -> None:
