@@ -87,9 +87,12 @@ class EngineSizes:
     """Physical experts beyond the model's (expert load balancing); physical expert p is logical expert p mod count."""
 
     def __post_init__(self) -> None:
-        for name in ("expert", "attention_data"):
-            if self.tensor % (size := getattr(self, name)):
-                raise SlimxError(f"an engine of {self.tensor} tensor-parallel ranks cannot have {name} = {size}")
+        for name, size in (("expert", self.expert), ("dp_attention", self.attention_data)):
+            if self.tensor % size:
+                raise SlimxError(
+                    f"rollout.engines.{name}={size} does not divide the {self.tensor} tensor-parallel ranks of an "
+                    f"engine; choose a divisor of {self.tensor}"
+                )
 
     @property
     def world(self) -> int:

@@ -19,8 +19,8 @@ from slimx.preflight.layout import check_layout
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
-from slimx.rollout.engine import EngineSpec, server_args
 from slimx.rollout.hooks import Hooks, load_hooks
+from slimx.rollout.spec import EngineSpec, server_args
 
 
 @dataclass(frozen=True, slots=True)

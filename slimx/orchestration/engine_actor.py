@@ -18,7 +18,8 @@ from slimx.ports import free_port
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import ReceiverLost, Staging
-from slimx.rollout.engine import Engine, EngineSpec, State
+from slimx.rollout.engine import Engine, State
+from slimx.rollout.spec import EngineSpec
 
 ANSWER_S = 5.0
 """Seconds in which a server that is alive says so."""

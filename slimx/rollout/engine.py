@@ -13,13 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
 
 import psutil
 
@@ -27,19 +23,9 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.rollout.arguments import check_server_args, command_line
-from slimx.rollout.control import RECEIVER, EngineControl, Forms, Json, PauseMode, Staging, Tag
+from slimx.rollout.control import EngineControl, Forms, Json, PauseMode, Staging, Tag
 from slimx.rollout.process import SupervisedProcess
-
-__all__ = [
-    "Engine",
-    "EngineControl",
-    "EngineSpec",
-    "State",
-    "check_server_args",
-    "server_argv",
-    "server_env",
-]
+from slimx.rollout.spec import EngineSpec, server_argv, server_env
 
 
 class State(StrEnum):
@@ -60,95 +46,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.ASLEEP: frozenset({State.PAUSED, State.DIRTY, State.DEAD}),
     State.DEAD: frozenset({State.STARTING}),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """What one server is made of."""
-
-    name: str
-    model_path: str
-    """Hugging Face directory."""
-    dtype: Literal["float32", "bfloat16"]
-    device: Literal["cpu", "cuda"]
-    port: int
-    host: str = "127.0.0.1"
-    threads: int = 1
-    """CPU threads of the server (CPU only)."""
-    max_total_tokens: int | None = None
-    """KV-cache room in tokens; None: SGLang decides."""
-    sizes: EngineSizes = EngineSizes()
-    """How the server splits the model over its ranks."""
-    seed: int = 1
-    routed_experts: bool = True
-    """Whether the server can return each token's experts (MoE models)."""
-    sglang: dict[str, Any] = field(default_factory=dict)
-    """More fields of SGLang's ServerArgs."""
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-
-def server_args(spec: EngineSpec) -> dict[str, Any]:
-    """SGLang's arguments for `spec`: ours, the user's, and defaults that the user may replace."""
-    if spec.sizes.pipeline > 1:
-        raise SlimxError(
-            f"engine {spec.name} has {spec.sizes.pipeline} pipeline stages; SGLang 0.5.23 brings back the answers of "
-            "the first stage only, so that weights of the others could not be proven: use tensor and expert parallelism"
-        )
-    ours: dict[str, Any] = {
-        "model_path": spec.model_path,
-        "dtype": spec.dtype,
-        "device": spec.device,
-        "host": spec.host,
-        "port": spec.port,
-        "random_seed": spec.seed,
-        "max_total_tokens": spec.max_total_tokens,
-        "tp_size": spec.sizes.tensor,
-        "ep_size": spec.sizes.expert,
-        "pp_size": spec.sizes.pipeline,
-        "custom_weight_loader": [RECEIVER],
-        "enable_return_routed_experts": spec.routed_experts,
-        # Seeded sampling per request, and log-probs that are log_softmax(logits / temperature).
-        "enable_deterministic_inference": True,
-    }
-    if spec.sizes.attention_data > 1:
-        ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
-    defaults: dict[str, Any] = {"log_level": "warning"}
-    if not spec.sglang.get("enforce_shared_experts_fusion"):
-        # SGLang decides by itself, on GPUs and for some models only; the publication plan has to know.
-        defaults["disable_shared_experts_fusion"] = True
-    if spec.device == "cpu":
-        # Without the radix cache, as in SGLang's own deterministic mode with this attention.
-        ours |= {"attention_backend": "torch_native", "disable_cuda_graph": True, "disable_radix_cache": True}
-        # An idle server would otherwise poll at full speed on a core that the trainer needs.
-        defaults["sleep_on_idle"] = True
-    check_server_args(spec.sglang)
-    if taken := sorted(ours.keys() & spec.sglang.keys()):
-        raise SlimxError(
-            f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; "
-            "leave it out"
-        )
-    return defaults | spec.sglang | ours
-
-
-def server_argv(spec: EngineSpec) -> list[str]:
-    """The command that runs the server in this environment's Python."""
-    return [sys.executable, "-m", "slimx.rollout.server", "--", *command_line(server_args(spec))]
-
-
-def server_env(spec: EngineSpec) -> dict[str, str]:
-    """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
-    environment = {"HF_HUB_OFFLINE": "1"}
-    if spec.device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(spec.threads)
-        if spec.sizes.world > 1:
-            # SGLang's CPU path refuses several ranks on one NUMA node unless each is told its cores.
-            cores, n = sorted(os.sched_getaffinity(0)), spec.threads
-            shares = [[cores[(rank * n + k) % len(cores)] for k in range(n)] for rank in range(spec.sizes.world)]
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
-    return environment
 
 
 class Engine:

@@ -23,7 +23,8 @@ from slimx.ports import free_port
 from slimx.reshard.kernel import checksum_tensor
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.rollout.engine import Engine, EngineSpec
+from slimx.rollout.engine import Engine
+from slimx.rollout.spec import EngineSpec
 
 ROOT = Path(__file__).parents[2]
 START_S = 180

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 from slimx.errors import SlimxError
 from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.engine import Engine, EngineSpec, State
+from slimx.rollout.engine import Engine, State
 from slimx.rollout.router import Router
 from slimx.rollout.server import CPU_VARIABLES
+from slimx.rollout.spec import EngineSpec
 from tests.integration.conftest import Bucket, Weights, manifest, perturbed, publish
 
 pytestmark = pytest.mark.integration
@@ -290,7 +291,8 @@ async def test_the_router_sends_to_registered_engines_only(
 
 OWNER = """
 import sys, time
-from slimx.rollout.engine import Engine, EngineSpec
+from slimx.rollout.engine import Engine
+from slimx.rollout.spec import EngineSpec
 spec = EngineSpec("orphan", sys.argv[1], "float32", "cpu", int(sys.argv[2]), max_total_tokens=1024)
 engine = Engine(spec, sys.argv[3])
 engine.start()

@@ -25,7 +25,8 @@ from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import FAMILIES
 from slimx.ports import free_port
-from slimx.rollout.engine import Engine, EngineSpec, State
+from slimx.rollout.engine import Engine, State
+from slimx.rollout.spec import EngineSpec
 from tests.integration.conftest import ROOT, START_S, Bucket, Weights, manifest, perturbed, publish
 
 pytestmark = pytest.mark.integration

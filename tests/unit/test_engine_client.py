@@ -18,7 +18,8 @@ from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.control import EngineControl
-from slimx.rollout.engine import Engine, EngineSpec, State
+from slimx.rollout.engine import Engine, State
+from slimx.rollout.spec import EngineSpec
 
 
 async def serve(answers: list[tuple[int, dict]]):

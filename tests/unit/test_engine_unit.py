@@ -19,8 +19,9 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import EngineSizes
 from slimx.rollout import control
 from slimx.rollout.arguments import check_server_args, command_line, server_fields
-from slimx.rollout.engine import TRANSITIONS, Engine, EngineSpec, State, server_argv, server_env
+from slimx.rollout.engine import TRANSITIONS, Engine, State
 from slimx.rollout.process import LOOK_S, SupervisedProcess
+from slimx.rollout.spec import EngineSpec, server_argv, server_env
 
 CPU = EngineSpec("e", "/model", "float32", "cpu", 31000, max_total_tokens=512, seed=7)
 
@@ -111,7 +112,7 @@ def test_unknown_and_ill_typed_arguments_are_refused_with_the_nearest_name() -> 
 
 def test_arguments_are_read_without_importing_sglang() -> None:
     code = (
-        "import sys; from slimx.rollout.engine import check_server_args\n"
+        "import sys; from slimx.rollout.spec import check_server_args\n"
         "check_server_args({'tp_size': 1}); print('sglang' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

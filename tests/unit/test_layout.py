@@ -64,9 +64,9 @@ def test_sizes_follow_the_configuration_with_megatrons_default_of_expert_tensor(
 def test_engine_sizes_that_do_not_divide_each_other_are_refused_with_the_numbers():
     sizes = EngineSizes(tensor=8, expert=4, pipeline=2, attention_data=2)
     assert (sizes.world, sizes.attention_tensor, sizes.expert_tensor) == (16, 4, 2)
-    with pytest.raises(SlimxError, match="8 tensor-parallel ranks cannot have expert = 3"):
+    with pytest.raises(SlimxError, match="rollout.engines.expert=3 does not divide the 8 tensor-parallel ranks"):
         EngineSizes(tensor=8, expert=3)
-    with pytest.raises(SlimxError, match="8 tensor-parallel ranks cannot have attention_data = 16"):
+    with pytest.raises(SlimxError, match="rollout.engines.dp_attention=16 does not divide the 8"):
         EngineSizes(tensor=8, attention_data=16)
 
 
