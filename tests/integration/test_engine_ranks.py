@@ -54,7 +54,7 @@ DEEPSEEK = {
     "v_head_dim": 32,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
     "norm_topk_prob": True,

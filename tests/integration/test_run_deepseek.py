@@ -1,0 +1,47 @@
+"""A whole run of a DeepSeek-V3: every part split, latent attention and experts published in the engine's own layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.runs import TrainProcess, steps, write_config
+from tests.integration.test_engine_ranks import make_deepseek
+from tests.integration.test_resume import task  # noqa: F401
+
+pytestmark = pytest.mark.integration
+
+
+def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(task, tmp_path):  # noqa: F811
+    model = tmp_path / "model"
+    make_deepseek(model)
+    config = write_config(
+        tmp_path,
+        model,
+        task / "train.jsonl",
+        trainer={"tensor": 2, "expert": 2, "expert_tensor": 1},
+        rollout={
+            "prompts": str(task / "train.jsonl"),
+            "engines": [{"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}],
+        },
+        schedule={"steps": 2, "step_deadline": 120},
+        checkpoint={"export_hf": True},
+    )
+    run = TrainProcess(config)
+    assert run.wait() == 0, run.text()
+    rows = steps(tmp_path / "run")
+    assert list(rows) == [1, 2]
+    for row in rows.values():
+        assert row["gap/tokens"] > 0 and row["gap/max"] <= 1e-4 and row["gap/tokens_unexplained"] == 0
+        assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
+    before, exported = (_weights(path) for path in (model, tmp_path / "run" / "hf"))
+    assert exported.keys() == before.keys()
+    moved = [name for name, tensor in exported.items() if not torch.equal(tensor, before[name])]
+    assert any("kv_b_proj" in name for name in moved) and any("experts.7." in name for name in moved)
+
+
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
