@@ -97,7 +97,8 @@ class EngineLayout:
             try:
                 shape, inner = row.map.local([matrix(shape) for _, shape in sources], row.axis, shard, size)
             except SlimxError as error:
-                raise SlimxError(f"engine tensor {row.name}: {error}") from None
+                other = " or expert" if row.stacked else " or dp_attention" if row.group == "attention" else ""
+                raise SlimxError(f"engine tensor {row.name}: {error} (rollout.engines.tensor{other})") from None
             rects += [replace(r, source=counted + r.source, local_row=at + r.local_row) for r in inner]
             at, counted = at + shape[0], counted + len(sources)
         if row.stacked:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -130,14 +130,15 @@ def plan_report(config: Config) -> PlanReport:
 
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup, ...]) -> Traffic:
-    """With groups of different sizes, which take Hugging Face names, engines count as the largest of them."""
-    return traffic_of(
+    """Groups may differ in size where they take Hugging Face names: every rank of every engine is counted."""
+    traffic = traffic_of(
         published.plan,
         sources=sizes.world,
         engines=sum(group.count for group in groups),
-        engine_ranks=max(group.sizes.world for group in groups),
+        engine_ranks=groups[0].sizes.world,
         encoding=published.encoding,
     )
+    return replace(traffic, engine_ranks=sum(group.count * group.sizes.world for group in groups))
 
 
 def _largest_rank(spec: ModelSpec, sizes: Sizes) -> int:
@@ -186,13 +187,13 @@ def _prediction(traffic: Traffic, links: Links) -> Prediction:
 def describe(report: PlanReport) -> list[str]:
     """The report as lines of text."""
     lines = [
-        f"model       {report.architecture}, {report.model}: {report.parameters / 1e9:.1f} B parameters in "
+        f"model       {report.architecture}, {report.model}: {_count(report.parameters, 1)} parameters in "
         f"{report.checkpoint_tensors:,} tensors",
         f"trainer     {report.trainer.world} ranks: {_trainer(report.trainer)}; the fullest holds "
-        f"{report.largest_rank / 1e9:.2f} B parameters",
+        f"{_count(report.largest_rank, 2)} parameters",
     ]
     for group in report.engines:
-        lines.append(f"engines     {group.name}: {group.count} of {group.sizes.world} ranks: {_engine(group.sizes)}")
+        lines.append(f"engines     {group.name}: {group.count} x {group.sizes.world} ranks: {_engine(group.sizes)}")
     if (figures := report.publication) is None:
         return [*lines, "publication none: the run has no engines"]
     return [*lines, *_publication(figures, report.device)]
@@ -243,6 +244,10 @@ def _engine(sizes: EngineSizes) -> str:
     dp = f", attention in {sizes.attention_data} copies" if sizes.attention_data > 1 else ""
     redundant = f", {sizes.redundant} redundant experts" if sizes.redundant else ""
     return f"tensor {sizes.tensor} x pipeline {sizes.pipeline}, expert {sizes.expert}{dp}{redundant}"
+
+
+def _count(number: int, digits: int) -> str:
+    return f"{number / 1e9:.{digits}f} B" if number >= 1e8 else f"{number / 1e6:.{digits}f} M"
 
 
 def _size(nbytes: float) -> str:

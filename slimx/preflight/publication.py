@@ -29,13 +29,24 @@ class PublicationPlan:
 
 
 def engine_sizes(group: Engines) -> EngineSizes:
-    """Parallel sizes of one engine of the group. Raises SlimxError for sizes that do not fit together."""
+    """Parallel sizes of one engine of the group. Raises SlimxError for sizes that do not fit together, or never run."""
+    if group.pipeline > 1:
+        raise SlimxError(
+            f"rollout.engines.pipeline={group.pipeline} of engine {group.name}: SGLang 0.5.23 brings back the answers "
+            "of the first stage only, so that weights of others could not be proven; use tensor and expert parallelism"
+        )
+    redundant = group.sglang.get("ep_num_redundant_experts", 0)
+    if type(redundant) is not int or redundant < 0:
+        raise SlimxError(
+            f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} counts no experts; "
+            "set an integer of 0 or more"
+        )
     return EngineSizes(
         tensor=group.tensor,
         expert=group.expert,
         pipeline=group.pipeline,
         attention_data=group.dp_attention,
-        redundant=int(group.sglang.get("ep_num_redundant_experts", 0)),
+        redundant=redundant,
     )
 
 
@@ -43,6 +54,10 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines."""
     if not config.rollout.engines:
         return None
+    if config.publish.quantise and device == "cpu":
+        raise SlimxError(
+            f"publish.quantise={config.publish.quantise}, but SGLang holds fp8 blocks on CUDA only; leave it out"
+        )
     encoding, note = _encoding(config, spec, device)
     if encoding == "local":
         group = config.rollout.engines[0]
@@ -50,6 +65,8 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         table = spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
         target, ranks = EngineLayout(table, engine).parts(), engine.world
     else:
+        for group in config.rollout.engines:  # SGLang splits experts evenly, whatever names their weights come under
+            EngineLayout(spec.engine_table(), engine_sizes(group))
         target, ranks = checkpoint_parts(spec.table, mtp=False), 1
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
     plan = compile_plan(

@@ -133,7 +133,7 @@ def test_the_text_tells_layouts_bytes_work_and_proof(plan):
         "Qwen3MoeForCausalLM",
         "30.5 B parameters in 18,867 tensors",
         "8 ranks: tensor 4 x pipeline 1 x data 2, expert 8 x expert tensor 1",
-        "actor: 2 of 4 ranks: tensor 4 x pipeline 1, expert 4",
+        "actor: 2 x 4 ranks: tensor 4 x pipeline 1, expert 4",
         "encoding local",
         "quantised to fp8 by the rule ieee",
         "kernel launches per trainer rank",
@@ -159,6 +159,19 @@ def test_what_slimx_cannot_write_in_place_falls_back_and_says_why(plan):
     assert code == 0 and "encoding hf: Hugging Face names, because rollout.engines.sglang.enable_eplb" in text
 
 
+def test_engines_of_different_sizes_are_counted_rank_by_rank(plan):
+    engines = "rollout.engines=[{name: a, tensor: 2, count: 3}, {name: b, tensor: 4}]"
+    report = json.loads(plan(SHALLOW, engines, "--json")[1])
+    assert report["publication"]["encoding"] == "hf"
+    assert report["publication"]["nbytes"] == 2 * report["parameters"] * (3 * 2 + 4)
+    assert report["publication"]["sent_max"] == 2 * report["parameters"] * (3 + 1)
+
+
+def test_a_tiny_model_has_a_size_too(plan):
+    tiny = SHALLOW | {"num_experts": 2, "hidden_size": 64, "vocab_size": 1000}
+    assert "1.9 M parameters" in plan(tiny)[1]
+
+
 def test_the_plan_is_for_gpus_unless_the_run_says_cpu(plan):
     # More tensor-parallel ranks than query groups: GPUs repeat these, SGLang's CPU path pads them.
     engines = "rollout.engines=[{tensor: 8, expert: 8}]"
@@ -181,6 +194,12 @@ def test_a_run_without_engines_publishes_nothing(plan):
         (("rollout.engines=[{tensor: 4, expert: 3}]",), "rollout.engines.expert=3 does not divide"),
         (("trainer={world_size: 4, tensor: 4}", "publish.quantise=ieee"), "quantisation block"),
         (("model.path=nowhere",), "config.json is missing"),
+        (("rollout.engines=[{pipeline: 2}]",), "rollout.engines.pipeline=2 of engine actor"),
+        (("rollout.engines=[{sglang: {ep_num_redundant_experts: few}}]",), "ep_num_redundant_experts='few'"),
+        (("rollout.engines=[{sglang: {ep_num_redundant_experts: -2}}]",), "ep_num_redundant_experts=-2"),
+        (("rollout.engines=[{tensor: 3, expert: 3}]", "publish.encoding=hf"), "cannot share 128 physical experts"),
+        (("rollout.engines=[{tensor: 3}]",), "(rollout.engines.tensor or dp_attention)"),
+        (("publish.quantise=ieee", "cluster.device=cpu"), "SGLang holds fp8 blocks on CUDA only"),
         (("trainer.pipelin=2",), "did you mean trainer.pipeline?"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
