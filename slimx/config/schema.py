@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=0)]
 class Section(BaseModel):
     """A section refuses keys that it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Run(Section):

@@ -84,7 +84,13 @@ def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
         hf = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SlimxError(f"{file}: not valid JSON ({error}); restore the file from the checkpoint's source") from error
+    if not isinstance(hf, dict):
+        raise SlimxError(f"{file}: not a JSON object; restore the file from the checkpoint's source")
+    if not isinstance(mtp_layers, int) or mtp_layers < 0:
+        raise SlimxError(f"trainer.megatron.mtp_num_layers={mtp_layers!r} is no number of layers; give 0 or more")
     names = hf.get("architectures") or ["nothing"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise SlimxError(f"{file}: architectures is {names!r}, not a list of names; restore it from the source")
     family = FAMILIES.get(names[0])
     if family is None:
         raise SlimxError(f"{file}: architecture {names[0]} is not supported; slimx knows {', '.join(sorted(FAMILIES))}")
@@ -100,3 +106,8 @@ def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
         return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), table, family)
     except KeyError as error:
         raise SlimxError(f"{file}: field {error} is missing; a {names[0]} checkpoint must have it") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise SlimxError(
+            f"{file}: a field has a value that a {names[0]} cannot have ({error}); restore it from the checkpoint's "
+            "source"
+        ) from error

@@ -75,10 +75,6 @@ def check_run(config: Config) -> Prepared:
             f"a step of {rows} rollouts (rollout.prompts_per_step x rollout.group_size) cannot feed {sizes.data} "
             "data-parallel ranks; raise one of them or lower trainer.data"
         )
-    if config.publish.quantise and device == "cpu":
-        raise SlimxError(
-            f"publish.quantise={config.publish.quantise}, but SGLang holds fp8 blocks on CUDA only; leave it out"
-        )
     plans = {"export": export_plan(config, spec, sizes)}
     published = publication_plan(config, spec, sizes, device)
     if published is not None:

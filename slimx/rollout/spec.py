@@ -43,11 +43,6 @@ class EngineSpec:
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
     """SGLang's arguments for `spec`: ours, the user's, and defaults that the user may replace."""
-    if spec.sizes.pipeline > 1:
-        raise SlimxError(
-            f"engine {spec.name} has {spec.sizes.pipeline} pipeline stages; SGLang 0.5.23 brings back the answers of "
-            "the first stage only, so that weights of the others could not be proven: use tensor and expert parallelism"
-        )
     ours: dict[str, Any] = {
         "model_path": spec.model_path,
         "dtype": spec.dtype,

@@ -73,11 +73,6 @@ def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:
     assert "--max-total-tokens" not in gpu
 
 
-def test_pipeline_stages_are_refused_because_they_cannot_be_heard() -> None:
-    with pytest.raises(SlimxError, match="engine e has 2 pipeline stages; .* use tensor and expert parallelism"):
-        server_argv(replace(CPU, sizes=EngineSizes(pipeline=2)))
-
-
 def test_ranks_of_a_cpu_server_are_told_their_cores() -> None:
     cores = sorted(os.sched_getaffinity(0))
     for threads in (1, 2):

@@ -200,6 +200,8 @@ def test_a_run_without_engines_publishes_nothing(plan):
         (("rollout.engines=[{tensor: 3, expert: 3}]", "publish.encoding=hf"), "cannot share 128 physical experts"),
         (("rollout.engines=[{tensor: 3}]",), "(rollout.engines.tensor or dp_attention)"),
         (("publish.quantise=ieee", "cluster.device=cpu"), "SGLang holds fp8 blocks on CUDA only"),
+        (("trainer.megatron.mtp_num_layers=few",), "mtp_num_layers='few' is no number of layers"),
+        (("publish.bucket_mib=.inf",), "publish.bucket_mib is inf"),
         (("trainer.pipelin=2",), "did you mean trainer.pipeline?"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -207,6 +209,21 @@ def test_a_run_without_engines_publishes_nothing(plan):
 def test_a_refusal_is_one_sentence_and_exit_code_2(plan, overrides, told):
     code, text = plan(QWEN3_30B, *overrides)
     assert code == 2 and text.startswith("slimx: ") and text.count("\n") == 1 and told in text
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ([], "not a JSON object"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures is 'Qwen3MoeForCausalLM', not a list"),
+        (SHALLOW | {"num_attention_heads": "many"}, "a field has a value that a Qwen3MoeForCausalLM cannot have"),
+        (SHALLOW | {"num_key_value_heads": 0}, "a field has a value that a Qwen3MoeForCausalLM cannot have"),
+    ],
+    ids=["list", "text", "wrong_kind", "zero"],
+)
+def test_a_config_that_is_no_models_is_refused_with_its_file(plan, content, told):
+    code, text = plan(content)
+    assert code == 2 and text.count("\n") == 1 and "config.json: " in text and told in text
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path):
