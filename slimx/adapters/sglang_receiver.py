@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from slimx.adapters.sglang_layout import hf_layout
-from slimx.adapters.sglang_memory import map_bucket, tensor_at
 from slimx.adapters.sglang_places import Layout, Place, held_sums, local_layout, staged_sums
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.precision import Rule
+from slimx.reshard.transports.memory import open_memory
 
 Answer = dict[str, Any]
 Staging = Literal["model", "bucket"]
@@ -120,8 +120,8 @@ class Receiver:
                 publication.taken.add(entry["name"])
             mine = [entry for entry in tensors if publication.layout.places[entry["name"]].held]
             # A rank that has no share of a bucket does not even open it.
-            memory = map_bucket(fd_path, size, bucket) if mine else None
-            views = {entry["name"]: tensor_at(memory, entry) for entry in mine}
+            memory = open_memory(fd_path, size, private=True) if mine else None
+            views = {entry["name"]: _view(memory, entry) for entry in mine}
             sums = staged_sums(views, publication.layout.places)
             for entry in mine:
                 name, expected = entry["name"], int(entry["checksum"], 16)
@@ -295,6 +295,12 @@ def _complete(publication: Publication, name: str) -> bool:
     """Whether all that the model loads only together with `name` is there."""
     partners = publication.layout.together.get(name, ())
     return all(partner in publication.staged for partner in partners)
+
+
+def _view(memory: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
+    """The tensor that `entry` describes, a view that keeps the mapping `memory`, uint8 [bytes], alive."""
+    run = memory[entry["offset"] : entry["offset"] + entry["nbytes"]]
+    return run.view(getattr(torch, entry["dtype"])).view(entry["shape"])
 
 
 def _check_entry(publication: Publication, entry: Answer, bucket: int, size: int) -> None:

@@ -205,7 +205,7 @@ def test_a_tensor_comes_once_and_its_file_must_be_there(receiver, sent) -> None:
     receiver.begin(manifest=manifest())
     receiver.stage(**(sent(other).argument() | {"fd_path": "/nowhere"}))
     for change, message in (
-        ({"fd_path": "/nowhere"}, "bucket 0 at /nowhere cannot be opened .No such file or directory."),
+        ({"fd_path": "/nowhere"}, "the bucket at /nowhere cannot be opened .No such file or directory."),
         ({"size": 4096}, "has 64 bytes, 4096 were announced"),
     ):
         receiver.abort()

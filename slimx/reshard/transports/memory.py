@@ -31,10 +31,11 @@ class MemoryFile:
         self._close()
 
 
-def open_memory(path: str, size: int) -> torch.Tensor:
-    """The memory file of another process of this machine and user, writable: uint8 [size]."""
+def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
+    """The memory file of another process of this machine and user, uint8 [size]: writable, or `private`, where its
+    pages are shared too but nothing that is written here could reach them."""
     try:
-        file = os.open(path, os.O_RDWR)
+        file = os.open(path, os.O_RDONLY if private else os.O_RDWR)
     except OSError as error:
         raise SlimxError(
             f"the bucket at {path} cannot be opened ({error.strerror}); its owner must run on the same machine, as the "
@@ -43,13 +44,13 @@ def open_memory(path: str, size: int) -> torch.Tensor:
     try:
         if (held := os.fstat(file).st_size) < size:
             raise SlimxError(f"the bucket at {path} has {held} bytes, {size} were announced; publish again")
-        return _map(file, size)
+        return _map(file, size, shared=not private)
     finally:
         os.close(file)
 
 
-def _map(file: int, size: int) -> torch.Tensor:
+def _map(file: int, size: int, *, shared: bool = True) -> torch.Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     # Unlike mmap.mmap this holds no file of its own: a large model's buckets are thousands.
-    return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=torch.uint8)
+    return torch.from_file(f"/proc/self/fd/{file}", shared=shared, size=size, dtype=torch.uint8)
