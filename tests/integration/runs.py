@@ -22,8 +22,8 @@ from slimx.rollout.process import shared_memory_inodes
 
 MARK = "SLIMX_TEST_RUN"
 """Every process of a run inherits this variable: what a run leaves behind is found by it."""
-END_S = 45
-"""Seconds in which everything of an ended run must be gone."""
+END_S = 90
+"""Seconds in which everything of an ended run must be gone: 45 on a quiet machine (Ray waits longest)."""
 
 
 def write_config(directory: Path, model: Path, prompts: Path, **sections: dict[str, Any]) -> Path:
