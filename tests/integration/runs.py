@@ -22,8 +22,8 @@ from slimx.rollout.process import shared_memory_inodes
 
 MARK = "SLIMX_TEST_RUN"
 """Every process of a run inherits this variable: what a run leaves behind is found by it."""
-END_S = 90
-"""Seconds in which everything of an ended run must be gone: 45 on a quiet machine (Ray waits longest)."""
+END_S = 45
+"""Seconds in which everything of an ended run must be gone: a killed one takes 8 on a quiet machine."""
 
 
 def write_config(directory: Path, model: Path, prompts: Path, **sections: dict[str, Any]) -> Path:
@@ -106,7 +106,7 @@ class TrainProcess:
         names = [" ".join(process.cmdline())[:120] for process in left]
         for process in left:
             process.kill()
-        assert not names
+        assert not names, f"{END_S} s after the end of the run there are still: {names}"
         # What a living process has mapped now is somebody else's: everything of this run has ended.
         others = shared_memory_inodes(1)
         new = {name: Path("/dev/shm", name) for name in os.listdir("/dev/shm") if name not in self.shared_memory}
