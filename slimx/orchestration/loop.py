@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import time
 
-from slimx.data.batch import TrainBatch, loss_weights, make_rows, pack
+from slimx.data.batch import TrainBatch, make_rows
+from slimx.data.packing import pack
 from slimx.data.records import Group
+from slimx.data.weights import loss_weights
 from slimx.orchestration.evaluation import evaluate
 from slimx.orchestration.measure import group_metrics, probe_gap, staleness_metrics
 from slimx.orchestration.run import Run

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from slimx.data.batch import TrainBatch, make_rows, pack
+from slimx.data.batch import TrainBatch, make_rows
+from slimx.data.packing import pack
 from slimx.data.records import Group
 from slimx.orchestration.run import Run
 from slimx.rollout.manager import Batch

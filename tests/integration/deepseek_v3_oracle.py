@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-from slimx.data.batch import loss_weights
+from slimx.data.weights import loss_weights
 from tests.integration.conftest import Weights
 from tests.integration.trainer_rank import demonstrations
 

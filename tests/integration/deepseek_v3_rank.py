@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import MicroBatch, loss_weights, make_rows, pack
+from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.codec import load_groups
+from slimx.data.packing import pack
+from slimx.data.weights import loss_weights
 
 MAX_TOKENS = 80
 

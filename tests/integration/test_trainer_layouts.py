@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from slimx.algorithms.objective import group_advantages
 from slimx.config.schema import Algorithm
-from slimx.data.batch import loss_weights
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.data.weights import loss_weights
 from slimx.layout.ranks import Sizes, coordinates
 from tests.integration.conftest import Weights, free_port, perturbed
 from tests.integration.trainer_rank import OPTIMIZER, STEPS, VERSION, demonstrations

@@ -21,9 +21,11 @@ import numpy as np
 
 from slimx.algorithms.objective import group_advantages
 from slimx.config.schema import Config
-from slimx.data.batch import MicroBatch, loss_weights, make_rows, pack
+from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.codec import load_groups
+from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
+from slimx.data.weights import loss_weights
 
 STEPS = 10
 OPTIMIZER = {

@@ -14,8 +14,10 @@ from slimx.algorithms.kl import k3
 from slimx.algorithms.losses import LossInputs, policy_loss, sft_loss
 from slimx.algorithms.objective import group_advantages, make_loss
 from slimx.config.schema import Algorithm
-from slimx.data.batch import loss_weights, make_rows, pack
+from slimx.data.batch import make_rows
+from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.data.weights import loss_weights
 
 # One GRPO batch by hand. Clip to [0.8, 1.3]; eps 0.5, so that a standard deviation of 0.5 divides by exactly 1.
 #

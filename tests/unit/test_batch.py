@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slimx.data.batch import MicroBatch, Row, balance, loss_weights, make_rows, pack
+from slimx.data.balance import balance
+from slimx.data.batch import MicroBatch, Row, make_rows
+from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
+from slimx.data.weights import loss_weights
 from slimx.errors import SlimxError
 
 ARRAYS = ("tokens", "labels", "loss_weight", "advantages", "rollout_logprobs", "versions", "temperature")
@@ -147,12 +150,15 @@ def sequences(batch: MicroBatch) -> list[dict[str, np.ndarray]]:
 def test_packing_loses_repeats_and_reorders_nothing_within_its_limits(seed):
     rng = np.random.default_rng(seed)
     data_size, multiple_of = int(rng.integers(1, 5)), int(rng.choice([1, 2, 8]))
+    sequence_multiple = int(rng.choice([1, 1, 4, 6]))
     lengths = rng.integers(1, 40, rng.integers(data_size, 60)).tolist()
-    limit = int(rng.integers(max(lengths), 3 * max(lengths) + 1))
+    limit = int(rng.integers(max(lengths) + sequence_multiple, 3 * max(lengths) + sequence_multiple + 1))
     routes = bool(rng.integers(0, 2))
     rows = [numbered_row(number, length, routes=routes) for number, length in enumerate(lengths)]
 
-    batch = pack(rows, data_size=data_size, max_tokens=limit, multiple_of=multiple_of)
+    batch = pack(
+        rows, data_size=data_size, max_tokens=limit, multiple_of=multiple_of, sequence_multiple=sequence_multiple
+    )
 
     assert len(batch.shards) == data_size
     assert len({len(shard) for shard in batch.shards}) == 1, "ranks with different numbers of micro-batches deadlock"
@@ -160,21 +166,30 @@ def test_packing_loses_repeats_and_reorders_nothing_within_its_limits(seed):
     for micro in (micro for shard in batch.shards for micro in shard):
         total = len(micro.tokens)
         assert total == sum(micro.lengths) and total % multiple_of == 0 and total > 0
-        assert all(len(getattr(micro, name)) == total for name in ARRAYS)
+        assert all(length % sequence_multiple == 0 for length in micro.lengths)
+        assert all(len(getattr(micro, name)) == total for name in (*ARRAYS, "padding"))
         assert micro.routed_experts is None or len(micro.routed_experts) == total
         parts = sequences(micro)
-        padding = [part for part in parts if part["tokens"][0] < 1000]
-        assert len(padding) <= 1 and all(part is parts[-1] for part in padding)
-        for part in padding:
-            assert not part["loss_weight"].any() and not part["tokens"].any() and (part["versions"] == -1).all()
-            assert (part["temperature"] == 1).all()
-            assert len(part["tokens"]) < multiple_of or len(parts) == 1
-        real = parts[: len(parts) - len(padding)]
-        assert sum(len(part["tokens"]) for part in real) <= limit
-        for part in real:
+        # Real tokens are positive here; those of padding are 0.
+        assert np.array_equal(micro.padding, micro.tokens == 0)
+        empty = [part for part in parts if not part["tokens"].any()]
+        assert len(empty) <= 1 and all(part is parts[-1] for part in empty)
+        assert all(len(part["tokens"]) < np.lcm(multiple_of, sequence_multiple) or len(parts) == 1 for part in empty)
+        used = parts[: len(parts) - len(empty)]
+        assert sum(len(part["tokens"]) for part in used) <= limit
+        for part in parts:
+            real = np.count_nonzero(part["tokens"])
+            assert part["tokens"][:real].all(), "the padding of a row is at its end"
+            rest = {name: values[real:] for name, values in part.items()}
+            for name in ("tokens", "labels", "loss_weight", "advantages", "rollout_logprobs"):
+                assert not rest[name].any(), name
+            assert (rest["versions"] == -1).all() and (rest["temperature"] == 1).all()
+            assert not routes or "routed_experts" not in rest or not rest["routed_experts"].any()
+        for part in used:
             number = int(part["tokens"][0] // 1000 - 1)
             assert number not in found, f"row {number} was packed twice"
-            found[number] = part
+            assert len(part["tokens"]) - lengths[number] in range(sequence_multiple)
+            found[number] = {name: values[: lengths[number]] for name, values in part.items()}
     assert sorted(found) == list(range(len(rows)))
     for number, part in found.items():
         expected = {name: getattr(rows[number], name) for name in part if name != "temperature"}
@@ -183,6 +198,14 @@ def test_packing_loses_repeats_and_reorders_nothing_within_its_limits(seed):
             assert np.array_equal(part[name], value), (number, name)
             assert part[name].dtype == value.dtype, name
     assert batch.tokens == batch.trained_tokens == sum(lengths)
+
+
+def test_the_padding_of_a_row_counts_towards_the_limit():
+    rows = [numbered_row(number, 5, routes=False) for number in range(2)]
+    (shard,) = pack(rows, data_size=1, max_tokens=12, sequence_multiple=8).shards
+    assert [micro.lengths for micro in shard] == [[8], [8]]
+    with pytest.raises(SlimxError, match=r"6 tokens \(padded to a multiple of 8\) does not fit"):
+        pack(rows, data_size=1, max_tokens=7, sequence_multiple=8)
 
 
 def test_weights_still_sum_to_one_after_packing():
