@@ -64,7 +64,7 @@ class BareTrainerWorker(TrainerWorker):
         """Forward, backward and optimizer step on what is held; the gradient norm."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        model, optimizer = self._trainer.model, self._trainer.optimizer
+        model, optimizer = self._trainer.chunks[0], self._trainer.optimizer
         model.zero_grad_buffer()
         optimizer.zero_grad()
         get_forward_backward_func()(

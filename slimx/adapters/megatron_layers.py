@@ -16,12 +16,14 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from slimx.numerics.attention import packed_attention
+from slimx.layout.zigzag import zigzag
+from slimx.numerics.attention import packed_attention, partial_attention
 from slimx.numerics.norm import rms_norm
 
 
@@ -82,8 +84,7 @@ class Attention(MegatronModule):
         **_: Any,
     ):
         super().__init__(config)
-        if pg_collection.cp.size() > 1:
-            raise NotImplementedError("context parallelism has no plain-torch attention yet; use trainer.context=1")
+        self.context = pg_collection.cp
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
@@ -96,11 +97,21 @@ class Attention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """query [T, heads, d] and so on; returns [T, 1, heads * d] as megatron's packed path expects."""
+        """query [T, heads, d] and so on; returns [T, 1, heads * d] as megatron's packed path expects.
+
+        Under context parallelism T is this rank's part of the tokens; every rank gathers all keys and values."""
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         bounds = packed_seq_params.cu_seqlens_q
         lengths = (bounds[1:] - bounds[:-1]).tolist()
-        return packed_attention(query, key, value, lengths, self.scale).unsqueeze(1)
+        size = self.context.size()
+        if size == 1:
+            return packed_attention(query, key, value, lengths, self.scale).unsqueeze(1)
+        held = [torch.from_numpy(zigzag(lengths, size, each)).to(query.device) for each in range(size)]
+        order = torch.cat(held).argsort()
+        key, value = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.context)[order] for x in (key, value)
+        )
+        return partial_attention(query, key, value, lengths, held[self.context.rank()], self.scale).unsqueeze(1)
 
 
 class GroupedLinear(torch.nn.Module):

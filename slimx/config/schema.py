@@ -57,11 +57,50 @@ class Optimizer(Section):
     clip_grad: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled; 0: never")
 
 
+class Recompute(Section):
+    """What the backward pass computes again instead of keeping it."""
+
+    granularity: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="none: keep all activations; selective: compute `modules` again; full: keep only layers' inputs",
+    )
+    modules: tuple[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"], ...] = (
+        Field(("core_attn",), description="parts of a layer that selective recomputation covers")
+    )
+    method: Literal["uniform", "block"] = Field(
+        "uniform",
+        description="full: uniform covers all layers, in units of `layers`; block only the first `layers` of a stage",
+    )
+    layers: PositiveInt = Field(1, description="full: layers of a unit (uniform) or layers covered (block)")
+
+
+class Moe(Section):
+    """How tokens reach their experts."""
+
+    dispatcher: Literal["alltoall", "flex"] = Field(
+        "alltoall", description="alltoall: collectives of torch.distributed; flex: kernels of `flex_backend` (CUDA)"
+    )
+    flex_backend: Literal["deepep", "hybridep"] = Field(
+        "deepep", description="library behind the flex dispatcher; hybridep spans NVLink domains of GB300"
+    )
+
+
 class Trainer(Section):
     load: str | None = Field(None, description="Hugging Face directory of the initial weights; null: model.path")
     world_size: PositiveInt = Field(1, description="number of trainer ranks (processes; one GPU each on CUDA)")
     tensor: PositiveInt = Field(1, description="tensor parallel size (TP); sequence parallel follows it")
     pipeline: PositiveInt = Field(1, description="pipeline parallel size (PP)")
+    virtual_pipeline: PositiveInt = Field(
+        1, description="model chunks of each pipeline rank, interleaved (VPP): smaller bubbles, more messages"
+    )
+    layers_per_stage: tuple[Count, ...] | None = Field(
+        None,
+        description="decoder layers of each stage, pipeline x virtual_pipeline numbers in the order of the forward "
+        "pass; null: equal",
+    )
+    context: PositiveInt = Field(
+        1, description="context parallel size (CP): ranks that share each sequence, in zigzag halves"
+    )
     data: PositiveInt | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
     expert: PositiveInt = Field(1, description="expert parallel size (EP)")
     expert_tensor: PositiveInt | None = Field(
@@ -69,6 +108,13 @@ class Trainer(Section):
     )
     distributed_optimizer: bool = Field(True, description="shard the optimizer's state over DP ranks")
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="tokens packed into one forward pass, at most")
+    attention: Literal["auto", "flash", "fused", "unfused"] = Field(
+        "auto",
+        description="kernel of the attention: flash (flash-attn), fused (cuDNN), unfused (Transformer Engine's own, or "
+        "torch without it); auto: the fastest that the machine has",
+    )
+    moe: Moe = Moe()
+    recompute: Recompute = Recompute()
     threads: PositiveInt = Field(1, description="CPU threads of one trainer rank")
     deadline: PositiveFloat = Field(1800, description="seconds that one call to all trainer ranks may take")
     offload: bool = Field(
@@ -82,7 +128,7 @@ class Trainer(Section):
     @property
     def data_size(self) -> int:
         """Data parallel size, given or derived."""
-        return self.data or max(1, self.world_size // (self.tensor * self.pipeline))
+        return self.data or max(1, self.world_size // (self.tensor * self.context * self.pipeline))
 
     @property
     def expert_tensor_size(self) -> int:
@@ -91,19 +137,22 @@ class Trainer(Section):
 
     @model_validator(mode="after")
     def _layout(self) -> Trainer:
-        product = self.tensor * self.pipeline * self.data_size
+        product = self.tensor * self.pipeline * self.context * self.data_size
         if product != self.world_size:
             raise ValueError(
                 f"trainer.world_size is {self.world_size}, but tensor {self.tensor} x pipeline {self.pipeline} x "
-                f"data {self.data_size} = {product}; set trainer.world_size={product} or change one of the sizes"
+                f"context {self.context} x data {self.data_size} = {product}; set trainer.world_size={product} or "
+                "change one of the sizes"
             )
         experts = self.expert * self.expert_tensor_size
-        stage = self.tensor * self.data_size
+        stage = self.tensor * self.context * self.data_size
         if stage % experts:
+            fitting = [n for n in range(1, stage + 1) if stage % (n * self.expert_tensor_size) == 0]
+            nearest = min(fitting or [1], key=lambda n: (abs(n - self.expert), n))
             raise ValueError(
                 f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
-                f"divide the {stage} ranks of a pipeline stage (tensor x data); lower trainer.expert or raise "
-                "trainer.data"
+                f"divide the {stage} ranks of a pipeline stage (tensor x context x data); the nearest that does is "
+                f"trainer.expert={nearest}" + ("" if fitting else " with trainer.expert_tensor=1")
             )
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
             # megatron-core 0.16.1 marks expert weights for the expert groups only if EP > 1; otherwise their gradients

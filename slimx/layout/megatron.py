@@ -18,20 +18,28 @@ class MegatronLayout:
 
     table: Table
     sizes: Sizes
-    split: tuple[int, ...] = ()
-    """Layers of each stage, `pipeline * virtual` numbers; empty: equal."""
 
     def __post_init__(self) -> None:
         sizes, table = self.sizes, self.table
         if sizes.virtual > 1 and sizes.pipeline == 1:
-            raise SlimxError("virtual pipeline stages need trainer.pipeline > 1, as in megatron-core")
-        if self.split and (len(self.split) != self._stages or sum(self.split) != table.layers):
-            raise SlimxError(f"layers split as {self.split} are not {table.layers} layers on {self._stages} stages")
-        if not self.split and table.layers % self._stages:
             raise SlimxError(
-                f"trainer.pipeline {sizes.pipeline} does not divide the model's {table.layers} layers"
-                + (f" in {sizes.virtual} virtual stages" if sizes.virtual > 1 else "")
-                + f"; choose a divisor of {table.layers}"
+                f"trainer.virtual_pipeline={sizes.virtual} needs trainer.pipeline > 1 (one stage has nothing to "
+                "interleave); set trainer.virtual_pipeline=1"
+            )
+        if sizes.split and (
+            len(sizes.split) != sizes.stages or sum(sizes.split) != table.layers or min(sizes.split) < 0
+        ):
+            raise SlimxError(
+                f"trainer.layers_per_stage={list(sizes.split)} does not spread {table.layers} layers over "
+                f"{sizes.stages} stages (trainer.pipeline x trainer.virtual_pipeline); choose numbers such as "
+                f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}"
+            )
+        if not sizes.split and table.layers % sizes.stages:
+            virtual = f" x trainer.virtual_pipeline={sizes.virtual}" if sizes.virtual > 1 else ""
+            raise SlimxError(
+                f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers; choose "
+                f"a divisor, or say how many each stage takes: "
+                f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}"
             )
         if table.experts % sizes.expert:
             raise SlimxError(
@@ -44,10 +52,6 @@ class MegatronLayout:
                 f"{sizes.stage} ranks of a pipeline stage; lower trainer.expert or raise trainer.data"
             )
 
-    @property
-    def _stages(self) -> int:
-        return self.sizes.pipeline * self.sizes.virtual
-
     def parts(self) -> Iterator[Part]:
         """Every distinct local tensor of the whole trainer, with the ranks that hold it."""
         yield from self._parts(None)
@@ -59,10 +63,10 @@ class MegatronLayout:
     def _parts(self, only: int | None) -> Iterator[Part]:
         """Parts of pipeline rank `only`, or of all."""
         sizes, table = self.sizes, self.table
-        layers = self.split or (table.layers // self._stages,) * self._stages
-        first = [sum(layers[:stage]) for stage in range(self._stages)]
+        layers = sizes.split or (table.layers // sizes.stages,) * sizes.stages
+        first = [sum(layers[:stage]) for stage in range(sizes.stages)]
         stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
-        ends = {"first": 0, "last": self._stages - 1, "mtp": self._stages - 1}
+        ends = {"first": 0, "last": sizes.stages - 1, "mtp": sizes.stages - 1}
         experts, shards = max(1, table.experts // sizes.expert), _Shards(sizes)
         for entry in table.entries():
             row = entry.row
@@ -83,6 +87,15 @@ class MegatronLayout:
                 for shard, shape, rects in shards.geometry(entry):
                     ranks = shards.ranks(place, shard, owner)
                     yield Part(local, shape, ranks, entry.sources, rects, row.dtype, row.quantised, copy)
+
+
+def nearly_equal(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, differing by one at most; the first and the last stage, which also hold the embedding and
+    the output layer, get no extra one where that can be."""
+    least, extra = divmod(layers, stages)
+    middle = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+    more = set(middle[:extra])
+    return [least + (stage in more) for stage in range(stages)]
 
 
 Geometry = tuple[int | None, tuple[int, ...], tuple[Rect, ...]]

@@ -21,6 +21,8 @@ class Sizes:
     context: int = 1
     virtual: int = 1
     """Model chunks of each pipeline rank (VPP): chunk v of pipeline rank p is stage v * pipeline + p."""
+    split: tuple[int, ...] = ()
+    """Layers of each stage, `pipeline * virtual` numbers; empty: equal."""
 
     @property
     def stage(self) -> int:
@@ -30,6 +32,11 @@ class Sizes:
     @property
     def world(self) -> int:
         return self.stage * self.pipeline
+
+    @property
+    def stages(self) -> int:
+        """Stages that the layers are spread over, in the order of the forward pass."""
+        return self.pipeline * self.virtual
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,9 @@ def sizes_of(config: Trainer) -> Sizes:
         data=config.data_size,
         expert=config.expert,
         expert_tensor=config.expert_tensor_size,
+        context=config.context,
+        virtual=config.virtual_pipeline,
+        split=config.layers_per_stage or (),
     )
 
 

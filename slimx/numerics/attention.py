@@ -13,20 +13,56 @@ def packed_attention(
     Sequences are laid side by side in a padded batch: padding stands after a sequence's tokens, so that no token of a
     causal row can see it. The cost follows the longest sequence of the pack times their number.
     """
-    batch, longest = len(lengths), max(lengths)
-    if all(length == longest for length in lengths):
-        rows = None
-        q, k, v = (x.view(batch, longest, *x.shape[1:]) for x in (query, key, value))
-    else:
-        sizes = torch.tensor(lengths, device=query.device)
-        rows = (torch.arange(longest, device=query.device) < sizes[:, None]).flatten().nonzero()[:, 0]
-        q, k, v = (_scatter(x, rows, batch * longest).view(batch, longest, *x.shape[1:]) for x in (query, key, value))
+    grid = _Grid(lengths, query.device)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=True
+        *(grid.lay(x).transpose(1, 2) for x in (query, key, value)), is_causal=True, scale=scale, enable_gqa=True
     )
-    out = out.transpose(1, 2).reshape(batch * longest, -1)
-    return out if rows is None else out[rows]
+    return grid.collect(out.transpose(1, 2).flatten(2))
 
 
-def _scatter(x: torch.Tensor, rows: torch.Tensor, total: int) -> torch.Tensor:
-    return x.new_zeros(total, *x.shape[1:]).index_copy(0, rows, x)
+def partial_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], rows: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`packed_attention` of some tokens only.
+
+    query [R, heads, d] stands at positions `rows` [R] of the pack, which hold the same share of every sequence; keys
+    and values are those of all T tokens. Returns [R, heads * dv].
+    """
+    share = sum(lengths) // len(rows)
+    queries, keys = _Grid([n // share for n in lengths], query.device), _Grid(lengths, query.device)
+    starts = torch.tensor([0, *lengths[:-1]], device=query.device).cumsum(0)
+    counts = torch.tensor(lengths, device=query.device) // share
+    inside = queries.lay(rows - starts.repeat_interleave(counts))  # position in its own sequence; 0 in the padding
+    seen = inside[:, :, None] >= torch.arange(max(lengths), device=query.device)
+    out = F.scaled_dot_product_attention(
+        queries.lay(query).transpose(1, 2),
+        keys.lay(key).transpose(1, 2),
+        keys.lay(value).transpose(1, 2),
+        attn_mask=seen[:, None],
+        scale=scale,
+        enable_gqa=True,
+    )
+    return queries.collect(out.transpose(1, 2).flatten(2))
+
+
+class _Grid:
+    """Packed sequences as the rows of a padded batch."""
+
+    def __init__(self, lengths: list[int], device: torch.device):
+        self.shape = len(lengths), max(lengths)
+        self.places: torch.Tensor | None = None
+        if sum(lengths) != self.shape[0] * self.shape[1]:
+            sizes = torch.tensor(lengths, device=device)
+            self.places = (torch.arange(self.shape[1], device=device) < sizes[:, None]).flatten().nonzero()[:, 0]
+
+    def lay(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [sequences, longest, ...], zeros in the padding."""
+        if self.places is not None:
+            whole = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+            x = whole.index_copy(0, self.places, x)
+        return x.view(*self.shape, *x.shape[1:])
+
+    def collect(self, x: torch.Tensor) -> torch.Tensor:
+        """[sequences, longest, n] -> [T, n]."""
+        x = x.flatten(0, 1)
+        return x if self.places is None else x[self.places]

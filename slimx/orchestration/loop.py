@@ -83,5 +83,5 @@ def prepare(run: Run, groups: list[Group]) -> TrainBatch:
         rows,
         data_size=run.sizes.data,
         max_tokens=config.trainer.max_tokens_per_microbatch,
-        multiple_of=run.sizes.tensor,
+        multiple_of=run.sizes.tensor * run.sizes.context,
     )

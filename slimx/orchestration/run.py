@@ -201,7 +201,7 @@ class Run:
             partial = self.saves.begin(self.step)
             rollouts = self.rollouts.state()
             await self.trainers.save(partial / "trainer")
-            layout = asdict(self.sizes)
+            layout = json.loads(json.dumps(asdict(self.sizes)))
             path = await asyncio.to_thread(
                 self.saves.commit, partial, RunState(self.step, self.version, layout, rollouts)
             )
@@ -210,7 +210,7 @@ class Run:
 
     async def restore(self, path: Path, state: RunState) -> None:
         """Continue from the checkpoint in `path`."""
-        layout = asdict(self.sizes)
+        layout = json.loads(json.dumps(asdict(self.sizes)))  # tuples as run.json holds them
         if (state.layout["expert"] > 1) != (layout["expert"] > 1):
             raise SlimxError(
                 f"{path} was written with trainer.expert={state.layout['expert']}; megatron-core cannot bring its "

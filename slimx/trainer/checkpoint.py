@@ -49,11 +49,20 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _state(model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:
+def _state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     metadata = _metadata()
-    state: dict[str, Any] = {"model": unwrap(model).sharded_state_dict(metadata=metadata)}
+    # The keys of Megatron-LM: model, or model0, model1, ... for interleaved pipeline stages.
+    state: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks).items()
+    }
     state["optimizer"] = optimizer.sharded_state_dict(state.copy(), is_loading=loading, metadata=metadata)
     return state
+
+
+def _named(chunks: list[Any]) -> dict[str, Any]:
+    if len(chunks) == 1:
+        return {"model": unwrap(chunks[0])}
+    return {f"model{number}": unwrap(chunk) for number, chunk in enumerate(chunks)}
 
 
 def _random_state() -> ShardedObject:
@@ -61,24 +70,25 @@ def _random_state() -> ShardedObject:
     return ShardedObject("random_state", torch.get_rng_state(), (world,), (rank,))
 
 
-def save(path: Path, model: Any, optimizer: Any) -> None:
+def save(path: Path, chunks: list[Any], optimizer: Any) -> None:
     """Write this rank's shards into `path`, an empty directory."""
-    state = _state(model, optimizer, loading=False)
+    state = _state(chunks, optimizer, loading=False)
     state["random_state"] = _random_state()
     dist_checkpointing.save(state, str(path), ThreadedSave("torch_dist", 1))
 
 
-def restore(path: Path, model: Any, optimizer: Any, *, same_layout: bool) -> None:
+def restore(path: Path, chunks: list[Any], optimizer: Any, *, same_layout: bool) -> None:
     """Read this rank's shards from `path`. The random state belongs to a rank: it is read under the same layout only.
 
     Raises SlimxError naming the directory if the checkpoint does not fit or is damaged.
     """
-    state = _state(model, optimizer, loading=True)
+    state = _state(chunks, optimizer, loading=True)
     if same_layout:
         state["random_state"] = _random_state()
     try:
         loaded = dist_checkpointing.load(state, str(path))
-        unwrap(model).load_state_dict(loaded["model"])
+        for name, chunk in _named(chunks).items():
+            chunk.load_state_dict(loaded[name])
         optimizer.load_state_dict(loaded["optimizer"])
     # torch's reader raises many kinds, all of which mean that this checkpoint is unusable; this one is a BaseException.
     except (Exception, CheckpointException) as error:

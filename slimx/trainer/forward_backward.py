@@ -23,10 +23,14 @@ def sum_gradients(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> No
 
 
 class Pipeline:
-    """One model's forward and backward over a list of micro-batches."""
+    """One model's forward and backward over a list of micro-batches.
 
-    def __init__(self, model: Any, device: torch.device):
-        self.model, self.device = model, device
+    Under context parallelism the micro-batches are this rank's part of each (`slimx.trainer.context`), T is its length,
+    and only `lengths` tells of the whole."""
+
+    def __init__(self, chunks: list[Any], device: torch.device):
+        """`chunks`: this rank's modules in the order of the forward pass."""
+        self.chunks, self.device = chunks, device
         self._run = get_forward_backward_func()
 
     def logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
@@ -64,8 +68,9 @@ class Pipeline:
     def _schedule(self, batches: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         return self._run(
             forward_step_func=partial(self._forward, loss, training=not forward_only),
-            data_iterator=iter(batches),
-            model=self.model,
+            # Each chunk reads the same micro-batches; a single one is not passed as a list.
+            data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batches),
             seq_length=max(len(batch.tokens) for batch in batches),
             micro_batch_size=1,
@@ -76,7 +81,8 @@ class Pipeline:
         self, loss: Callable[..., Any], batches: Iterator[MicroBatch], model: Any, *, training: bool
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
-        positions = torch.cat([torch.arange(n) for n in batch.lengths])
+        # Only learned position embeddings would read them; rotary ones go by the bounds of the sequences.
+        positions = torch.zeros(len(batch.tokens), dtype=torch.int64)
         bounds = torch.tensor([0, *batch.lengths]).cumsum(0).to(torch.int32).to(self.device)
         packed = PackedSeqParams(
             qkv_format="thd",

@@ -8,10 +8,10 @@ from typing import Any
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from slimx.config.schema import Config, Optimizer
-from slimx.trainer.model import DTYPES
+from slimx.trainer.transformer import DTYPES
 
 
-def build_optimizer(config: Config, model: Any) -> Any:
+def build_optimizer(config: Config, chunks: list[Any]) -> Any:
     """Adam with fp32 main weights, global-norm clipping and (if configured) state sharded over data-parallel ranks."""
     options = config.trainer.optimizer
     dtype = DTYPES[config.numerics.dtype]
@@ -29,7 +29,7 @@ def build_optimizer(config: Config, model: Any) -> Any:
             params_dtype=dtype,
             use_distributed_optimizer=config.trainer.distributed_optimizer,
         ),
-        [model],
+        chunks,
     )
 
 

@@ -26,6 +26,8 @@ class ParallelState:
         parallel_state.initialize_model_parallel(
             sizes.tensor,
             sizes.pipeline,
+            sizes.virtual if sizes.virtual > 1 else None,
+            context_parallel_size=sizes.context,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
             distributed_timeout_minutes=max(1, int(deadline_s // 60)),
@@ -36,6 +38,7 @@ class ParallelState:
 
     @property
     def last_stage(self) -> bool:
+        """Whether this rank computes logits."""
         return self.place.pipeline == self.sizes.pipeline - 1
 
     @property
@@ -47,8 +50,13 @@ class ParallelState:
         return parallel_state.get_pipeline_model_parallel_group()
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_data_parallel_group()
+    def context_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_context_parallel_group()
+
+    @property
+    def token_group(self) -> dist.ProcessGroup:
+        """The ranks among which the tokens of a step are divided: data parallel times context parallel."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def destroy(self) -> None:
         """Leave every group. Other ranks are not waited for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,14 @@ from slimx.data.batch import MicroBatch
 class RouteRecorder:
     """Records the routing maps of this rank's MoE layers during a forward pass, micro-batch by micro-batch."""
 
-    def __init__(self, model: torch.nn.Module, tensor_group: dist.ProcessGroup):
+    def __init__(self, chunks: Sequence[torch.nn.Module], tensor_group: dist.ProcessGroup):
         self._tensor_group = tensor_group
         self._maps: list[list[torch.Tensor]] = []
         self._recording = False
         layers = [
             (layer.layer_number - 1, layer.mlp.router)
-            for layer in model.decoder.layers
+            for chunk in chunks
+            for layer in chunk.decoder.layers
             if isinstance(getattr(layer.mlp, "router", None), TopKRouter)
         ]
         self.layers = [number for number, _ in layers]

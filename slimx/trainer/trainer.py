@@ -14,6 +14,8 @@ from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
 from slimx.trainer import checkpoint
+from slimx.trainer.backends import choose_backends, installed
+from slimx.trainer.context import ContextShard
 from slimx.trainer.forward_backward import Pipeline, sum_gradients
 from slimx.trainer.metrics import gap_metrics, reduce
 from slimx.trainer.model import build_model, unwrap
@@ -28,15 +30,18 @@ class Trainer:
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         self.config, self.parallel = config, parallel
-        self.model = build_model(spec, config, device=parallel.device)
-        self.weights = Weights(unwrap(self.model), spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
+        self.backends = choose_backends(config.trainer, device=parallel.device.type, packages=installed())
+        self.chunks = build_model(spec, config, self.backends, device=parallel.device)
+        modules = [unwrap(chunk) for chunk in self.chunks]
+        self.weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
         self.weights.load(config.initial_weights)
         self.reference = self.weights.snapshot() if config.algorithm.reference else None
-        self.optimizer = build_optimizer(config, self.model)
+        self.optimizer = build_optimizer(config, self.chunks)
         self.loss = make_loss(config.algorithm)
-        self.pipeline = Pipeline(self.model, parallel.device)
-        self.routes = RouteRecorder(unwrap(self.model), parallel.tensor_group)
-        settings = self.model.config
+        self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
+        self.pipeline = Pipeline(self.chunks, parallel.device)
+        self.routes = RouteRecorder(modules, parallel.tensor_group)
+        settings = self.chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = self.optimizer.scale_loss
 
@@ -45,8 +50,10 @@ class Trainer:
 
         `version` is the weight version that the engines hold now: the log-prob gap is measured on its tokens. Metrics
         are those of the whole batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
+        batches = self._local(batches)
         reference = self._reference_logprobs(batches)
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.routes.recording():
             results = self.pipeline.train(batches, self.loss, reference)
@@ -62,21 +69,27 @@ class Trainer:
 
     def logprobs(self, batches: list[MicroBatch]) -> list[np.ndarray]:
         """Log-prob of every label under the present weights, one array [T] per micro-batch (last stage only)."""
-        return [values.cpu().numpy() for values in self.pipeline.logprobs(batches)]
+        values = self.pipeline.logprobs(self._local(batches))
+        if not self.parallel.last_stage:
+            return []
+        return [
+            self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in zip(values, batches, strict=True)
+        ]
 
     def measure_gap(self, batches: list[MicroBatch], *, version: int) -> dict[str, float]:
         """The gap metrics of `batches` under the present weights, without training on them."""
+        batches = self._local(batches)
         with self.routes.recording():
             values = self.pipeline.logprobs(batches)
         return self._metrics(batches, [({}, v) for v in values], version)
 
     def save(self, path: str) -> None:
         """Write this rank's part of a checkpoint into `path`."""
-        checkpoint.save(Path(path), self.model, self.optimizer)
+        checkpoint.save(Path(path), self.chunks, self.optimizer)
 
     def restore(self, path: str, *, same_layout: bool) -> None:
         """Continue from the checkpoint in `path`."""
-        checkpoint.restore(Path(path), self.model, self.optimizer, same_layout=same_layout)
+        checkpoint.restore(Path(path), self.chunks, self.optimizer, same_layout=same_layout)
 
     def offload(self) -> None:
         """Give device memory back while engines generate. Frees cached blocks on CUDA, nothing on the CPU."""
@@ -86,14 +99,23 @@ class Trainer:
     def reload(self) -> None:
         """Take back what `offload` gave away."""
 
+    def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """This context-parallel rank's tokens of each micro-batch."""
+        return [self.context.take(batch) for batch in batches]
+
     def _reference_logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor] | None:
         if self.reference is None:
             return None
         with self.weights.switched(self.reference):
             return self.pipeline.logprobs(batches)
 
+    def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Whether a token or one before it in its sequence differs, for this rank's tokens."""
+        whole = self.context.whole(differs.to(torch.uint8), lengths)
+        return self.context.part(within_sequence(whole, lengths), lengths)
+
     def _metrics(self, batches: list[MicroBatch], results: list, version: int) -> dict[str, float]:
-        """Sums over micro-batches and data-parallel ranks; route differences are collected from every pipeline
+        """Sums over micro-batches and ranks; route differences are collected from every pipeline
         stage."""
         device = self.parallel.device
         differs = self.routes.differing(batches).to(device)
@@ -105,20 +127,20 @@ class Trainer:
             return {}
         values = {name: ("sum", sum(metrics[name] for metrics, _ in results)) for name in results[0][0]}
         if not self.config.rollout.engines:
-            return reduce(values, self.parallel.data_group)
+            return reduce(values, self.parallel.token_group)
         weight, versions, rollout = (
             torch.from_numpy(np.concatenate([getattr(batch, name) for batch in batches])).to(device)
             for name in ("loss_weight", "versions", "rollout_logprobs")
         )
         before = torch.cat(
             [
-                within_sequence(part, batch.lengths)
+                self._before(part, batch.lengths)
                 for part, batch in zip(differs.split([len(b.tokens) for b in batches]), batches, strict=True)
             ]
         )
         measured = (weight > 0) & (versions == version)
         values |= gap_metrics(torch.cat([logprobs for _, logprobs in results]), rollout, measured, differs, before)
-        metrics = reduce(values, self.parallel.data_group)
+        metrics = reduce(values, self.parallel.token_group)
         tokens = metrics["gap/tokens"]
         metrics["gap/mean"] = metrics.pop("gap/sum") / tokens if tokens else float("nan")
         return metrics

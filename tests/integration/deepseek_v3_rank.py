@@ -84,9 +84,9 @@ class Rank:
         sizes = self.parallel.sizes
         packed = pack(rows, data_size=sizes.data, max_tokens=MAX_TOKENS, multiple_of=sizes.tensor)
         batches = packed.shards[self.parallel.place.data]
-        self.write_forward(trainer, unwrap(trainer.model), batches)
+        self.write_forward(trainer, unwrap(trainer.chunks[0]), batches)
         if case["mtp"] and sizes.pipeline == 1:
-            self.write_prediction(trainer, unwrap(trainer.model), batches[0])
+            self.write_prediction(trainer, unwrap(trainer.chunks[0]), batches[0])
         trainer.train_step(batches, step=0, version=0)
         self.write_gradients("gradients", trainer)
         self.write("after", trainer.weights.parameters)
@@ -117,13 +117,14 @@ class Rank:
         tokens, labels, weight = (
             torch.from_numpy(getattr(batch, key))[None] for key in ("tokens", "labels", "loss_weight")
         )
-        trainer.model.zero_grad_buffer()
+        model = trainer.chunks[0]
+        model.zero_grad_buffer()
         recorded = self.recorded_logits(model)
-        output = trainer.model(
+        output = model(
             tokens, torch.zeros_like(tokens), None, packed_seq_params=packed, labels=labels, loss_mask=weight
         )
         (output * 0).sum().backward()
-        trainer.model.config.finalize_model_grads_func([trainer.model])
+        model.config.finalize_model_grads_func([model])
         arrays = {"tokens": batch.tokens, "labels": batch.labels, "weight": batch.loss_weight, "lengths": batch.lengths}
         np.savez(self.out / f"{self.case}.mtp.{self.rank}.npz", logits=recorded[0].numpy(), **arrays)
         self.write_gradients("mtp", trainer)

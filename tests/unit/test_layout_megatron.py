@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from tests.unit.layout_stand import (
 def test_each_rank_holds_what_torch_cuts_out_for_it_and_together_they_hold_all_of_it_once(model: str, sizes: Sizes):
     tiny = MODELS[model]
     whole, split = checkpoint(tiny), split_of(tiny, sizes)
-    layout = MegatronLayout(tiny.table, sizes, split)
+    layout = MegatronLayout(tiny.table, replace(sizes, split=split))
     parts = list(layout.parts())
     filled = {id(part): fill(part, whole) for part in parts}
     expected = functools.cache(lambda place: megatron_rank(tiny, whole, sizes, place, split))
@@ -50,7 +51,7 @@ def test_a_part_names_every_rank_that_holds_its_bytes_and_no_other(sizes: Sizes)
     """Replicas come from context, data and expert-data parallelism, and from tensors that no rank splits."""
     tiny = MODELS["deepseek-mtp"]
     where = places(sizes)
-    for part in MegatronLayout(tiny.table, sizes, split_of(tiny, sizes)).parts():
+    for part in MegatronLayout(tiny.table, replace(sizes, split=split_of(tiny, sizes))).parts():
         assert list(part.ranks) == sorted(set(part.ranks))
         expert = ".experts." in part.name
         split = expert or any(k in part.name for k in ("up_proj.weight", "proj.weight", "embed", "output", "linear_fc"))
@@ -87,7 +88,7 @@ def test_layers_stand_where_megatrons_own_pipeline_layout_puts_them(sizes: Sizes
                 prefix = f"{chunk}." if sizes.virtual > 1 else ""
                 expected[layer] = (rank,), f"{prefix}decoder.layers.{local}.mlp.router.weight"
                 layer += 1
-    parts = MegatronLayout(MODELS["qwen"].table, sizes, split).parts()
+    parts = MegatronLayout(MODELS["qwen"].table, replace(sizes, split=split)).parts()
     found = [(part.ranks, part.name) for part in parts if part.name.endswith("router.weight")]
     assert found == [expected[layer] for layer in range(4)]
 
@@ -95,17 +96,21 @@ def test_layers_stand_where_megatrons_own_pipeline_layout_puts_them(sizes: Sizes
 @pytest.mark.parametrize(
     ("sizes", "split", "words"),
     [
-        (Sizes(pipeline=3), (), r"trainer\.pipeline 3 does not divide the model's 4 layers; choose a divisor of 4"),
-        (Sizes(pipeline=2, virtual=4), (), r"4 layers in 4 virtual stages"),
-        (Sizes(pipeline=2), (1, 2), r"layers split as \(1, 2\) are not 4 layers on 2 stages"),
-        (Sizes(pipeline=2), (4,), r"layers split as \(4,\) are not 4 layers on 2 stages"),
+        (
+            Sizes(pipeline=3),
+            (),
+            r"pipeline=3 does not divide the model's 4 layers; .*layers_per_stage=\[1, 2, 1\]",
+        ),
+        (Sizes(pipeline=2, virtual=4), (), r"trainer\.virtual_pipeline=4 does not divide the model's 4 layers"),
+        (Sizes(pipeline=2), (1, 2), r"layers_per_stage=\[1, 2\] does not spread 4 layers over 2 stages .*=\[2, 2\]"),
+        (Sizes(pipeline=2), (4,), r"layers_per_stage=\[4\] does not spread 4 layers over 2 stages"),
         (Sizes(expert=3, data=3), (), r"trainer\.expert 3 does not divide the model's 4 experts"),
         (Sizes(tensor=2, expert=4), (), r"trainer\.expert 4 x trainer\.expert_tensor 1 does not divide the 2 ranks"),
     ],
 )
 def test_sizes_that_do_not_fit_the_model_are_refused_with_the_numbers(sizes, split, words):
     with pytest.raises(SlimxError, match=words):
-        MegatronLayout(MODELS["qwen"].table, sizes, split)
+        MegatronLayout(MODELS["qwen"].table, replace(sizes, split=split))
 
 
 def test_a_shard_that_does_not_divide_is_refused_with_the_number():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ def test_buckets_hold_what_torch_makes_of_the_trainers_tensors(served, engine, d
         target = EngineLayout(SERVED[served].table, engine).parts()
         numbered = [engine_rank(SERVED[served], whole, engine, rank) for rank in range(engine.world)]
     plan = compile_plan(
-        MegatronLayout(model.table, sizes, split_of(model, sizes)).parts(),
+        MegatronLayout(model.table, replace(sizes, split=split_of(model, sizes))).parts(),
         target,
         precision=Precision(*dtypes),
         bucket_bytes=[3000, 20_000, HUGE][number % 3],
@@ -142,7 +143,7 @@ def test_reordered_and_transposed_tensors_are_packed_in_both_directions(source: 
 def test_a_model_comes_back_bit_for_bit_in_another_layout(tmp_path: Path, model: str, number: int):
     tiny, here, there = MODELS[model], LAYOUTS[number], LAYOUTS[(5 * number + 3) % len(LAYOUTS)]
     plan = compile_plan(
-        MegatronLayout(tiny.table, here, split_of(tiny, here)).parts(),
+        MegatronLayout(tiny.table, replace(here, split=split_of(tiny, here))).parts(),
         checkpoint_parts(tiny.table),
         precision=Precision("bfloat16", "bfloat16"),
         bucket_bytes=10_000,
@@ -155,7 +156,7 @@ def test_a_model_comes_back_bit_for_bit_in_another_layout(tmp_path: Path, model:
     save_file(saved, tmp_path / "model.safetensors")
     reader = CheckpointReader(tmp_path)
     reader.check(tiny.table)
-    layout = MegatronLayout(tiny.table, there, split_of(tiny, there))
+    layout = MegatronLayout(tiny.table, replace(there, split=split_of(tiny, there)))
     for rank, numbered in enumerate(held_by_trainers(tiny, there)):
         if rank in (0, there.world // 2, there.world - 1):
             found = {part.name: read(reader, part) for part in layout.held(rank)}

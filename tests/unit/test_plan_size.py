@@ -36,7 +36,7 @@ V3 = {
     "v_head_dim": 128,
     "first_k_dense_replace": 3,
 }
-TRAINER = Sizes(tensor=8, pipeline=4, data=4, expert=32)
+TRAINER = Sizes(tensor=8, pipeline=4, data=4, expert=32, split=(15, 15, 15, 16))
 TARGETS = {
     "bf16": (EngineSizes(tensor=64, expert=64, attention_data=8), None),
     "fp8": (EngineSizes(tensor=16, pipeline=4, expert=16), Quantisation("ieee")),
@@ -46,7 +46,7 @@ TARGETS = {
 def plan_of(name: str) -> Plan:
     engine, quantisation = TARGETS[name]
     return compile_plan(
-        MegatronLayout(deepseek_v3.weight_table(V3), TRAINER, (15, 15, 15, 16)).parts(),
+        MegatronLayout(deepseek_v3.weight_table(V3), TRAINER).parts(),
         EngineLayout(deepseek_v3.engine_table(V3), engine).parts(),
         precision=Precision("bfloat16", "bfloat16", quantisation),
         bucket_bytes=2**30,

@@ -1,0 +1,99 @@
+"""Which kernels a trainer runs on: chosen from what is asked for and what is installed, each with its reason."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from slimx.config.schema import Trainer
+from slimx.errors import SlimxError
+
+_PACKAGES = ("transformer_engine", "flash_attn", "deep_ep", "fused_weight_gradient_mlp_cuda")
+"""deep_ep holds both flex backends; the last one is apex's extension."""
+
+Attention = Literal["auto", "flash", "fused", "unfused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """The kernels of one run, equal on all ranks."""
+
+    attention: Attention
+    """Name of megatron-core's AttnBackend; auto leaves the choice to Transformer Engine."""
+    dispatcher: Literal["alltoall", "flex"]
+    flex_backend: Literal["deepep", "hybridep"]
+    gradient_accumulation_fusion: bool
+    """Whether the weight gradient's matrix product adds into the fp32 gradient itself."""
+    reasons: tuple[str, ...]
+    """One sentence per choice, for the log."""
+
+
+def installed() -> frozenset[str]:
+    """Of the packages that change a choice, those that this environment has (none is imported)."""
+    return frozenset(name for name in _PACKAGES if importlib.util.find_spec(name) is not None)
+
+
+def choose_backends(trainer: Trainer, *, device: str, packages: Collection[str]) -> Backends:
+    """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines.
+
+    Raises SlimxError naming the key and what is missing."""
+    attention, why_attention = _attention(trainer.attention, device, packages)
+    fusion, why_fusion = _fusion(device, packages)
+    dispatcher = trainer.moe.dispatcher
+    if dispatcher == "flex":
+        why_dispatcher = f"moe.dispatcher flex ({trainer.moe.flex_backend}): as configured"
+        _check_flex(trainer, device, packages)
+    else:
+        why_dispatcher = "moe.dispatcher alltoall: as configured"
+    reasons = (why_attention, why_dispatcher, why_fusion)
+    return Backends(attention, dispatcher, trainer.moe.flex_backend, fusion, reasons)
+
+
+def _attention(asked: Attention, device: str, packages: Collection[str]) -> tuple[Attention, str]:
+    engine = device == "cuda" and "transformer_engine" in packages
+    if asked == "auto":
+        if engine:
+            return "auto", "attention: Transformer Engine chooses its fastest kernel for each shape"
+        missing = "Transformer Engine is not installed" if device == "cuda" else "there is no CUDA"
+        return "unfused", f"attention unfused: {missing}, so torch's scaled_dot_product_attention computes it"
+    if asked == "unfused":
+        whose = "Transformer Engine's" if engine else "torch's scaled_dot_product_attention"
+        return "unfused", f"attention unfused: as configured ({whose})"
+    if not engine:
+        missing = "the package transformer_engine" if device == "cuda" else "CUDA"
+        raise SlimxError(
+            f"trainer.attention={asked} needs {missing}, which is not here; set trainer.attention=auto or install it"
+        )
+    if asked == "flash" and "flash_attn" not in packages:
+        raise SlimxError(
+            "trainer.attention=flash needs the package flash_attn, which is not installed; install it, or set "
+            "trainer.attention=fused or auto"
+        )
+    return asked, f"attention {asked}: as configured"
+
+
+def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
+    name = "gradient-accumulation fusion"
+    if device != "cuda":
+        return False, f"{name} off: there is no CUDA"
+    if "fused_weight_gradient_mlp_cuda" in packages:
+        return True, f"{name} on: apex's extension is installed"
+    # megatron-core asks for apex's extension even where Transformer Engine's own layers would not need it.
+    return False, f"{name} off: NVIDIA's apex (fused_weight_gradient_mlp_cuda) is not installed"
+
+
+def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> None:
+    asked = f"trainer.moe.dispatcher=flex ({trainer.moe.flex_backend})"
+    if device != "cuda":
+        raise SlimxError(f"{asked} needs CUDA, which is not here; set trainer.moe.dispatcher=alltoall")
+    if "deep_ep" not in packages:
+        raise SlimxError(
+            f"{asked} needs the package deep_ep, which is not installed; install it or set "
+            "trainer.moe.dispatcher=alltoall"
+        )
+    if trainer.expert * trainer.expert_tensor_size == 1:
+        raise SlimxError(
+            f"{asked} has nothing to dispatch with trainer.expert=1; raise it or set trainer.moe.dispatcher=alltoall"
+        )

@@ -1,0 +1,50 @@
+"""Context parallelism: a rank's part of packed micro-batches, and per-token tensors put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slimx.data.batch import MicroBatch
+from slimx.layout.zigzag import zigzag
+
+
+class ContextShard:
+    """One context-parallel rank's view of packed micro-batches."""
+
+    def __init__(self, size: int, rank: int, group: dist.ProcessGroup):
+        self.size, self.rank, self._group = size, rank, group
+
+    def take(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's tokens of `batch`: every array of it is cut, `lengths` still tells the whole sequences."""
+        if self.size == 1:
+            return batch
+        index = zigzag(batch.lengths, self.size, self.rank)
+        cut = {
+            field.name: value[index]
+            for field in fields(batch)
+            if isinstance(value := getattr(batch, field.name), np.ndarray)
+        }
+        return replace(batch, **cut)
+
+    def whole(self, part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """All ranks' parts of a per-token tensor, in the order of the pack: [T / size, ...] -> [T, ...]. Collective, no
+        gradient."""
+        if self.size == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        order = np.concatenate([zigzag(lengths, self.size, rank) for rank in range(self.size)])
+        out = part.new_empty(len(order), *part.shape[1:])
+        out[torch.from_numpy(order).to(part.device)] = torch.cat(parts)
+        return out
+
+    def part(self, whole: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """This rank's tokens of a tensor over the pack: [T, ...] -> [T / size, ...]."""
+        if self.size == 1:
+            return whole
+        return whole[torch.from_numpy(zigzag(lengths, self.size, self.rank)).to(whole.device)]
