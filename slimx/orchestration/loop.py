@@ -84,4 +84,5 @@ def prepare(run: Run, groups: list[Group]) -> TrainBatch:
         data_size=run.sizes.data,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         multiple_of=run.sizes.tensor * run.sizes.context,
+        sequence_multiple=2 * run.sizes.context if run.sizes.context > 1 else 1,
     )

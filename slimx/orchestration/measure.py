@@ -54,6 +54,7 @@ async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
         rows,
         data_size=run.sizes.data,
         max_tokens=run.config.trainer.max_tokens_per_microbatch,
-        multiple_of=run.sizes.tensor,
+        multiple_of=run.sizes.tensor * run.sizes.context,
+        sequence_multiple=2 * run.sizes.context if run.sizes.context > 1 else 1,
     )
     return await run.trainers.measure_gap(batch, version=run.version)
