@@ -11,20 +11,23 @@ from slimx.models.families import ModelSpec
 
 
 def check_layout(config: Config, spec: ModelSpec) -> Sizes:
-    """Whether the model can be split as configured: layers, experts, heads, vocabulary."""
+    """Whether the model can be split as configured: layers, experts, heads, vocabulary.
+
+    Raises SlimxError with the reason and the nearest size that fits."""
     sizes = sizes_of(config.trainer)
     for key, size, what, count in (
-        ("trainer.pipeline", sizes.pipeline, "layers", spec.table.layers),
         ("trainer.expert", sizes.expert, "experts", spec.experts),
         ("trainer.tensor", sizes.tensor, "query groups (num_key_value_heads)", spec.transformer["num_query_groups"]),
         ("trainer.tensor", sizes.tensor, "vocabulary entries", spec.vocab_size),
         ("trainer.expert_tensor", sizes.expert_tensor, "columns of an expert", spec.transformer["moe_ffn_hidden_size"]),
     ):
         if count % size:
-            fitting = [n for n in range(1, count + 1) if count % n == 0 and n <= max(2 * size, 8)]
+            nearest = min(
+                (n for n in range(1, count + 1) if count % n == 0), key=lambda n, size=size: (abs(n - size), n)
+            )
             raise SlimxError(
-                f"{key}={size} does not divide the {count} {what} of {spec.path}; "
-                f"choose one of {', '.join(map(str, fitting))}"
+                f"{key}={size} does not divide the {count} {what} of {spec.path}; the nearest that does is "
+                f"{key}={nearest}"
             )
     check_coverage(spec.table.checkpoint(), MegatronLayout(spec.table, sizes).parts())
     return sizes

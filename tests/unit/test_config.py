@@ -195,11 +195,14 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
         (["trainer.expert=3", "trainer.world_size=3"], "trainer.expert=3 does not divide the 8 experts"),
         (
             ["trainer.tensor=2", "trainer.world_size=3"],
-            "trainer.world_size is 3, but tensor 2 x pipeline 1 x data 1 = 2",
+            "trainer.world_size is 3, but tensor 2 x pipeline 1 x context 1 x data 1 = 2",
         ),
-        (["trainer.world_size=4", "trainer.data=2"], "trainer.world_size is 4, but tensor 1 x pipeline 1 x data 2 = 2"),
+        (
+            ["trainer.world_size=4", "trainer.data=2"],
+            "trainer.world_size is 4, but tensor 1 x pipeline 1 x context 1 x data 2 = 2",
+        ),
         (["trainer.world_size=2", "trainer.expert=4"], "= 4 does not divide the 2 ranks of a pipeline stage"),
-        (["trainer.world_size=4", "trainer.pipeline=4"], "trainer.pipeline=4 does not divide the 2 layers"),
+        (["trainer.world_size=4", "trainer.pipeline=4"], "trainer.pipeline=4 does not divide the model's 2 layers"),
         (["trainer.world_size=4", "trainer.tensor=4"], "trainer.tensor=4 does not divide the 2 query groups"),
         (["trainer.world_size=2", "trainer.tensor=2", "trainer.expert_tensor=1"], "set trainer.expert_tensor=null"),
         (["rollout.prompts_per_step=1", "rollout.group_size=1", "trainer.world_size=2"], "cannot feed 2 data-parallel"),

@@ -189,7 +189,7 @@ def test_a_run_without_engines_publishes_nothing(plan):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("trainer={world_size: 5, pipeline: 5}",), "trainer.pipeline=5 does not divide the 48 layers"),
+        (("trainer={world_size: 5, pipeline: 5}",), "trainer.pipeline=5 does not divide the model's 48 layers"),
         (("trainer={world_size: 3, expert: 3, expert_tensor: 1}",), "trainer.expert=3 does not divide the 128 experts"),
         (("rollout.engines=[{tensor: 4, expert: 3}]",), "rollout.engines.expert=3 does not divide"),
         (("trainer={world_size: 4, tensor: 4}", "publish.quantise=ieee"), "quantisation block"),
