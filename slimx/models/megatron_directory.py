@@ -1,0 +1,105 @@
+"""Megatron-LM's checkpoint directories: finding the checkpoint in one, and whether a model fits it.
+
+    latest_checkpointed_iteration.txt      "12", or "release" for weights without a history
+    iter_0000012/  or  release/            torch_dist: .metadata, metadata.json, common.pt, *.distcp
+
+slimx writes the same (slimx/orchestration/saves.py). Source of the names: megatron/training/checkpointing.py of
+Megatron-LM, core_r0.16.0. Nothing is loaded here; `slimx/trainer/checkpoint/load.py` does that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimx.errors import SlimxError
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import Sizes
+from slimx.layout.table import Table
+from slimx.models.safe_pickle import read_metadata
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron-LM pads their rows to a multiple of `make_vocab_size_divisible_by` x TP."""
+
+
+def iteration_name(step: int) -> str:
+    """Directory of the checkpoint after optimizer step `step`."""
+    return f"iter_{step:07d}"
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether `path` is Megatron-LM's: a directory with a tracker file, or one of its checkpoints."""
+    named = re.fullmatch(r"iter_\d{7,}|release", path.name) is not None
+    return (path / TRACKER).is_file() or (path / "metadata.json").is_file() or (named and path.is_dir())
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` holds or is. Raises SlimxError if there is none that slimx reads."""
+    tracker, found = path / TRACKER, path
+    if tracker.is_file():
+        said = tracker.read_text().strip()
+        if said != "release" and not said.isdecimal():
+            raise SlimxError(f"{tracker}: says {said[:40]!r}, neither an iteration nor release; write one into it")
+        found = path / ("release" if said == "release" else iteration_name(int(said)))
+        if not found.is_dir():
+            raise SlimxError(f"{tracker}: names {found.name}, which is not there; write an iteration that is")
+    described = found / "metadata.json"
+    if not described.is_file():
+        old = any(found.glob("mp_rank_*"))
+        problem = "Megatron-LM's old format (mp_rank_*)" if old else "no torch_dist checkpoint (no metadata.json)"
+        raise SlimxError(f"{found}: {problem}; save it again with --ckpt-format torch_dist")
+    try:
+        backend = json.loads(described.read_text())["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SlimxError(f"{described}: damaged ({error!r}); restore the file from its source") from error
+    if backend != "torch_dist":
+        raise SlimxError(f"{found}: its format is {backend}; save it again with --ckpt-format torch_dist")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a checkpoint that fits a model names its layers."""
+
+    path: Path
+    per_layer: bool
+    """`decoder.layers.3.x` for each layer; else one `decoder.layers.x` with a layer axis."""
+
+
+def check_fit(path: Path, table: Table) -> Fit:
+    """Compare names and shapes with a family's weight table. Raises SlimxError naming the first tensor that differs."""
+    path = find_checkpoint(path)
+    described = read_metadata(path / ".metadata").state_dict_metadata
+    shapes = {key: tuple(value.size) for key, value in described.items() if hasattr(value, "size")}
+    if any(".experts.experts.0." in key for key in shapes):
+        raise SlimxError(
+            f"{path}: every expert is a tensor of its own (singleton_local_shards); save it again with Megatron-LM's "
+            "default, which stacks them"
+        )
+    per_layer = any(_LAYER.match(key) for key in shapes)
+    for key, wanted in expected_shapes(table, per_layer=per_layer).items():
+        found = shapes.get(key)
+        if found is None:
+            raise SlimxError(f"{path}: tensor {key} is missing; the checkpoint is not of this model")
+        padded = key in _PADDED and found[0] >= wanted[0] and found[1:] == wanted[1:]
+        if found != wanted and not padded:
+            raise SlimxError(f"{path}: tensor {key} has shape {list(found)}, the model wants {list(wanted)}")
+    return Fit(path, per_layer)
+
+
+def expected_shapes(table: Table, *, per_layer: bool) -> dict[str, tuple[int, ...]]:
+    """Key and global shape of every tensor of the model, as Megatron-LM stacks layers and experts."""
+    out: dict[str, tuple[int, ...]] = {}
+    for part in MegatronLayout(table, Sizes()).parts():
+        name, shape = part.name, part.shape
+        if _EXPERT.search(name):
+            name, shape = _EXPERT.sub(r".experts.experts.\1.weight", name), (table.experts, *shape)
+        if not per_layer and _LAYER.match(name):
+            name, shape = _LAYER.sub("decoder.layers.", name), (table.layers, *shape)
+        out[name] = shape
+    return out

@@ -1,0 +1,166 @@
+"""Loading a torch_dist checkpoint under any layout. No byte of it is run as code.
+
+Tensors are read by torch with `weights_only`; so are `common.pt` and the objects of a rank, whose classes are numbers,
+strings, tensors and `argparse.Namespace`. `.metadata` goes through `slimx.models.safe_pickle`. Of a checkpoint that is
+not the run's own only tensors are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from slimx.errors import SlimxError
+from slimx.models.safe_pickle import read_metadata
+from slimx.trainer.checkpoint import state as states
+from slimx.trainer.model import unwrap
+
+_EXTRA = "_extra_state"
+"""fp8 scales of Transformer Engine's layers; absent where these layers are absent."""
+
+
+def restore(
+    path: Path, chunks: Sequence[Any], optimizer: Any, *, same_layout: bool, load_optimizer: bool = True
+) -> None:
+    """Read this rank's shards from `path`; collective. The random state belongs to a rank: it is read under the same
+    layout only. Without `load_optimizer` the moments begin anew from the weights.
+
+    Raises SlimxError naming the directory if the checkpoint does not fit or is damaged.
+    """
+    state: dict[str, Any] = states.model_state(chunks)
+    if load_optimizer:
+        state["optimizer"] = states.optimizer_state(optimizer, state, loading=True)
+    if same_layout:
+        state[states.RANDOM] = states.random_state()
+    try:
+        loaded = _load(state, path, tensors_only=False)
+        _fill(chunks, loaded)
+        if load_optimizer:
+            optimizer.load_state_dict(loaded["optimizer"])
+        else:
+            optimizer.reload_model_params()
+    # torch's reader raises many kinds, all of which mean that this checkpoint is unusable; one is a BaseException.
+    except (Exception, CheckpointException) as error:
+        raise _unusable(path, error) from error
+    if same_layout:
+        states.set_random_state(loaded[states.RANDOM])
+
+
+def load_weights(path: Path, chunks: Sequence[Any], *, per_layer: bool) -> None:
+    """Fill the model from the checkpoint in `path`, whoever wrote it; collective, before the optimizer is built.
+
+    `per_layer`: its keys number the layers (`decoder.layers.3.`) instead of stacking them.
+    """
+    try:
+        _fill(chunks, _load(states.model_state(chunks, non_homogeneous_layers=per_layer), path, tensors_only=True))
+    except (Exception, CheckpointException) as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: BaseException) -> SlimxError:
+    if isinstance(error, SlimxError):
+        return error
+    return SlimxError(f"{path}: the checkpoint cannot be loaded ({' '.join(str(error).split())[:300]})")
+
+
+def _fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+    for key, chunk in zip(states.chunk_keys(chunks), chunks, strict=True):
+        odd = unwrap(chunk).load_state_dict(loaded[key], strict=False)
+        if names := [name for name in (*odd.missing_keys, *odd.unexpected_keys) if _EXTRA not in name]:
+            raise SlimxError(f"{names[0]} is in the model or in the checkpoint, but not in both")
+
+
+def _load(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str, Any]:
+    metadata = read_metadata(path / ".metadata")
+    return dist_checkpointing.load(
+        state, str(path), _Tensors(metadata, tensors_only=tensors_only), _Common(skip=tensors_only)
+    )
+
+
+class _Common(TorchCommonLoadStrategy):
+    """`common.pt`; not read at all with `skip`."""
+
+    def __init__(self, *, skip: bool):
+        super().__init__()
+        self.skip = skip
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        if self.skip:
+            return {}
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(Path(checkpoint_dir) / "common.pt", map_location="cpu", weights_only=True)
+
+
+class _Tensors(TorchDistLoadShardedStrategy):
+    """megatron-core's loading with a reader and a planner that run no code."""
+
+    def __init__(self, metadata: Metadata, *, tensors_only: bool):
+        super().__init__()
+        self.metadata, self.tensors_only = metadata, tensors_only
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+        wanted, _ = extract_matching_values(sharded_state_dict, self._present)
+        tensors = [value for value in nested_values(wanted) if isinstance(value, ShardedTensor)]
+        flat, flat_mapping, renamed = _replace_state_dict_keys_with_sharded_keys(wanted)
+        target = mcore_to_pyt_state_dict(flat, is_loading=True)
+        torch_checkpoint.load(
+            target,
+            storage_reader=_Reader(checkpoint_dir, self.metadata),
+            planner=_Planner(
+                flatten_state_dict=False,
+                shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+                allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+            ),
+        )
+        found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in target.items()}
+        out = _replace_sharded_keys_with_state_dict_keys(found, flat_mapping, renamed)
+        _restore_dict_types(out, wanted)
+        return out
+
+    def _present(self, value: Any) -> bool:
+        """Whether it is asked of the checkpoint: everything but extra state that it does not have."""
+        if not isinstance(value, ShardedObject):
+            return True
+        return not self.tensors_only and (
+            _EXTRA not in value.key or value.unique_key in self.metadata.state_dict_metadata
+        )
+
+
+class _Reader(torch_checkpoint.FileSystemReader):
+    """Reads files by metadata that has been read already."""
+
+    def __init__(self, path: str | Path, metadata: Metadata):
+        super().__init__(path)
+        self._known = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._known
+
+
+class _Planner(MCoreLoadPlanner):
+    """Objects hold plain values, tensors and, in extra state of Transformer Engine, streams."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        with torch.serialization.safe_globals([io.BytesIO]):
+            self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

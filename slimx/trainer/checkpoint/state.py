@@ -1,0 +1,108 @@
+"""What is in a checkpoint: model, optimizer and random state as sharded tensors, under the keys of Megatron-LM 0.16."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from slimx.trainer.model import unwrap
+
+RANDOM = "random_state"
+VERSION = 3.0
+"""Megatron-LM's `checkpoint_version`: the order of query, key and value in a fused weight."""
+
+
+def metadata(**flags: bool) -> dict[str, Any]:
+    """What Megatron-LM tells `sharded_state_dict` by default; `flags` are added."""
+    return {
+        # One tensor per parameter, whatever the layout: optimizer state can be loaded under other parallel sizes.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        **flags,
+    }
+
+
+def chunk_keys(chunks: Sequence[Any]) -> list[str]:
+    """Keys of the model chunks: one is `model`, several (virtual pipeline stages) are `model0`, `model1`, ..."""
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def model_state(chunks: Sequence[Any], **flags: bool) -> dict[str, Any]:
+    """Sharded state of every chunk by its key."""
+    described = metadata(**flags)
+    return {
+        key: unwrap(chunk).sharded_state_dict(metadata=described)
+        for key, chunk in zip(chunk_keys(chunks), chunks, strict=True)
+    }
+
+
+def optimizer_state(optimizer: Any, model: dict[str, Any], *, loading: bool) -> Any:
+    """Sharded state of the optimizer; collective: each parameter's state is gathered over its data-parallel ranks."""
+    return optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=metadata())
+
+
+def common_state(chunks: Sequence[Any], step: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """What Megatron-LM reads before any tensor: the iteration, and the arguments that it compares with its own.
+
+    There is no `rng_state` (ours is one per rank, see `random_state`) and no `opt_param_scheduler` (ours is a function
+    of the step): Megatron-LM loads the weights with --finetune, or with --no-load-optim at the same iteration."""
+    config = unwrap(chunks[0]).config
+    plain = {k: v for k, v in vars(config).items() if isinstance(v, int | float | str | torch.dtype | None)}
+    arguments = argparse.Namespace(
+        **plain,
+        padded_vocab_size=unwrap(chunks[0]).vocab_size,
+        max_position_embeddings=unwrap(chunks[0]).max_sequence_length,
+        untie_embeddings_and_output_weights=not unwrap(chunks[0]).share_embeddings_and_output_weights,
+        add_position_embedding=False,
+        data_parallel_size=sizes["data"],
+        world_size=dist.get_world_size(),
+        iteration=step,
+        ckpt_format="torch_dist",
+        use_dist_ckpt=True,
+        no_save_rng=True,
+        no_save_optim=False,
+    )
+    described = {key: value for key, value in metadata().items() if key != "dp_cp_group"}
+    return {
+        "args": arguments,
+        "checkpoint_version": VERSION,
+        "iteration": step,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": described,
+    }
+
+
+def random_state() -> ShardedObject:
+    """Every generator of this rank, megatron-core's tensor-parallel ones included."""
+    # Plain numbers and tensors: loading them needs no class, so that no code can hide in them.
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": {name: value.clone() for name, value in get_cuda_rng_tracker().get_states().items()},
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+    }
+    return ShardedObject(RANDOM, state, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put every generator where `random_state` found it."""
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
