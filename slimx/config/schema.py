@@ -86,7 +86,11 @@ class Moe(Section):
 
 
 class Trainer(Section):
-    load: str | None = Field(None, description="Hugging Face directory of the initial weights; null: model.path")
+    load: str | None = Field(
+        None,
+        description="initial weights: a Hugging Face directory, or a Megatron-LM checkpoint (torch_dist) such as those "
+        "of slime, Miles and slimx itself; null: model.path",
+    )
     world_size: PositiveInt = Field(1, description="number of trainer ranks (processes; one GPU each on CUDA)")
     tensor: PositiveInt = Field(1, description="tensor parallel size (TP); sequence parallel follows it")
     pipeline: PositiveInt = Field(1, description="pipeline parallel size (PP)")
@@ -309,7 +313,31 @@ class Publish(Section):
 class Checkpoint(Section):
     every: Count = Field(0, description="steps between checkpoints; 0: only at the end")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep_every: Count = Field(0, description="checkpoints of every so many steps are kept for good; 0: none is")
+    asynchronous: bool = Field(
+        True, description="write files in the background from a copy in host memory, while the run goes on"
+    )
+    deadline: PositiveFloat = Field(1800, description="seconds until all files of a checkpoint must be on disk")
+    verify: Literal["size", "full"] = Field(
+        "full", description="before a checkpoint is loaded, compare its files' sizes only, or their digests too"
+    )
+    load_optimizer: bool = Field(
+        True, description="resume with the optimizer's state; false: weights and position only, moments begin anew"
+    )
     export_hf: bool = Field(False, description="write the final weights as a Hugging Face directory (RUN/hf)")
+    export_every: Count = Field(
+        0, description="steps between exports as Hugging Face directories (RUN/hf-NNNNNN, all kept); 0: none"
+    )
+
+    @model_validator(mode="after")
+    def _kept(self) -> Checkpoint:
+        if self.keep_every and (not self.every or self.keep_every % self.every):
+            raise ValueError(
+                f"checkpoint.keep_every is {self.keep_every}, but checkpoints are written "
+                + (f"every {self.every} steps" if self.every else "at the end only (checkpoint.every is 0)")
+                + "; make it a multiple of checkpoint.every"
+            )
+        return self
 
 
 class Eval(Section):
@@ -362,5 +390,5 @@ class Config(Section):
 
     @property
     def initial_weights(self) -> str:
-        """Hugging Face directory of the weights the run starts from."""
+        """Directory of the weights the run starts from, Hugging Face's or Megatron-LM's."""
         return self.trainer.load or self.model.path

@@ -14,6 +14,7 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, read_model
+from slimx.models.megatron_directory import check_fit, is_megatron
 from slimx.orchestration.cluster import device_of
 from slimx.preflight.layout import check_layout
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
@@ -45,7 +46,7 @@ def check_run(config: Config) -> Prepared:
     device = device_of(config)
     spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
     sizes = check_layout(config, spec)
-    CheckpointReader(config.initial_weights).check(spec.table)
+    _check_weights(Path(config.initial_weights), spec)
     hooks = load_hooks(config)
     for group in config.rollout.engines:
         model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)
@@ -81,6 +82,13 @@ def check_run(config: Config) -> Prepared:
         plans["publish"] = published.plan
     encoding = published.encoding if published is not None else "hf"
     return Prepared(spec, sizes, plans, encoding, hooks, tokenizer, prompts, eval_prompts)
+
+
+def _check_weights(path: Path, spec: ModelSpec) -> None:
+    if is_megatron(path):
+        check_fit(path, spec.table)
+    else:
+        CheckpointReader(path).check(spec.table)
 
 
 def _prompts(config: Config, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:

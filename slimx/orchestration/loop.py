@@ -67,10 +67,15 @@ async def train(run: Run) -> None:
         seconds = time.perf_counter() - began
         metrics["perf/tokens_per_second"] = train_batch.tokens / seconds
         run.record(metrics, batch.groups, seconds)
+        run.checkpoints.check()
         if run.due(config.checkpoint.every):
             await run.save()
+        if run.due(config.checkpoint.export_every):
+            await run.export(f"hf-{run.step:06d}")
     await run.save()
-    await run.export()
+    if config.checkpoint.export_hf:
+        await run.export("hf")
+    await run.finish_save()
 
 
 def prepare(run: Run, groups: list[Group]) -> TrainBatch:

@@ -23,6 +23,7 @@ from slimx.observability.live import LiveTable
 from slimx.observability.samples import Sample
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import Tracker
+from slimx.orchestration.checkpoints import Checkpoints, layout_of
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
@@ -73,7 +74,8 @@ class Run:
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
         self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
         self.rollouts = RolloutManager(config, source, maker, on_drop=self._drop)
-        self.eval_prompts, self.tokenizer, self.saves, self.records = eval_prompts, tokenizer, saves, records
+        self.eval_prompts, self.tokenizer, self.records = eval_prompts, tokenizer, records
+        self.checkpoints = Checkpoints(config, sizes, trainers, saves, records.timeline, records.table.note)
         self.encoding: Encoding = encoding
         self.transport = make_transport(trainers, config, self.directory / "logs")
         self.publisher = None
@@ -197,42 +199,37 @@ class Run:
         """Write a checkpoint of the present step, unless this step has one."""
         if self._saved_step == self.step:
             return
+        with self.phase("save_wait"):
+            await self.checkpoints.settle()
         with self.phase("save"):
-            partial = self.saves.begin(self.step)
-            rollouts = self.rollouts.state()
-            await self.trainers.save(partial / "trainer")
-            layout = json.loads(json.dumps(asdict(self.sizes)))
-            path = await asyncio.to_thread(
-                self.saves.commit, partial, RunState(self.step, self.version, layout, rollouts)
+            await self.checkpoints.save(
+                RunState(
+                    step=self.step,
+                    version=self.version,
+                    layout=layout_of(self.sizes),
+                    distributed_optimizer=self.config.trainer.distributed_optimizer,
+                    rollouts=self.rollouts.state(),
+                )
             )
         self._saved_step = self.step
-        self.records.table.note(f"checkpoint {path}")
+
+    async def finish_save(self) -> None:
+        """Wait until the last checkpoint is on disk."""
+        with self.phase("save_wait"):
+            await self.checkpoints.settle()
 
     async def restore(self, path: Path, state: RunState) -> None:
         """Continue from the checkpoint in `path`."""
-        layout = json.loads(json.dumps(asdict(self.sizes)))  # tuples as run.json holds them
-        if (state.layout["expert"] > 1) != (layout["expert"] > 1):
-            raise SlimxError(
-                f"{path} was written with trainer.expert={state.layout['expert']}; megatron-core cannot bring its "
-                f"optimizer state to trainer.expert={layout['expert']} (only between sizes above 1): keep the size, or "
-                "start a new run from exported weights (checkpoint.export_hf)"
-            )
-        await self.trainers.restore(path / "trainer", same_layout=state.layout == layout)
+        await self.checkpoints.restore(path, state)
         self.step, self.version = state.step, state.version
         self._saved_step = state.step
         self.maker.version = state.version
         self.rollouts.restore(state.rollouts)
 
-    async def export(self) -> None:
-        """Write the final weights as a Hugging Face directory, if `checkpoint.export_hf` asks for it."""
-        if not self.config.checkpoint.export_hf:
-            return
+    async def export(self, name: str) -> None:
+        """Write the present weights as the Hugging Face directory `name` in the run's own."""
         with self.phase("export"):
-            target = self.directory / "hf"
-            partial = self.saves.begin_export(target)
-            await self.trainers.export(partial)
-            self.saves.commit_export(partial, target)
-        self.records.table.note(f"weights {target}")
+            await self.checkpoints.export(self.directory / name)
 
     # Records
     # -------------------------------------------------------------------------------------------------------------

@@ -1,18 +1,20 @@
 """Checkpoints of a run: a directory is complete or it does not exist.
 
-    RUN/checkpoints/step-000040/
-        trainer/        model, optimizer and random state (torch_dist)
-        run.json        step, version, layout, cursor of the prompts
-        tickets.bin     admitted prompts and the groups that are generated but not trained
-        COMPLETE        written last, before the directory gets its name
+    RUN/checkpoints/
+        latest_checkpointed_iteration.txt    the newest complete one, for Megatron-LM
+        iter_0000040/
+            .metadata  common.pt  *.distcp   model, optimizer and random state (torch_dist, as Megatron-LM lays it out)
+            slimx/run.json                   step, version, layout, cursor of the prompts
+            slimx/tickets.bin                admitted prompts and the groups that are generated but not trained
+            slimx/manifest.json              size and digest of every file; written last, then the directory is named
 
-A save writes into `step-000040.partial` and renames it when all is on disk: a kill in between leaves the last good one.
+A save writes into `iter_0000040.partial` and renames it when all is on disk: a kill in between leaves the last good
+one.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -21,9 +23,12 @@ from typing import Any
 
 from slimx.data.codec import decode, encode
 from slimx.errors import SlimxError
+from slimx.models.megatron_directory import TRACKER, iteration_name
 from slimx.rollout.manager import SavedTicket
+from slimx.trainer.checkpoint.files import MANIFEST, REPORTS, FileRecord, sync, write, write_manifest
 
-_NAME = re.compile(r"step-(\d{6,})")
+_NAME = re.compile(r"iter_(\d{7,})")
+_RUN, _TICKETS = "slimx/run.json", "slimx/tickets.bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +39,27 @@ class RunState:
     """Optimizer steps done."""
     version: int
     """Weight version of the engines."""
-    layout: dict[str, int]
+    layout: dict[str, Any]
     """Parallel sizes that wrote the checkpoint."""
+    distributed_optimizer: bool
+    """Whether the optimizer's state was sharded over data-parallel ranks: the two kinds are kept in different forms."""
     rollouts: dict[str, Any]
     """`RolloutManager.state()`."""
+
+    def files(self) -> dict[str, bytes]:
+        """The state as the files that hold it, by path in the checkpoint."""
+        rollouts = dict(self.rollouts)
+        tickets = rollouts.pop("tickets", [])
+        fields = {**asdict(self), "rollouts": rollouts}
+        return {_RUN: json.dumps(fields, indent=1).encode(), _TICKETS: encode(tickets)}
 
 
 class Saves:
     """The checkpoints of one run directory."""
 
-    def __init__(self, directory: Path, *, keep: int):
-        self.directory, self.keep = directory, keep
+    def __init__(self, directory: Path, *, keep: int, keep_every: int = 0):
+        """`keep`: newest ones that stay. `keep_every`: multiples of this step stay for good; 0: none does."""
+        self.directory, self.keep, self.keep_every = directory, keep, keep_every
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -52,26 +67,29 @@ class Saves:
         return done[-1][1] if done else None
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write step `step` into; what an interrupted save left is removed."""
-        partial = self.directory / f"step-{step:06d}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "trainer").mkdir(parents=True)
+        """An empty directory to write step `step` into; what interrupted saves left is removed."""
+        for left in self.directory.glob("iter_*.partial"):
+            shutil.rmtree(left)
+        partial = self.directory / f"{iteration_name(step)}.partial"
+        (partial / REPORTS).mkdir(parents=True)
         return partial
 
-    def commit(self, partial: Path, state: RunState) -> Path:
-        """Add the run's state, make the directory complete under its name, and remove checkpoints beyond `keep`."""
-        rollouts = dict(state.rollouts)
-        tickets = rollouts.pop("tickets", [])
-        _write(partial / "tickets.bin", encode(tickets))
-        _write(partial / "run.json", json.dumps({**asdict(state), "rollouts": rollouts}, indent=1).encode())
-        _write(partial / "COMPLETE", b"")
-        _sync(partial)
+    def commit(self, partial: Path, own: dict[str, bytes], written: dict[str, FileRecord]) -> Path:
+        """Add the run's `own` files to those that trainers have `written`, make the directory complete under its name,
+        and remove checkpoints that are not kept."""
+        shutil.rmtree(partial / REPORTS)
+        records = {name: write(partial / name, data) for name, data in own.items()}
+        write_manifest(partial, written | records)
+        sync(partial / "slimx")
+        sync(partial)
         final = partial.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _sync(self.directory)
-        for _, old in sorted(self._complete())[: -self.keep]:
-            shutil.rmtree(old)
+        self._track(final)
+        kept = {path for _, path in sorted(self._complete())[-self.keep :]}
+        for step, path in self._complete():
+            if path not in kept and not (self.keep_every and step % self.keep_every == 0):
+                shutil.rmtree(path)
         return final
 
     def begin_export(self, target: Path) -> Path:
@@ -83,42 +101,35 @@ class Saves:
 
     def commit_export(self, partial: Path, target: Path) -> None:
         """Give a finished export its name, in place of an older one."""
-        _sync(partial)
+        sync(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
+
+    def _track(self, newest: Path) -> None:
+        """Tell Megatron-LM which one is the newest; a kill before that leaves it the one before, which still exists."""
+        match = re.fullmatch(_NAME, newest.name)
+        assert match is not None
+        partial = self.directory / f"{TRACKER}.partial"
+        write(partial, str(int(match[1])).encode())
+        partial.rename(self.directory / TRACKER)
+        sync(self.directory)
 
     def _complete(self) -> list[tuple[int, Path]]:
         if not self.directory.is_dir():
             return []
         found = [(re.fullmatch(_NAME, path.name), path) for path in self.directory.iterdir()]
-        return [(int(match[1]), path) for match, path in found if match and (path / "COMPLETE").is_file()]
+        return [(int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file()]
 
 
 def read_state(path: Path) -> RunState:
     """The run's state in checkpoint `path`. Raises SlimxError naming a damaged file."""
     try:
-        fields = json.loads((path / "run.json").read_text())
-        tickets = decode(list[SavedTicket], (path / "tickets.bin").read_bytes())
+        fields = json.loads((path / _RUN).read_text())
+        tickets = decode(list[SavedTicket], (path / _TICKETS).read_bytes())
         fields["rollouts"]["tickets"] = tickets
         return RunState(**fields)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SlimxError(
             f"{path}: the checkpoint's run.json or tickets.bin is damaged ({error}); remove the directory"
         ) from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """Bring the directory's entries to disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

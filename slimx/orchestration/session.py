@@ -22,6 +22,7 @@ from slimx.observability.live import RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.report import write_report
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import make_tracker
+from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.engines import EngineGroup
@@ -37,11 +38,15 @@ def run_training(config: Config, console: Console) -> Path:
     """Check, start, train, stop; returns the run's directory. Raises SlimxError, or Interrupted after a stop."""
     prepared = check_run(config)
     directory = Path(config.run.dir)
-    saves = Saves(directory / "checkpoints", keep=config.checkpoint.keep)
+    options = config.checkpoint
+    saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
     resume_from = _resume_point(config, directory, saves)
-    if resume_from is not None and _finished(config, directory, read_state(resume_from)):
-        console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
-        return directory
+    if resume_from is not None:
+        state = read_state(resume_from)
+        if _finished(config, directory, state):
+            console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
+            return directory
+        check_resume(config, prepared.sizes, resume_from, state)
     directory.mkdir(parents=True, exist_ok=True)
     with _only_process_in(directory):
         (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
@@ -161,6 +166,7 @@ async def _session(
         )
         stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)
+        stack.push_async_callback(run.checkpoints.stop)
         if engines is not None:
             engines.members.watch()
         if state is not None and resume_from is not None:

@@ -69,11 +69,17 @@ class TrainerGroup:
         results = await self._all("measure_gap", self._shards(batch, version), "the measurement of the log-prob gap")
         return results[self._reporter()]
 
-    async def save(self, path: Path) -> None:
-        await self._all("save", [(str(path),)] * self.sizes.world, f"the checkpoint {path}")
+    async def save(self, path: Path, *, step: int) -> None:
+        """Have all ranks copy their state and start writing it; their reports in `path` tell the rest."""
+        await self._all("save", [(str(path), step)] * self.sizes.world, f"the copy of the state for {path}")
 
-    async def restore(self, path: Path, *, same_layout: bool) -> None:
-        await self._all("restore", [(str(path), same_layout)] * self.sizes.world, f"loading the checkpoint {path}")
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
+        arguments = [(str(path), same_layout, load_optimizer)] * self.sizes.world
+        await self._all("restore", arguments, f"loading the checkpoint {path}")
+
+    async def check_files(self, path: Path, shares: list[bytes]) -> None:
+        """Have every rank compare its share of the files in `path` with their records."""
+        await self._all("check_files", [(str(path), share) for share in shares], f"reading the files of {path}")
 
     async def export(self, directory: Path) -> None:
         """Write the present weights into `directory`, an empty one, as Hugging Face files."""

@@ -13,8 +13,11 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
-from slimx.trainer import checkpoint
+from slimx.models.megatron_directory import check_fit, is_megatron
 from slimx.trainer.backends import choose_backends, installed
+from slimx.trainer.checkpoint.load import load_weights, restore
+from slimx.trainer.checkpoint.save import Saver
+from slimx.trainer.checkpoint.state import full_state
 from slimx.trainer.context import ContextShard
 from slimx.trainer.forward_backward import Pipeline, sum_gradients
 from slimx.trainer.metrics import gap_metrics, reduce
@@ -34,13 +37,19 @@ class Trainer:
         self.chunks = build_model(spec, config, self.backends, device=parallel.device)
         modules = [unwrap(chunk) for chunk in self.chunks]
         self.weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
-        self.weights.load(config.initial_weights)
+        self._load_weights(Path(config.initial_weights))
         self.reference = self.weights.snapshot() if config.algorithm.reference else None
         self.optimizer = build_optimizer(config, self.chunks)
         self.loss = make_loss(config.algorithm)
         self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.pipeline = Pipeline(self.chunks, parallel.device)
         self.routes = RouteRecorder(modules, parallel.tensor_group)
+        self.saver = Saver(
+            rank=parallel.rank,
+            world=parallel.sizes.world,
+            group=parallel.host_group,
+            deadline_s=config.checkpoint.deadline,
+        )
         settings = self.chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = self.optimizer.scale_loss
@@ -83,13 +92,14 @@ class Trainer:
             values = self.pipeline.logprobs(batches)
         return self._metrics(batches, [({}, v) for v in values], version)
 
-    def save(self, path: str) -> None:
-        """Write this rank's part of a checkpoint into `path`."""
-        checkpoint.save(Path(path), self.chunks, self.optimizer)
+    def save(self, path: str, *, step: int) -> None:
+        """Copy the state after optimizer step `step` and start writing this rank's part of it into `path`."""
+        state = full_state(self.chunks, self.optimizer, step=step, data_size=self.parallel.sizes.data)
+        self.saver.begin(Path(path), state)
 
-    def restore(self, path: str, *, same_layout: bool) -> None:
+    def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:
         """Continue from the checkpoint in `path`."""
-        checkpoint.restore(Path(path), self.chunks, self.optimizer, same_layout=same_layout)
+        restore(Path(path), self.chunks, self.optimizer, same_layout=same_layout, load_optimizer=load_optimizer)
 
     def offload(self) -> None:
         """Give device memory back while engines generate. Frees cached blocks on CUDA, nothing on the CPU."""
@@ -102,6 +112,13 @@ class Trainer:
     def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """This context-parallel rank's tokens of each micro-batch."""
         return [self.context.take(batch) for batch in batches]
+
+    def _load_weights(self, path: Path) -> None:
+        if is_megatron(path):
+            fit = check_fit(path, self.weights.spec.table)
+            load_weights(fit.path, self.chunks, per_layer=fit.per_layer)
+        else:
+            self.weights.load(str(path))
 
     def _reference_logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor] | None:
         if self.reference is None:

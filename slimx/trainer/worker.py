@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from slimx.ports import free_port
@@ -70,11 +71,17 @@ class TrainerWorker:
     def measure_gap(self, batches: Any, version: int) -> dict[str, float]:
         return self._trainer.measure_gap(batches, version=version)
 
-    def save(self, path: str) -> None:
-        self._trainer.save(path)
+    def save(self, path: str, step: int) -> None:
+        self._trainer.save(path, step=step)
 
-    def restore(self, path: str, same_layout: bool) -> None:
-        self._trainer.restore(path, same_layout=same_layout)
+    def restore(self, path: str, same_layout: bool, load_optimizer: bool) -> None:
+        self._trainer.restore(path, same_layout=same_layout, load_optimizer=load_optimizer)
+
+    def check_files(self, path: str, records: bytes) -> None:
+        """Compare files of the checkpoint `path` with their records, name by name; raises SlimxError naming one."""
+        from slimx.trainer.checkpoint.files import check_digests, decode_records
+
+        check_digests(Path(path), decode_records(records))
 
     # Weights leave by a plan ("publish" or "export"), bucket by bucket ---------------------------------------------
 

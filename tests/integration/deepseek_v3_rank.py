@@ -134,9 +134,8 @@ class Rank:
         import torch
 
         path = self.out / f"{self.case}.checkpoint"
-        path.mkdir(exist_ok=True)
-        self.parallel.host_group.barrier().wait()
-        trainer.save(str(path))
+        begin_save(trainer, path, step=0)
+        finish_save(trainer, path)
         with torch.no_grad():
             for tensor in trainer.weights.parameters.values():
                 tensor.add_(1.0)

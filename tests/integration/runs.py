@@ -130,4 +130,4 @@ def completed_steps(directory: Path) -> int:
 
 def saved_tickets(checkpoint: Path) -> list[SavedTicket]:
     """The tickets in a checkpoint."""
-    return decode(list[SavedTicket], (checkpoint / "tickets.bin").read_bytes())
+    return decode(list[SavedTicket], (checkpoint / "slimx" / "tickets.bin").read_bytes())

@@ -107,11 +107,12 @@ def test_killed_while_it_saves_a_run_at_normal_concurrency_resumes_with_the_same
     config = _config(directory, tiny_model, task, concurrency=64)
     first = TrainProcess(config)
     checkpoints = directory / "run" / "checkpoints"
-    first.until(lambda: (checkpoints / "step-000004.partial" / "trainer").exists())
+    first.until(lambda: (checkpoints / "iter_0000004.partial").exists())
     first.kill(signal.SIGKILL)
     first.wait()
     first.assert_nothing_left()
-    assert [path.name for path in checkpoints.glob("step-??????")] == ["step-000002"]
+    assert [path.name for path in checkpoints.glob("iter_???????")] == ["iter_0000002"]
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "2"
     second = TrainProcess(config)
     assert second.wait() == 0, second.text()
     assert "resumed at step 2" in second.text()

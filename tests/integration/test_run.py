@@ -38,13 +38,14 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 5)
+    run.until((tmp_path / "run" / "checkpoints" / "iter_0000004").exists)
     _ends_in_order(run, signal.SIGTERM, 143)
     rows = steps(tmp_path / "run")
     assert [rows[step]["staleness/max"] for step in range(1, 6)] == [0, 1, 1, 1, 1]
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5 and row["gap/tokens_unexplained"] == 0
         assert row["kl/reference"] >= 0
-    tickets = saved_tickets(tmp_path / "run" / "checkpoints" / "step-000004")
+    tickets = saved_tickets(tmp_path / "run" / "checkpoints" / "iter_0000004")
     assert len(tickets) == 4  # the batch that was in flight is kept
     trajectories = [t for ticket in tickets if ticket.group for t in ticket.group.trajectories]
     two_turns = [t for t in trajectories if [span.source for span in t.spans].count("sampled") == 2]

@@ -25,6 +25,7 @@ from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.codec import load_groups
 from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
+from tests.integration.saving import begin_save, finish_save
 from slimx.data.weights import loss_weights
 
 STEPS = 10
@@ -217,11 +218,9 @@ class Rank:
     def checkpoint(self, trainer: Any) -> None:
         """Save, go on, come back, go on again."""
         path = Path(self.job["checkpoint"])
-        if self.rank == 0:
-            path.mkdir()
-        self.barrier()
-        trainer.save(str(path))
-        self.said["after_save"] = self.next_steps(trainer)
+        begin_save(trainer, path, step=STEPS)
+        self.said["after_save"] = self.next_steps(trainer)  # while the files are written
+        finish_save(trainer, path)
         trainer.restore(str(path), same_layout=True)
         self.said["after_restore"] = self.next_steps(trainer)
 

@@ -360,9 +360,9 @@ def test_a_second_process_in_the_same_run_directory_is_refused(command, file, tm
 
 
 def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(command, file, tmp_path):
-    checkpoint = tmp_path / "old" / "checkpoints" / "step-000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "COMPLETE").touch()
+    checkpoint = tmp_path / "old" / "checkpoints" / "iter_0000002"
+    (checkpoint / "slimx").mkdir(parents=True)
+    (checkpoint / "slimx" / "manifest.json").write_text("{}")
     with pytest.raises(Started):
         command.run(file, f"run.dir={tmp_path}/old", "run.resume=never")
     assert "run.json or tickets.bin is damaged" in command.refuses(file, f"run.dir={tmp_path}/old")

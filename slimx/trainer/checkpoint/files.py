@@ -1,9 +1,9 @@
 """The files of a checkpoint: what each rank reports as written, and the manifest by which a reader checks them.
 
-    iter_0000012/
-        .metadata  metadata.json  common.pt  __0_0.distcp ...    torch_dist, as Megatron-LM names them
-        slimx/manifest.json                                      size and xxHash of every file, written last
-        slimx/reports/rank-00000.json                            while it is being written, removed at the commit
+iter_0000012/
+    .metadata  metadata.json  common.pt  __0_0.distcp ...    torch_dist, as Megatron-LM names them
+    slimx/manifest.json                                      size and xxHash of every file, written last
+    slimx/reports/rank-00000.json or .failed                 while it is being written, removed at the commit
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one rank has brought to disk, or why it could not."""
+    """What one rank has brought to disk."""
 
-    files: dict[str, FileRecord] = {}
-    items: list[Item] = []
-    failure: str | None = None
+    files: dict[str, FileRecord]
+    """By path relative to the checkpoint."""
+    items: list[Item]
 
 
 def record(path: Path) -> FileRecord:
@@ -82,41 +82,63 @@ def sync(directory: Path) -> None:
 
 
 def write_report(directory: Path, rank: int, report: Report) -> None:
-    """Tell the others, at once whole: it gets its name when it is on disk."""
-    path = directory / REPORTS / _name(rank)
-    partial = path.with_suffix(".partial")
-    write(partial, msgspec.json.encode(report))
+    """Tell the others that this rank is done."""
+    _publish(_report(directory, rank), msgspec.json.encode(report))
+
+
+def write_failure(directory: Path, rank: int, reason: str) -> None:
+    """Tell the others that this rank could not write its part, and why."""
+    _publish(_report(directory, rank).with_suffix(".failed"), reason.encode())
+
+
+def unreported(directory: Path, ranks: Iterable[int]) -> list[int]:
+    """Those of `ranks` that are still writing. Raises SlimxError with the reason of a rank that failed."""
+    # One look at the directory: a network file system remembers for a while that a single file was not there.
+    present = {entry.name for entry in os.scandir(directory / REPORTS)}
+    for name in sorted(present):
+        if name.endswith(".failed"):
+            reason = (directory / REPORTS / name).read_text()
+            rank = int(name.removeprefix("rank-").removesuffix(".failed"))
+            raise SlimxError(f"{directory}: trainer rank {rank} could not write its part of the checkpoint ({reason})")
+    return [rank for rank in ranks if _report(directory, rank).name not in present]
+
+
+def read_report(directory: Path, rank: int) -> Report:
+    """What `rank` has told."""
+    return msgspec.json.decode(_report(directory, rank).read_bytes(), type=Report)
+
+
+def _report(directory: Path, rank: int) -> Path:
+    return directory / REPORTS / f"rank-{rank:05d}.json"
+
+
+def _publish(path: Path, data: bytes) -> None:
+    """A file that others see whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    write(partial, data)
     partial.rename(path)
 
 
-def read_reports(directory: Path, ranks: Iterable[int]) -> dict[int, Report]:
-    """The reports of those `ranks` that have written one. Raises SlimxError with the reason of a rank that failed."""
-    # One look at the directory: a network file system remembers for a while that a single file was not there.
-    present = {entry.name for entry in os.scandir(directory / REPORTS)}
-    out = {}
-    for rank in ranks:
-        if _name(rank) in present:
-            report = msgspec.json.decode((directory / REPORTS / _name(rank)).read_bytes(), type=Report)
-            if report.failure is not None:
-                raise SlimxError(f"{directory}: trainer rank {rank} could not write its part ({report.failure})")
-            out[rank] = report
-    return out
+def encode_records(files: dict[str, FileRecord]) -> bytes:
+    """Records by name, as text."""
+    return msgspec.json.format(msgspec.json.encode(files), indent=1)
 
 
-def _name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
+def decode_records(text: bytes) -> dict[str, FileRecord]:
+    """What `encode_records` wrote. Raises msgspec.DecodeError."""
+    return msgspec.json.decode(text, type=dict[str, FileRecord])
 
 
 def write_manifest(directory: Path, files: dict[str, FileRecord]) -> None:
     """The mark of a complete checkpoint; `files` by path relative to `directory`."""
-    write(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(files), indent=1))
+    write(directory / MANIFEST, encode_records(files))
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
     """The files of a checkpoint. Raises SlimxError if the manifest is damaged."""
     path = directory / MANIFEST
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, FileRecord])
+        return decode_records(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise SlimxError(f"{path}: damaged ({error}); remove {directory} to continue from the one before") from error
 

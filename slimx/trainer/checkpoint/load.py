@@ -163,4 +163,4 @@ class _Planner(MCoreLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         with torch.serialization.safe_globals([io.BytesIO]):
-            self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+            self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

@@ -17,7 +17,7 @@ import dataclasses
 import io
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +115,11 @@ class Saver:
                 report = self._complete(directory, report, common)
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            report = files.Report(failure=reason[:500])
-        files.write_report(directory, self.rank, report)
+            files.write_failure(directory, self.rank, reason[:500])
+        else:
+            files.write_report(directory, self.rank, report)
 
-    def _write_shards(
-        self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content]
-    ) -> files.Report:
+    def _write_shards(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content]) -> files.Report:
         # Nothing is copied ahead: it is on the host already.
         writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(self.rank == 0, rank=self.rank, use_collectives=False)
@@ -130,9 +129,11 @@ class Saver:
 
     def _complete(self, directory: Path, own: files.Report, common: bytes) -> files.Report:
         """What rank 0 adds: the other ranks' places in `.metadata`, the state that no rank splits, and the format."""
-        reports = wait_for_reports(directory, range(1, self.world), self.deadline_s)
+        others = range(1, self.world)
+        self._await(directory, others)
         assert self._metadata is not None
-        places = [[_result(item) for item in report.items] for report in (own, *reports.values())]
+        reports = [own, *(files.read_report(directory, rank) for rank in others)]
+        places = [[_result(item) for item in report.items] for report in reports]
         # finish fills its argument in; the kept one must not change under a reader.
         FileSystemWriter(directory, sync_files=True).finish(dataclasses.replace(self._metadata), places)
         files.write(directory / "common.pt", common)
@@ -140,18 +141,13 @@ class Saver:
         added = {name: files.record(directory / name) for name in (".metadata", "common.pt", "metadata.json")}
         return files.Report(own.files | added, own.items)
 
-
-def wait_for_reports(
-    directory: Path, ranks: range, deadline_s: float, sleep: Callable[[float], None] = time.sleep
-) -> dict[int, files.Report]:
-    """The reports of `ranks`. Raises SlimxError for a rank that failed, DeadlineError naming those that say nothing."""
-    end = time.monotonic() + deadline_s
-    while len(reports := files.read_reports(directory, ranks)) < len(ranks):
-        if time.monotonic() > end:
-            missing = [f"trainer rank {rank}" for rank in ranks if rank not in reports]
-            raise DeadlineError(f"the files of the checkpoint {directory}", deadline_s, ", ".join(missing))
-        sleep(_POLL_S)
-    return reports
+    def _await(self, directory: Path, ranks: range) -> None:
+        end = time.monotonic() + self.deadline_s
+        while missing := files.unreported(directory, ranks):
+            if time.monotonic() > end:
+                late = ", ".join(f"trainer rank {rank}" for rank in missing)
+                raise DeadlineError(f"the files of the checkpoint {directory}", self.deadline_s, late)
+            time.sleep(_POLL_S)
 
 
 class HostCopies:

@@ -53,7 +53,15 @@ def optimizer_state(optimizer: Any, model: dict[str, Any], *, loading: bool) -> 
     return optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=metadata())
 
 
-def common_state(chunks: Sequence[Any], step: int, sizes: dict[str, int]) -> dict[str, Any]:
+def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: int) -> dict[str, Any]:
+    """All of a checkpoint after optimizer step `step`; collective."""
+    state = model_state(chunks)
+    state["optimizer"] = optimizer_state(optimizer, state, loading=False)
+    state[RANDOM] = random_state()
+    return state | common_state(chunks, step, data_size)
+
+
+def common_state(chunks: Sequence[Any], step: int, data_size: int) -> dict[str, Any]:
     """What Megatron-LM reads before any tensor: the iteration, and the arguments that it compares with its own.
 
     There is no `rng_state` (ours is one per rank, see `random_state`) and no `opt_param_scheduler` (ours is a function
@@ -66,7 +74,7 @@ def common_state(chunks: Sequence[Any], step: int, sizes: dict[str, int]) -> dic
         max_position_embeddings=unwrap(chunks[0]).max_sequence_length,
         untie_embeddings_and_output_weights=not unwrap(chunks[0]).share_embeddings_and_output_weights,
         add_position_embedding=False,
-        data_parallel_size=sizes["data"],
+        data_parallel_size=data_size,
         world_size=dist.get_world_size(),
         iteration=step,
         ckpt_format="torch_dist",

@@ -1,0 +1,178 @@
+"""The checkpoints of a running run: saving while it goes on, checking before it loads, exporting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.errors import DeadlineError, SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.observability.timeline import Timeline
+from slimx.orchestration.saves import RunState, Saves
+from slimx.orchestration.trainers import TrainerGroup
+from slimx.trainer.checkpoint import files
+from slimx.trainer.checkpoint.files import FileRecord
+
+_POLL_S = 0.1
+_PORTION = 8 * 2**30
+"""Bytes that one rank reads before it tells how far it is."""
+
+
+class Checkpoints:
+    """Saves, loads and exports. At most one save is being written: the next one waits for it."""
+
+    def __init__(
+        self,
+        config: Config,
+        sizes: Sizes,
+        trainers: TrainerGroup,
+        saves: Saves,
+        timeline: Timeline,
+        note: Callable[[str], None],
+    ):
+        self.config, self.sizes, self.trainers, self.saves = config, sizes, trainers, saves
+        self.timeline, self.note = timeline, note
+        self._writing: asyncio.Task[None] | None = None
+
+    # Saving -----------------------------------------------------------------------------------------------------------
+
+    async def save(self, state: RunState) -> None:
+        """Write a checkpoint of `state` and of the trainers as they are now; returns when both may change again.
+
+        With `checkpoint.asynchronous` the files are written behind the run's back; `check` and `settle` tell how that
+        went."""
+        await self.settle()
+        partial = self.saves.begin(state.step)
+        # Bytes of this moment: groups go on arriving while the files are written.
+        own = await asyncio.to_thread(state.files)
+        await self.trainers.save(partial, step=state.step)
+        self._writing = asyncio.create_task(self._write(partial, own))
+        if not self.config.checkpoint.asynchronous:
+            await self.settle()
+
+    def check(self) -> None:
+        """Raises what went wrong with the save in the background, if anything has."""
+        if self._writing is not None and self._writing.done():
+            done, self._writing = self._writing, None
+            done.result()
+
+    async def settle(self) -> None:
+        """Wait until nothing is being written. Raises what went wrong."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+            self.check()
+
+    async def stop(self) -> None:
+        """Leave a save that is not finished to itself: its directory never gets its name."""
+        if self._writing is not None:
+            self._writing.cancel()
+            with suppress(asyncio.CancelledError, SlimxError, OSError):
+                await self._writing
+
+    async def _write(self, partial: Path, own: dict[str, bytes]) -> None:
+        with self.timeline.phase("checkpoint", track="checkpoint"):
+            began, ranks = time.monotonic(), range(self.sizes.world)
+            while missing := await asyncio.to_thread(files.unreported, partial, ranks):
+                if time.monotonic() - began > self.config.checkpoint.deadline:
+                    late = ", ".join(f"trainer rank {rank}" for rank in missing)
+                    raise DeadlineError(f"the files of {partial}", self.config.checkpoint.deadline, late)
+                await asyncio.sleep(_POLL_S)
+            path = await asyncio.to_thread(self._commit, partial, own)
+        self.note(f"checkpoint {path}")
+
+    def _commit(self, partial: Path, own: dict[str, bytes]) -> Path:
+        written: dict[str, FileRecord] = {}
+        for rank in range(self.sizes.world):
+            written |= files.read_report(partial, rank).files
+        return self.saves.commit(partial, own, written)
+
+    # Loading ----------------------------------------------------------------------------------------------------------
+
+    async def restore(self, path: Path, state: RunState) -> None:
+        """Bring the trainers to the checkpoint `path`, of which `check_resume` has found that it can be."""
+        options = self.config.checkpoint
+        if options.verify == "full":
+            await self._verify(path)
+        same = state.layout == layout_of(self.sizes)
+        await self.trainers.restore(path, same_layout=same, load_optimizer=options.load_optimizer)
+        if not options.load_optimizer:
+            self.note(f"checkpoint.load_optimizer is false: the moments begin anew, only weights come from {path}")
+
+    async def _verify(self, path: Path) -> None:
+        """Compare every byte with what was written; ranks read their shares at once."""
+        records = files.read_manifest(path)
+        total, done = sum(record.size for record in records.values()), 0
+        for shares in _portions(records, self.sizes.world):
+            await self.trainers.check_files(path, [files.encode_records(share) for share in shares])
+            done += sum(record.size for share in shares for record in share.values())
+            if total > _PORTION:
+                self.note(f"verified {done / 2**30:.0f} of {total / 2**30:.0f} GiB of {path}")
+
+    # Exports ----------------------------------------------------------------------------------------------------------
+
+    async def export(self, target: Path) -> None:
+        """Write the present weights as the Hugging Face directory `target`; it is complete or it does not exist."""
+        partial = self.saves.begin_export(target)
+        await self.trainers.export(partial)
+        await asyncio.to_thread(self.saves.commit_export, partial, target)
+        self.note(f"weights {target}")
+
+
+def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[str, FileRecord]]]:
+    """Per round one share for each rank, of about `_PORTION` bytes; the largest files first, to the rank with least."""
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for name in sorted(records, key=lambda name: (-records[name].size, name)):
+        rank = load.index(min(load))
+        shares[rank].append(name)
+        load[rank] += records[name].size
+    while any(shares):
+        round_: list[dict[str, FileRecord]] = []
+        for names in shares:
+            taken, size = {}, 0
+            while names and size < _PORTION:
+                name = names.pop(0)
+                taken[name] = records[name]
+                size += records[name].size
+            round_.append(taken)
+        yield round_
+
+
+def layout_of(sizes: Sizes) -> dict[str, Any]:
+    """Parallel sizes as a checkpoint keeps them."""
+    return json.loads(json.dumps(asdict(sizes)))  # tuples become the lists that run.json gives back
+
+
+def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState) -> None:
+    """Whether checkpoint `path` can be continued under this configuration, before anything is started.
+
+    Raises SlimxError naming both layouts, or a file that is missing or has another size."""
+    files.check_sizes(path, files.read_manifest(path))
+    if not config.checkpoint.load_optimizer:
+        return
+    there, here = state.layout, layout_of(sizes)
+    refused = None
+    if (there["expert"] > 1) != (here["expert"] > 1):
+        refused = "between trainer.expert=1 and larger sizes (only among the larger ones)"
+    elif state.distributed_optimizer != config.trainer.distributed_optimizer:
+        refused = "between trainer.distributed_optimizer=true and false"
+    if refused:
+        raise SlimxError(
+            f"{path} was written with {_words(there, state.distributed_optimizer)}, this run has "
+            f"{_words(here, config.trainer.distributed_optimizer)}: megatron-core does not move optimizer state "
+            f"{refused}; keep that, or set checkpoint.load_optimizer=false to go on with new moments"
+        )
+
+
+def _words(layout: dict[str, Any], distributed: bool) -> str:
+    return (
+        "TP{tensor} PP{pipeline} VPP{virtual} CP{context} DP{data} EP{expert} ETP{expert_tensor}".format(**layout)
+        + f" and {'a' if distributed else 'no'} distributed optimizer"
+    )

@@ -1,0 +1,25 @@
+"""What the driver does around `Trainer.save`, for ranks that run without one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from slimx.trainer.checkpoint import files
+
+
+def begin_save(trainer: Any, path: Path, *, step: int) -> None:
+    """Make the directory and start the save; collective. What follows may change the trainer."""
+    if trainer.parallel.rank == 0:
+        (path / files.REPORTS).mkdir(parents=True)
+    trainer.parallel.host_group.barrier().wait()
+    trainer.save(str(path), step=step)
+
+
+def finish_save(trainer: Any, path: Path, deadline_s: float = 60.0) -> None:
+    """Wait until every rank has written its part; raises what a rank reports."""
+    end = time.monotonic() + deadline_s
+    while missing := files.unreported(path, range(trainer.parallel.sizes.world)):
+        assert time.monotonic() < end, missing
+        time.sleep(0.01)
