@@ -25,8 +25,8 @@ from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.codec import load_groups
 from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
-from tests.integration.saving import begin_save, finish_save
 from slimx.data.weights import loss_weights
+from tests.integration.saving import begin_save, finish_save
 
 STEPS = 10
 OPTIMIZER = {
