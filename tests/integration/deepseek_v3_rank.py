@@ -118,14 +118,14 @@ class Rank:
         tokens, labels, weight = (
             torch.from_numpy(getattr(batch, key))[None] for key in ("tokens", "labels", "loss_weight")
         )
-        model = trainer.chunks[0]
-        model.zero_grad_buffer()
+        chunk = trainer.chunks[0]
+        chunk.zero_grad_buffer()
         recorded = self.recorded_logits(model)
-        output = model(
+        output = chunk(
             tokens, torch.zeros_like(tokens), None, packed_seq_params=packed, labels=labels, loss_mask=weight
         )
         (output * 0).sum().backward()
-        model.config.finalize_model_grads_func([model])
+        chunk.config.finalize_model_grads_func([chunk])
         arrays = {"tokens": batch.tokens, "labels": batch.labels, "weight": batch.loss_weight, "lengths": batch.lengths}
         np.savez(self.out / f"{self.case}.mtp.{self.rank}.npz", logits=recorded[0].numpy(), **arrays)
         self.write_gradients("mtp", trainer)
