@@ -1,16 +1,87 @@
-"""Splits work into parts of nearly equal size."""
+"""Splits work into parts of nearly equal cost: number partitioning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
+
+Parts = list[list[int]]
+"""Indices of the items of each part, ascending; every item is in exactly one part."""
 
 
-def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices split into `parts` lists of nearly equal total size: longest first, each to the lightest list."""
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    totals, out = [0] * parts, [[] for _ in range(parts)]
-    for index in order:
-        lightest = min(range(parts), key=lambda p: (totals[p], len(out[p]), p))
-        out[lightest].append(index)
-        totals[lightest] += sizes[index]
-    return out
+def balance(costs: Sequence[float], parts: int) -> Parts:
+    """`parts` lists of indices of nearly equal total cost: the better of differencing and greedy.
+
+    Differencing is usually several times closer to equal, but on some inputs greedy's heaviest part is lighter, and the
+    heaviest part is what everyone waits for. With as many items as parts or more, and positive costs, no part is empty.
+    """
+    return min((differencing(costs, parts), greedy(costs, parts)), key=lambda split: heaviest(costs, split))
+
+
+def heaviest(costs: Sequence[float], split: Parts) -> float:
+    """Total cost of the heaviest part."""
+    return max(sum(costs[i] for i in part) for part in split)
+
+
+def greedy(costs: Sequence[float], parts: int) -> Parts:
+    """Longest first, each to the lightest part (Graham 1969)."""
+    return _placed(costs, parts, lambda index, part: True)
+
+
+def greedy_with_room(costs: Sequence[float], sizes: Sequence[int], parts: int, limit: int) -> Parts | None:
+    """As `greedy`, but each to the lightest part whose total of `sizes` stays within `limit`; None if there is none."""
+    used = [0] * parts
+
+    def fits(index: int, part: int) -> bool:
+        if used[part] + sizes[index] > limit:
+            return False
+        used[part] += sizes[index]
+        return True
+
+    return _placed(costs, parts, fits)
+
+
+def _placed(costs: Sequence[float], parts: int, take: Callable[[int, int], bool]) -> Parts | None:
+    """Longest first, each to the lightest part that takes it (`take(index, part)`); None if no part does."""
+    split: Parts = [[] for _ in range(parts)]
+    heap = [(0.0, 0, part) for part in range(parts)]  # cost, number of items, part
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        full = []
+        while heap and not take(index, heap[0][2]):
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, count, part = heap[0]
+        heapq.heapreplace(heap, (cost + costs[index], count + 1, part))
+        split[part].append(index)
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return [sorted(part) for part in split]
+
+
+def differencing(costs: Sequence[float], parts: int) -> Parts:
+    """The largest differencing method for several parts (Karmarkar and Karp 1982, "The differencing method of set
+    partitioning"; for more than two parts: Michiels, Korst and Aarts 2003).
+
+    It begins with one partial split per item: the item alone, all other parts empty. Again and again it takes the two
+    splits whose heaviest and lightest parts differ most and joins them, the heaviest part of the one with the lightest
+    of the other. Only what exceeds the lightest part is kept as a cost: a part that all share changes nothing.
+    """
+    # A split: its parts, heaviest first, without empty ones; a part: (cost, items).
+    heap = [(-cost, number, [(cost, [number])]) for number, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    for number in range(len(costs), 2 * len(costs) - 1):  # numbers break ties, so that the result is always the same
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        overlap = max(0, len(first) + len(second) - parts)
+        alone = len(first) - overlap
+        joined = first[:alone] + second[: len(second) - overlap]
+        for (cost, items), (other, more) in zip(first[alone:], reversed(second), strict=False):
+            joined.append((cost + other, items + more))
+        joined.sort(key=lambda part: (-part[0], part[1][0]))
+        if len(joined) == parts:
+            lightest = joined[-1][0]
+            joined = [(cost - lightest, items) for cost, items in joined]
+        heapq.heappush(heap, (-joined[0][0], number, joined))
+    found = [sorted(items) for _, items in heap[0][2]] if heap else []
+    return found + [[] for _ in range(parts - len(found))]

@@ -1,7 +1,7 @@
 """What the trainers receive: trajectories as rows, packed into micro-batches with the global denominators inside.
 
 Every trained token carries a `loss_weight` that already contains the global denominator, so that the sum of
-`weight * loss` over micro-batches and data-parallel ranks is the loss of the whole batch: neither packing, nor the
+`weight * loss` over micro-batches and data-parallel ranks is the loss of the whole update: neither packing, nor the
 number of micro-batches, nor the layout can change it. A trajectory of L tokens gives L-1 positions: position t reads
 token t and predicts token t+1, so all arrays below are aligned with the predicted token."""
 
@@ -24,7 +24,7 @@ class Row:
     labels: np.ndarray
     """int64 [n]: what it predicts."""
     loss_weight: np.ndarray
-    """float32 [n]: 0 where not trained; sums to 1 over the whole batch."""
+    """float32 [n]: 0 where not trained; sums to 1 over the whole update."""
     advantages: np.ndarray
     """float32 [n]."""
     rollout_logprobs: np.ndarray
@@ -68,7 +68,7 @@ class MicroBatch:
 
 @dataclass(kw_only=True, slots=True)
 class TrainBatch:
-    """One optimizer step: `shards[d]` is all that data-parallel rank d receives. Every shard has as many
+    """One optimizer step (an update): `shards[d]` is all that data-parallel rank d receives. Every shard has as many
     micro-batches."""
 
     shards: list[list[MicroBatch]]
@@ -76,6 +76,8 @@ class TrainBatch:
     """Positions in the batch, padding not counted."""
     trained_tokens: int
     """Positions with a loss."""
+    imbalance: float
+    """Cost of the heaviest data-parallel rank over the mean, minus 1: what the others wait for it, predicted."""
 
 
 def make_rows(

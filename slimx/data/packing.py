@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Any
 
 import numpy as np
 
-from slimx.data.balance import balance
+from slimx.data.balance import balance, greedy_with_room, heaviest
 from slimx.data.batch import MicroBatch, Row, TrainBatch
 from slimx.errors import SlimxError
 
 
-def _microbatch_count(sizes: Sequence[int], limit: int) -> int:
-    """Micro-batches that first-fit-decreasing needs for `sizes` under `limit` tokens each."""
-    bins: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        for index, used in enumerate(bins):
-            if used + size <= limit:
-                bins[index] += size
-                break
-        else:
-            bins.append(size)
-    return len(bins)
-
-
-def _fits(parts: list[list[int]], sizes: Sequence[int], limit: int) -> bool:
-    return all(sum(sizes[i] for i in part) <= limit for part in parts)
-
-
 def pack(
-    rows: Sequence[Row], *, data_size: int, max_tokens: int, multiple_of: int = 1, sequence_multiple: int = 1
+    rows: Sequence[Row],
+    *,
+    data_size: int,
+    max_tokens: int,
+    multiple_of: int = 1,
+    sequence_multiple: int = 1,
+    count_multiple: int = 1,
+    cost: Callable[[int], float] = float,
 ) -> TrainBatch:
-    """Distribute rows over data-parallel ranks by tokens, then over equally many micro-batches per rank.
+    """Distribute rows over data-parallel ranks by cost, then over equally many micro-batches per rank, as few as fit.
 
     `sequence_multiple`: every row is padded at its end to a multiple of it (context parallelism cuts each sequence
     into 2 x CP chunks). `multiple_of`: T of each micro-batch is padded to a multiple of it (sequence parallelism wants
-    TP x CP). The padding of rows counts towards `max_tokens`, the padding of T does not.
-    Raises SlimxError naming the row that alone exceeds `max_tokens`.
+    TP x CP). The padding of rows counts towards `max_tokens`, the padding of T does not. `count_multiple`: so is the
+    number of micro-batches of a rank (megatron's interleaved pipeline wants the PP size); a rank with too few rows gets
+    micro-batches of padding only. `cost`: of computing a row of so many tokens; in tokens unless told.
+
+    The heaviest micro-batch of each rank is its first: ranks that share experts wait for each other in every
+    micro-batch, so the k-th ones should cost alike. Raises SlimxError naming the row that alone exceeds `max_tokens`.
     """
     sizes = [_rounded(len(row), sequence_multiple) for row in rows]
     if max(sizes) > max_tokens:
@@ -50,24 +44,57 @@ def pack(
         )
     if len(rows) < data_size:
         raise SlimxError(
-            f"a step of {len(rows)} trajectories cannot feed {data_size} data-parallel ranks; lower trainer.data"
+            f"an update of {len(rows)} trajectories cannot feed {data_size} data-parallel ranks; lower trainer.data or "
+            "schedule.updates_per_step"
         )
-    shards = balance(sizes, data_size)
-    count = max(_microbatch_count([sizes[i] for i in shard], max_tokens) for shard in shards)
-    while True:  # balanced parts may need one more micro-batch than first fit; every rank gets the same number
-        split = [balance([sizes[i] for i in shard], count) for shard in shards]
-        if all(_fits(parts, [sizes[i] for i in shard], max_tokens) for parts, shard in zip(split, shards, strict=True)):
-            break
-        count += 1
+    costs = [cost(size) for size in sizes]
+    shards = balance(costs, data_size)
+    count = max(len(first_fit([sizes[i] for i in shard], max_tokens)) for shard in shards)
+    count = _rounded(count, count_multiple)
     multiple_of = lcm(multiple_of, sequence_multiple)
     return TrainBatch(
         shards=[
-            [_pack_rows([rows[shard[i]] for i in sorted(part)], multiple_of, sequence_multiple) for part in parts]
-            for parts, shard in zip(split, shards, strict=True)
+            [
+                _pack_rows([rows[i] for i in part], multiple_of, sequence_multiple)
+                for part in _microbatches(shard, sizes, costs, count, max_tokens)
+            ]
+            for shard in shards
         ],
         tokens=sum(len(row) for row in rows),
         trained_tokens=int(sum((row.loss_weight > 0).sum() for row in rows)),
+        imbalance=heaviest(costs, shards) * data_size / sum(costs) - 1,
     )
+
+
+def first_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices in as many bins of at most `limit` as first-fit-decreasing needs: at most 11/9 of the fewest plus one."""
+    bins: list[list[int]] = []
+    used: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        room = next((number for number, total in enumerate(used) if total + sizes[index] <= limit), None)
+        if room is None:
+            room = len(bins)
+            bins.append([])
+            used.append(0)
+        bins[room].append(index)
+        used[room] += sizes[index]
+    return bins
+
+
+def _microbatches(
+    shard: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, limit: int
+) -> list[list[int]]:
+    """One rank's rows in `count` micro-batches of at most `limit` tokens, as equal in cost as that allows; heaviest
+    first. `count` is at least what first fit needs, so that there is always an answer."""
+    size, cost = [sizes[i] for i in shard], [costs[i] for i in shard]
+    parts: list[list[int]] | None = balance(cost, count)
+    if any(sum(size[i] for i in part) > limit for part in parts):
+        parts = greedy_with_room(cost, size, count, limit)
+    if parts is None:
+        parts = first_fit(size, limit)
+        parts += [[] for _ in range(count - len(parts))]
+    parts.sort(key=lambda part: -sum(cost[i] for i in part))
+    return [[shard[i] for i in sorted(part)] for part in parts]
 
 
 def _rounded(number: int, multiple: int) -> int:

@@ -1,0 +1,68 @@
+"""What a sequence costs to train, from the sizes of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFlops:
+    """Floating-point operations of forward and backward pass on one sequence of n tokens: linear n + quadratic n^2."""
+
+    linear: float
+    """Of every token: matrix products with weights."""
+    quadratic: float
+    """Of every pair of tokens: causal attention, where half of the pairs are masked."""
+
+    def __call__(self, tokens: int) -> float:
+        """FLOPs of a sequence of `tokens` tokens."""
+        return self.linear * tokens + self.quadratic * tokens * tokens
+
+
+def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlops:
+    """Counted from fields of megatron-core's TransformerConfig (or its MLA variant).
+
+    A product of a vector with a weight matrix takes 2 FLOPs per weight in the forward pass and twice that in the
+    backward pass; attention's two products take 2 FLOPs per pair of positions and dimension of a head (Narayanan et
+    al., 2104.04473, appendix; extended to GQA, MLA and MoE as in Megatron-LM's `num_floating_point_operations`). A
+    token counts the experts that it is sent to, not those that exist. Norms, rotary embeddings and softmax are small,
+    and layers of multi-token prediction change both terms nearly alike: they are left out.
+    """
+    layers, hidden = transformer["num_layers"], transformer["hidden_size"]
+    weights, pairs = _attention(transformer)
+    moe = _moe_layers(transformer)
+    per_token = layers * weights + hidden * vocab_size
+    per_token += (layers - moe) * 3 * hidden * transformer["ffn_hidden_size"]  # gate, up and down
+    per_token += moe * _experts(transformer)
+    return SequenceFlops(linear=3 * 2 * per_token, quadratic=3 * 2 * layers * pairs / 2)
+
+
+def _attention(transformer: dict[str, Any]) -> tuple[int, int]:
+    """Of one layer: weights that every token is multiplied with; dimensions of both products of each pair, all heads
+    together."""
+    hidden, heads = transformer["hidden_size"], transformer["num_attention_heads"]
+    if not transformer.get("multi_latent_attention"):
+        head = transformer["kv_channels"]
+        return hidden * head * 2 * (heads + transformer["num_query_groups"]), 2 * heads * head
+    rotary, value = transformer["qk_pos_emb_head_dim"], transformer["v_head_dim"]
+    key = transformer["qk_head_dim"] + rotary
+    rank, query_rank = transformer["kv_lora_rank"], transformer["q_lora_rank"]
+    query = hidden * query_rank + query_rank * heads * key if query_rank else hidden * heads * key
+    latent = hidden * (rank + rotary) + rank * heads * (transformer["qk_head_dim"] + value)
+    return query + latent + heads * value * hidden, heads * (key + value)
+
+
+def _moe_layers(transformer: dict[str, Any]) -> int:
+    """Layers with experts; all of them unless `moe_layer_freq` lists which."""
+    if not transformer.get("num_moe_experts"):
+        return 0
+    return sum(transformer.get("moe_layer_freq") or [1] * transformer["num_layers"])
+
+
+def _experts(transformer: dict[str, Any]) -> int:
+    """Of one MoE layer: weights that every token is multiplied with, router and shared experts included."""
+    hidden = transformer["hidden_size"]
+    chosen = transformer["moe_router_topk"] * transformer["moe_ffn_hidden_size"]
+    shared = transformer.get("moe_shared_expert_intermediate_size") or 0
+    return 3 * hidden * (chosen + shared) + hidden * transformer["num_moe_experts"]

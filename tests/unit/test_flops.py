@@ -1,0 +1,57 @@
+"""What a sequence costs is what torch counts when transformers computes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from slimx.models import deepseek_v3, qwen3_moe
+from slimx.models.flops import sequence_flops
+
+COMMON = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_experts_per_tok": 3,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+}
+QWEN = (Qwen3MoeConfig, Qwen3MoeForCausalLM, qwen3_moe, {"num_key_value_heads": 2, "head_dim": 24, "num_experts": 8})
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 8}
+EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+MODELS = {
+    "GQA": QWEN,
+    "MLA": (DeepseekV3Config, DeepseekV3ForCausalLM, deepseek_v3, {**LATENT, **EXPERTS, "q_lora_rank": 24}),
+    "MLA, whole queries": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        deepseek_v3,
+        {**LATENT, **EXPERTS, "q_lora_rank": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_are_those_that_torch_counts(name):
+    config_class, model_class, family, sizes = MODELS[name]
+    config = config_class(**COMMON, **sizes)
+    torch.manual_seed(0)
+    model = model_class(config)
+
+    def counted(tokens: int) -> int:
+        """Forward and backward on one sequence."""
+        with FlopCounterMode(display=False) as counter:
+            model(torch.arange(tokens)[None] % 160).logits.sum().backward()
+        return counter.get_total_flops()
+
+    fields = {**config.to_dict(), **sizes}  # transformers renames some
+    flops = sequence_flops(family.transformer_config(fields), config.vocab_size)
+    for tokens in (16, 48):
+        # The eager attention computes the masked half of the pairs too.
+        assert counted(tokens) == pytest.approx(flops.linear * tokens + 2 * flops.quadratic * tokens**2, rel=1e-9)
+    assert flops(48) == flops.linear * 48 + flops.quadratic * 48**2
