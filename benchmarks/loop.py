@@ -52,6 +52,7 @@ from slimx.observability.live import LiveTable
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import make_tracker
 from slimx.orchestration import loop
+from slimx.orchestration.batches import make_packer
 from slimx.orchestration.checks import check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.engines import EngineGroup
@@ -144,7 +145,7 @@ class BareParts:
         """Take over slimx's last step: its requests, and its micro-batches into the trainers. Not timed."""
         self.requests = bare_engine.requests_of(run.groups)
         self.tokens = sum(len(t.sampled_ids()) for group in run.groups for t in group.trajectories)
-        batch = loop.prepare(run, run.groups)
+        (batch,) = run.updates(run.groups)
         run.figures.trained = batch.tokens
         await asyncio.gather(
             *(
@@ -245,6 +246,7 @@ async def measure(config: Config) -> Figures:
         run = MeasuredRun(
             config,
             sizes=prepared.sizes,
+            packer=make_packer(config, prepared.spec, prepared.sizes),
             trainers=trainers,
             engines=engines,
             client=client,

@@ -18,7 +18,7 @@ class LossInputs:
     logprobs: torch.Tensor
     """The policy's, with gradient."""
     weight: torch.Tensor
-    """Loss weight; sums to 1 over all micro-batches and data-parallel ranks; 0 where not trained."""
+    """Loss weight; sums to 1 over all micro-batches and data-parallel ranks of an update; 0 where not trained."""
     advantages: torch.Tensor
     old_logprobs: torch.Tensor
     """Of the policy that sampled (the engine's)."""

@@ -50,7 +50,7 @@ class Optimizer(Section):
     lr: PositiveFloat = Field(1e-6, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape from lr to min_lr")
-    warmup_steps: Count = Field(0, description="steps of linear warm-up from 0")
+    warmup_steps: Count = Field(0, description="optimizer updates of linear warm-up from 0")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (not on norms and biases)")
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="Adam's moment decay rates")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
@@ -112,6 +112,11 @@ class Trainer(Section):
     )
     distributed_optimizer: bool = Field(True, description="shard the optimizer's state over DP ranks")
     max_tokens_per_microbatch: PositiveInt = Field(8192, description="tokens packed into one forward pass, at most")
+    balance: Literal["tokens", "flops"] = Field(
+        "flops",
+        description="what DP ranks and micro-batches get equal amounts of: tokens, or FLOPs by the model's sizes "
+        "(a n + b n^2 for a sequence of n tokens)",
+    )
     attention: Literal["auto", "flash", "fused", "unfused"] = Field(
         "auto",
         description="kernel of the attention: flash (flash-attn), fused (cuDNN), unfused (Transformer Engine's own, or "
@@ -224,7 +229,7 @@ class Health(Section):
 
 class Rollout(Section):
     prompts: str = Field(description="JSONL file of prompts: {messages | token_ids, answer, metadata}")
-    prompts_per_step: PositiveInt = Field(32, description="groups trained per step")
+    prompts_per_step: PositiveInt = Field(32, description="prompts (groups) trained per step")
     group_size: PositiveInt = Field(8, description="rollouts per prompt")
     generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
     keep: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
@@ -260,7 +265,11 @@ class Algorithm(Section):
     clip_high: PositiveFloat = Field(0.2, description="ratio clipped above 1 + clip_high")
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
     advantage_eps: PositiveFloat = Field(1e-6, description="added to the standard deviation")
-    aggregation: Literal["token", "sample"] = Field("token", description="mean over all tokens, or per sample first")
+    aggregation: Literal["token", "sample", "prompt"] = Field(
+        "token",
+        description="what the loss of an update is a mean of: token: all trained tokens; sample: rollouts, each the "
+        "mean of its tokens; prompt: groups, each the mean of the tokens of all its rollouts",
+    )
     reference: bool = Field(False, description="log KL to the initial weights (one more forward pass)")
     kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference), k3, in the loss")
 
@@ -274,12 +283,24 @@ class Algorithm(Section):
 
 
 class Schedule(Section):
-    steps: PositiveInt = Field(100, description="optimizer steps of the run")
+    steps: PositiveInt = Field(
+        100, description="steps of the run: one trains prompts_per_step x group_size rollouts and publishes once"
+    )
+    updates_per_step: PositiveInt = Field(
+        1,
+        description="optimizer updates per step, each on prompts_per_step / updates_per_step whole groups; the ratio "
+        "of the loss stays that to the policy that sampled",
+    )
     max_staleness: Annotated[int, Field(ge=0, le=1)] = Field(
         0, description="versions a trajectory may be behind: 0 synchronous, 1 one step off"
     )
     colocate: bool = Field(False, description="trainers and engines share devices: sleep and wake in turns")
     step_deadline: PositiveFloat = Field(3600, description="seconds to wait for a step's rollouts")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.steps * self.updates_per_step
 
 
 class Publish(Section):
@@ -379,6 +400,12 @@ class Config(Section):
             raise ValueError("algorithm.name is grpo but reward.function is null; name a reward hook")
         if self.eval.prompts and not self.rollout.engines:
             raise ValueError("eval.prompts is set but rollout.engines is empty; evaluation needs an engine")
+        if self.rollout.prompts_per_step % self.schedule.updates_per_step:
+            raise ValueError(
+                f"schedule.updates_per_step {self.schedule.updates_per_step} does not divide "
+                f"rollout.prompts_per_step {self.rollout.prompts_per_step}: an update trains whole groups; change one "
+                "of them"
+            )
         if self.schedule.colocate and self.schedule.max_staleness:
             raise ValueError(
                 "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers "

@@ -83,5 +83,5 @@ def differencing(costs: Sequence[float], parts: int) -> Parts:
             lightest = joined[-1][0]
             joined = [(cost - lightest, items) for cost, items in joined]
         heapq.heappush(heap, (-joined[0][0], number, joined))
-    found = [sorted(items) for _, items in heap[0][2]] if heap else []
+    found = sorted(sorted(items) for _, items in heap[0][2]) if heap else []
     return found + [[] for _ in range(parts - len(found))]

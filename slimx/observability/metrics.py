@@ -52,7 +52,7 @@ class StepRecord:
     """
 
     step: int
-    """Optimizer step, >= 0."""
+    """Step of the loop, >= 0."""
     version: int | None
     """Weight version in force at the step; None where the caller has none, as in supervised fine-tuning."""
     time: float

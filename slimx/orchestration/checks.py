@@ -70,11 +70,12 @@ def check_run(config: Config) -> Prepared:
             f"{config.rollout.sampling.max_new_tokens} exceed the model's {spec.gpt['max_sequence_length']} positions; "
             "lower one"
         )
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    rows = config.rollout.prompts_per_step * config.rollout.group_size // config.schedule.updates_per_step
     if rows < sizes.data:
         raise SlimxError(
-            f"a step of {rows} rollouts (rollout.prompts_per_step x rollout.group_size) cannot feed {sizes.data} "
-            "data-parallel ranks; raise one of them or lower trainer.data"
+            f"an update of {rows} rollouts (rollout.prompts_per_step x rollout.group_size / schedule.updates_per_step) "
+            f"cannot feed {sizes.data} data-parallel ranks; raise one of the first two, or lower the third or "
+            "trainer.data"
         )
     plans = {"export": export_plan(config, spec, sizes)}
     published = publication_plan(config, spec, sizes, device)

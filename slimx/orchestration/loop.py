@@ -5,8 +5,8 @@
                                   v
                             reward hook --> Group   (kept in ticket order until its step trains it)
                                   |
-                                  v  TrainBatch: packed, balanced over DP by tokens, one object per DP rank
-                            trainers: log-probs -> loss -> backward -> optimizer
+                                  v  TrainBatch per update: packed, balanced over DP, one object per DP rank
+                            trainers: log-probs -> loss -> backward -> optimizer, once per update
                                   |
                                   v  weight version v + 1
                             Publisher: gather -> stage -> verify -> commit
@@ -24,10 +24,7 @@ from __future__ import annotations
 
 import time
 
-from slimx.data.batch import TrainBatch, make_rows
-from slimx.data.packing import pack
-from slimx.data.records import Group
-from slimx.data.weights import loss_weights
+from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.evaluation import evaluate
 from slimx.orchestration.measure import group_metrics, probe_gap, staleness_metrics
 from slimx.orchestration.run import Run
@@ -44,14 +41,14 @@ async def train(run: Run) -> None:
         with run.phase("generate"):
             batch = await run.watched(run.rollouts.next_batch())
         with run.phase("prepare"):
-            train_batch = prepare(run, batch.groups)
-            metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version)
+            updates = run.updates(batch.groups)
+            metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version) | batch_metrics(updates)
         if schedule.colocate:
             with run.phase("sleep"):
                 await run.engines.sleep()
                 await run.trainers.reload()
         with run.phase("train"):
-            step = run.trainers.train_step(train_batch, step=run.step, version=run.version)
+            step = run.trainers.train_step(updates, step=run.step, version=run.version)
             metrics |= await run.watched(step, training=True)
         run.step += 1
         if schedule.colocate:
@@ -65,7 +62,7 @@ async def train(run: Run) -> None:
         if run.due(config.eval.every) or run.step == schedule.steps:
             metrics |= await evaluate(run)
         seconds = time.perf_counter() - began
-        metrics["perf/tokens_per_second"] = train_batch.tokens / seconds
+        metrics["perf/tokens_per_second"] = sum(update.tokens for update in updates) / seconds
         run.record(metrics, batch.groups, seconds)
         run.checkpoints.check()
         if run.due(config.checkpoint.every):
@@ -76,18 +73,3 @@ async def train(run: Run) -> None:
     if config.checkpoint.export_hf:
         await run.export("hf")
     await run.finish_save()
-
-
-def prepare(run: Run, groups: list[Group]) -> TrainBatch:
-    """Advantages, loss weights and packing of one step's groups."""
-    config = run.config
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    advantages = [value for group in groups for value in run.advantages(group)]
-    rows = make_rows(trajectories, advantages, loss_weights(trajectories, config.algorithm.aggregation))
-    return pack(
-        rows,
-        data_size=run.sizes.data,
-        max_tokens=config.trainer.max_tokens_per_microbatch,
-        multiple_of=run.sizes.tensor * run.sizes.context,
-        sequence_multiple=2 * run.sizes.context if run.sizes.context > 1 else 1,
-    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slimx.data.batch import TrainBatch, make_rows
-from slimx.data.packing import pack
+from slimx.data.batch import make_rows
 from slimx.data.records import Group
 from slimx.orchestration.run import Run
 from slimx.rollout.manager import Batch
@@ -50,11 +49,4 @@ async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
         scores = await run.client.score(trajectory.token_ids, return_routed_experts=row.routed_experts is not None)
         row.rollout_logprobs, row.routed_experts, row.temperature = scores.logprobs, scores.routed_experts, 1.0
         row.versions = np.where(row.loss_weight > 0, scores.version, -1).astype(np.int64)
-    batch: TrainBatch = pack(
-        rows,
-        data_size=run.sizes.data,
-        max_tokens=run.config.trainer.max_tokens_per_microbatch,
-        multiple_of=run.sizes.tensor * run.sizes.context,
-        sequence_multiple=2 * run.sizes.context if run.sizes.context > 1 else 1,
-    )
-    return await run.trainers.measure_gap(batch, version=run.version)
+    return await run.trainers.measure_gap(run.packer(rows), version=run.version)

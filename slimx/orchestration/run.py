@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from slimx.algorithms.objective import group_advantages
 from slimx.config.schema import Config
+from slimx.data.batch import TrainBatch
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
@@ -23,6 +25,7 @@ from slimx.observability.live import LiveTable
 from slimx.observability.samples import Sample
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import Tracker
+from slimx.orchestration.batches import Packer, make_updates
 from slimx.orchestration.checkpoints import Checkpoints, layout_of
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.saves import RunState, Saves
@@ -53,13 +56,14 @@ class Records:
 
 
 class Run:
-    """All parts of a started run. `step` counts optimizer steps done, `version` is the engines' weight version."""
+    """All parts of a started run. `step` counts the steps done, `version` is the engines' weight version."""
 
     def __init__(
         self,
         config: Config,
         *,
         sizes: Sizes,
+        packer: Packer,
         trainers: TrainerGroup,
         engines: EngineGroup | None,
         client: GenerationClient | None,
@@ -72,6 +76,7 @@ class Run:
         encoding: Encoding = "hf",
     ):
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
+        self.packer = packer
         self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
         self.rollouts = RolloutManager(config, source, maker, on_drop=self._drop)
         self.eval_prompts, self.tokenizer, self.records = eval_prompts, tokenizer, records
@@ -137,9 +142,9 @@ class Run:
     # Work
     # ----------------------------------------------------------------------------------------------------------------
 
-    def advantages(self, group: Group) -> list[float]:
-        """One advantage per trajectory of the group."""
-        return group_advantages(self.config.algorithm, group)
+    def updates(self, groups: list[Group]) -> list[TrainBatch]:
+        """What the trainers compute for one step's groups, update by update."""
+        return make_updates(self.config, groups, partial(group_advantages, self.config.algorithm), self.packer)
 
     async def publish(self) -> dict[str, float]:
         """Bring the trainers' weights into the engines as version `step`; {} without engines."""
@@ -297,7 +302,7 @@ def summary(directory: Path) -> dict[str, Any]:
     def series(key: str) -> list[float]:
         return [row[key] for row in rows if row.get(key) is not None]
 
-    out: dict[str, Any] = {"optimizer steps": max((row["_step"] for row in rows), default=0)}
+    out: dict[str, Any] = {"steps": max((row["_step"] for row in rows), default=0)}
     rewards, accuracy, gap = series("reward/mean"), series("eval/accuracy"), series("gap/mean")
     if rewards:
         out["sampled reward, first step"] = round(rewards[0], 3)

@@ -22,6 +22,7 @@ from slimx.observability.live import RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.report import write_report
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import make_tracker
+from slimx.orchestration.batches import make_packer
 from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
@@ -153,6 +154,7 @@ async def _session(
         run = Run(
             config,
             sizes=prepared.sizes,
+            packer=make_packer(config, prepared.spec, prepared.sizes),
             trainers=trainers,
             engines=engines,
             client=client,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,17 @@ class TrainerGroup:
         await self._prepare()
         return started
 
-    async def train_step(self, batch: TrainBatch, *, step: int, version: int) -> dict[str, float]:
-        """One optimizer step; the metrics of the whole batch."""
-        results = await self._all("train_step", self._shards(batch, step, version), f"step {step} of training")
+    async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
+        """One optimizer step per update, one after the other; the metrics of them all."""
+        shards = [list(shards) for shards in zip(*(update.shards for update in updates), strict=True)]
+        results = await self._all("train_step", self._arguments(shards, step, version), f"step {step} of training")
         return results[self._reporter()]
 
     async def measure_gap(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
         """The log-prob gap of `batch` under the present weights; nothing is trained."""
-        results = await self._all("measure_gap", self._shards(batch, version), "the measurement of the log-prob gap")
+        results = await self._all(
+            "measure_gap", self._arguments(batch.shards, version), "the measurement of the log-prob gap"
+        )
         return results[self._reporter()]
 
     async def save(self, path: Path, *, step: int) -> None:
@@ -150,9 +153,9 @@ class TrainerGroup:
         for actor in self.actors:
             ray.kill(actor)
 
-    def _shards(self, batch: TrainBatch, *rest: int) -> list[tuple[Any, ...]]:
+    def _arguments(self, shards: Sequence[Any], *rest: int) -> list[tuple[Any, ...]]:
         """Per rank the arguments of a call: its data-parallel shard, stored once for the ranks that share it."""
-        stored: list[ray.ObjectRef] = [ray.put(shard) for shard in batch.shards]
+        stored: list[ray.ObjectRef] = [ray.put(shard) for shard in shards]
         return [(stored[coordinates(rank, self.sizes).data], *rest) for rank in range(self.sizes.world)]
 
     def _reporter(self) -> int:

@@ -25,6 +25,7 @@ from slimx.trainer.model import build_model, unwrap
 from slimx.trainer.optimizer import build_optimizer, learning_rate
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.routes import RouteRecorder, within_sequence
+from slimx.trainer.updates import combine
 from slimx.trainer.weights import Weights
 
 
@@ -54,10 +55,22 @@ class Trainer:
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = self.optimizer.scale_loss
 
-    def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
+    def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
+        """All updates of step `step` (from 0), one optimizer step for each list of micro-batches; the metrics of them
+        all. The log-prob gap is the first update's: at the others these weights are no longer the engines'."""
+        done = step * len(updates)
+        return combine(
+            [
+                self.train_step(batches, step=done + number, version=None if number else version)
+                for number, batches in enumerate(updates)
+            ]
+        )
+
+    def train_step(self, batches: list[MicroBatch], *, step: int, version: int | None) -> dict[str, float]:
         """Forward, backward and one optimizer step on this data-parallel rank's micro-batches.
 
-        `version` is the weight version that the engines hold now: the log-prob gap is measured on its tokens. Metrics
+        `step`: optimizer steps done so far, which the learning rate follows. `version` is the weight version that the
+        engines hold now: the log-prob gap is measured on its tokens (None: these weights are no engine's). Metrics
         are those of the whole batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
         batches = self._local(batches)
         reference = self._reference_logprobs(batches)
@@ -67,7 +80,7 @@ class Trainer:
         with self.routes.recording():
             results = self.pipeline.train(batches, self.loss, reference)
         metrics = self._metrics(batches, results, version)
-        rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.steps)
+        rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             # megatron marks norms and biases with wd_mult 0 and leaves it to its scheduler, not used here, to apply it.
@@ -131,7 +144,7 @@ class Trainer:
         whole = self.context.whole(differs.to(torch.uint8), lengths)
         return self.context.part(within_sequence(whole, lengths), lengths)
 
-    def _metrics(self, batches: list[MicroBatch], results: list, version: int) -> dict[str, float]:
+    def _metrics(self, batches: list[MicroBatch], results: list, version: int | None) -> dict[str, float]:
         """Sums over micro-batches and ranks; route differences are collected from every pipeline
         stage."""
         device = self.parallel.device
@@ -143,7 +156,7 @@ class Trainer:
         if not self.parallel.last_stage:
             return {}
         values = {name: ("sum", sum(metrics[name] for metrics, _ in results)) for name in results[0][0]}
-        if not self.config.rollout.engines:
+        if not self.config.rollout.engines or version is None:
             return reduce(values, self.parallel.token_group)
         weight, versions, rollout = (
             torch.from_numpy(np.concatenate([getattr(batch, name) for batch in batches])).to(device)

@@ -62,8 +62,8 @@ class TrainerWorker:
         self._trainer = Trainer(config, spec, parallel)
         return {"pid": os.getpid(), "adapters": adapters}
 
-    def train_step(self, batches: Any, step: int, version: int) -> dict[str, float]:
-        return self._trainer.train_step(batches, step=step, version=version)
+    def train_step(self, updates: Any, step: int, version: int) -> dict[str, float]:
+        return self._trainer.train_updates(updates, step=step, version=version)
 
     def logprobs(self, batches: Any) -> Any:
         return self._trainer.logprobs(batches)

@@ -40,8 +40,8 @@ def test_token_weights_count_every_trained_token_alike():
 
 
 def test_sample_weights_count_every_trajectory_alike_and_leave_out_those_that_train_nothing():
-    batch = [trajectory([0, 1, 1, 0]), trajectory([0, 0, 0]), trajectory([0, 1])]
-    weights = loss_weights(batch, "sample")
+    masks = {"a": [0, 1, 1, 0], "b": [0, 0, 0], "c": [0, 1]}
+    weights = loss_weights([trajectory(mask, rollout_id=name) for name, mask in masks.items()], "sample")
     assert [w.tolist() for w in weights] == [[0.25, 0.25, 0.0], [0.0, 0.0], [0.5]]
 
 
@@ -50,20 +50,23 @@ def test_the_first_token_has_no_prediction_and_no_weight():
     assert weights[0].tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sample"])
+@pytest.mark.parametrize("aggregation", ["token", "sample", "prompt"])
 def test_weights_sum_to_one_for_any_masks(aggregation):
     for seed in range(50):
         rng = np.random.default_rng(seed)
         masks = [rng.integers(0, 2, rng.integers(2, 200)) for _ in range(rng.integers(1, 40))]
         masks.append(np.array([0, 1]))
-        weights = loss_weights([trajectory(mask.tolist()) for mask in masks], aggregation)
+        batch = [trajectory(mask.tolist(), rollout_id=str(n // 2)) for n, mask in enumerate(masks)]
+        weights = loss_weights(batch, aggregation)
+            [trajectory(m.tolist(), rollout_id=str(n // 2)) for n, m in enumerate(masks)], aggregation
+        )
         assert all(w.dtype == np.float32 for w in weights)
         assert sum(w.astype(np.float64).sum() for w in weights) == pytest.approx(1, abs=1e-6), seed
         for mask, weight in zip(masks, weights, strict=True):
             assert ((weight > 0) == (mask[1:] > 0)).all()
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sample"])
+@pytest.mark.parametrize("aggregation", ["token", "sample", "prompt"])
 def test_a_batch_that_trains_no_token_is_refused(aggregation):
     with pytest.raises(SlimxError, match="every loss_mask is zero"):
         loss_weights([trajectory([1, 0, 0]), trajectory([0, 0])], aggregation)
@@ -261,3 +264,45 @@ def test_rows_with_and_without_routes_in_one_batch_are_refused():
     rows = [numbered_row(0, 5, routes=True), numbered_row(1, 5, routes=False)]
     with pytest.raises(SlimxError, match="some trajectories of a batch carry routed_experts and some do not"):
         pack(rows, data_size=1, max_tokens=32)
+
+
+@pytest.mark.parametrize("multiple", [2, 3, 4])
+def test_the_number_of_micro_batches_is_a_multiple_of_what_an_interleaved_pipeline_wants(multiple):
+    for seed in range(10):
+        lengths = np.random.default_rng(seed).integers(1, 30, 11).tolist()
+        rows = [numbered_row(number, length, routes=False) for number, length in enumerate(lengths)]
+        batch = pack(rows, data_size=2, max_tokens=40, count_multiple=multiple)
+        for shard in batch.shards:
+            assert len(shard) % multiple == 0
+            assert all(sum(micro.lengths) <= 40 for micro in shard if not micro.padding.all())
+        found = sorted(int(part["tokens"][0]) for shard in batch.shards for m in shard for part in sequences(m))
+        assert [token for token in found if token] == [1000 * (number + 1) for number in range(11)]
+
+
+def test_ranks_get_equal_cost_where_tokens_would_mislead():
+    """By tokens one row of 60 weighs as much as three of 20; where cost is quadratic it weighs as much as nine."""
+    lengths = [60, *[20] * 11]
+    rows = [numbered_row(number, length, routes=False) for number, length in enumerate(lengths)]
+    by_tokens = pack(rows, data_size=2, max_tokens=80)
+    by_cost = pack(rows, data_size=2, max_tokens=80, cost=lambda tokens: float(tokens**2))
+    assert [sum(len(m.tokens) for m in shard) for shard in by_tokens.shards] == [140, 140]
+    assert by_tokens.imbalance == 0
+    assert [sum((~m.padding).sum() for m in shard) for shard in by_cost.shards] == [80, 200]
+    assert by_cost.imbalance == 0
+
+
+def test_the_kth_micro_batches_of_all_ranks_cost_alike():
+    """Ranks that share experts wait for each other in every micro-batch: the heaviest come first on all of them."""
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).lognormal(2.5, 0.8, 40).astype(int).clip(1, 100).tolist()
+        rows = [numbered_row(number, length, routes=False) for number, length in enumerate(lengths)]
+        for shard in pack(rows, data_size=4, max_tokens=100, cost=lambda tokens: tokens + tokens**2 / 50).shards:
+            costs = [sum(n + n**2 / 50 for n in micro.lengths if not micro.padding.all()) for micro in shard]
+            assert costs == sorted(costs, reverse=True)
+
+
+def test_a_tight_limit_costs_balance_and_no_micro_batch():
+    """30 tokens in two micro-batches of 15: only 9 + 6 and 8 + 7 fit, which balancing by a misleading cost misses."""
+    rows = [numbered_row(number, length, routes=False) for number, length in enumerate((9, 8, 7, 6))]
+    (shard,) = pack(rows, data_size=1, max_tokens=15, cost=lambda tokens: float(tokens**8)).shards
+    assert sorted(sorted(micro.lengths) for micro in shard) == [[6, 9], [7, 8]]

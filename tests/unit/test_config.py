@@ -205,7 +205,10 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
         (["trainer.world_size=4", "trainer.pipeline=4"], "trainer.pipeline=4 does not divide the model's 2 layers"),
         (["trainer.world_size=4", "trainer.tensor=4"], "trainer.tensor=4 does not divide the 2 query groups"),
         (["trainer.world_size=2", "trainer.tensor=2", "trainer.expert_tensor=1"], "set trainer.expert_tensor=null"),
-        (["rollout.prompts_per_step=1", "rollout.group_size=1", "trainer.world_size=2"], "cannot feed 2 data-parallel"),
+        (
+            ["rollout.prompts_per_step=1", "rollout.group_size=1", "trainer.world_size=2"],
+            "cannot feed 2 data-parallel",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_with_its_numbers(command, file, overrides, told):

@@ -1,0 +1,67 @@
+"""One step's groups -> the updates that the trainers compute.
+
+A step trains `prompts_per_step` groups of `group_size` rollouts in `updates_per_step` updates. An update is one
+optimizer step on whole groups with denominators of its own. Its trajectories are packed into micro-batches, equally
+many for every data-parallel rank; the gradients of all of them are summed before the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from slimx.config.schema import Config
+from slimx.data.batch import Row, TrainBatch, make_rows
+from slimx.data.packing import pack
+from slimx.data.records import Group
+from slimx.data.weights import loss_weights
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.models.flops import sequence_flops
+
+Packer = Callable[[Sequence[Row]], TrainBatch]
+
+
+def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
+    """Packs rows as layout and configuration want them."""
+    flops = config.trainer.balance == "flops"
+    return partial(
+        pack,
+        data_size=sizes.data,
+        max_tokens=config.trainer.max_tokens_per_microbatch,
+        multiple_of=sizes.tensor * sizes.context,
+        sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
+        count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
+        cost=sequence_flops(spec.transformer, spec.vocab_size) if flops else float,
+    )
+
+
+def make_updates(
+    config: Config, groups: Sequence[Group], advantages: Callable[[Group], list[float]], packer: Packer
+) -> list[TrainBatch]:
+    """The updates of one step, in order; each group is in one of them, whole."""
+    out = []
+    for part in split_groups(groups, config.schedule.updates_per_step):
+        trajectories = [trajectory for group in part for trajectory in group.trajectories]
+        values = [value for group in part for value in advantages(group)]
+        weights = loss_weights(trajectories, config.algorithm.aggregation)
+        out.append(packer(make_rows(trajectories, values, weights)))
+    return out
+
+
+def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
+    """Neighbours stay together, in order: which update a group is in does not depend on its length or reward."""
+    size, left = divmod(len(groups), updates)
+    starts = [number * size + min(number, left) for number in range(updates + 1)]
+    return [groups[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def batch_metrics(updates: Sequence[TrainBatch]) -> dict[str, float]:
+    """How the step's trajectories were packed."""
+    packed = [batch for update in updates for shard in update.shards for batch in shard]
+    positions = sum(len(batch.tokens) for batch in packed)
+    return {
+        "batch/microbatches": float(sum(len(update.shards[0]) for update in updates)),
+        "batch/padding": float(sum(batch.padding.sum() for batch in packed)) / positions,
+        "batch/imbalance": sum(update.imbalance for update in updates) / len(updates),
+    }
