@@ -341,8 +341,11 @@ def test_ten_supervised_steps_of_one_rank_are_those_of_transformers_with_torchs_
         adam.step()
     assert min(norms) > OPTIMIZER["clip_grad"] and losses[-1] < losses[0] - 0.2, "the steps must clip and learn"
     found = laboratory["single"].last["steps"]
+    # The last two were one step of two updates, whose metrics are means.
+    losses[-2:], norms[-2:] = [np.mean(losses[-2:])], [np.mean(norms[-2:])]
     assert [step["loss/sft"] for step in found] == pytest.approx(losses, abs=1e-4)
     assert [step["optim/grad_norm"] for step in found] == pytest.approx(norms, rel=1e-3)
+    assert found[-1]["optim/lr"] == pytest.approx(2e-3 - 1.8e-3 * 7 / 9)
     worst, name = difference(laboratory["single"].tensors("weights"), oracle.named(lambda p: p.detach()))
     assert worst <= 1e-3, name
 
@@ -406,7 +409,7 @@ def test_gradients_of_the_first_step_are_those_of_one_rank(laboratory, name):
 def test_ten_supervised_steps_with_the_distributed_optimizer_are_those_of_one_rank(laboratory, name):
     layout, single = laboratory[name], laboratory["single"]
     losses = [[step["loss/sft"] for step in each.last["steps"]] for each in (layout, single)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3) and len(losses[1]) == STEPS
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3) and len(losses[1]) == STEPS - 1
     worst, tensor = difference(layout.tensors("weights"), single.tensors("weights"))
     assert worst <= 1e-3, tensor
 

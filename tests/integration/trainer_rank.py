@@ -117,7 +117,7 @@ class Rank:
                     "optimizer": {"lr": 2e-3, **(optimizer or {})},
                 },
                 "rollout": {"prompts": "p", **({"engines": []} if algorithm == "sft" else {})},
-                "schedule": {"steps": STEPS + 2},
+                "schedule": {"steps": (STEPS + 2) // 2, "updates_per_step": 2},
                 "algorithm": grpo if algorithm == "grpo" else {"name": "sft"},
             }
         )
@@ -202,9 +202,11 @@ class Rank:
         self.write_tensors("grpo_gradients", self.gradients(trainer))
 
     def supervised(self) -> Any:
-        """Ten steps with the distributed optimizer."""
+        """Ten optimizer steps with the distributed optimizer; the last two are the updates of one step of the loop."""
         trainer = self.trainer(self.config(algorithm="sft", optimizer=OPTIMIZER))
-        self.said["steps"] = [trainer.train_step(self.demonstrated(s), step=s, version=0) for s in range(STEPS)]
+        *single, before, last = (self.demonstrated(s) for s in range(STEPS))
+        self.said["steps"] = [trainer.train_step(batches, step=s, version=0) for s, batches in enumerate(single)]
+        self.said["steps"].append(trainer.train_updates([before, last], step=(STEPS - 2) // 2, version=0))
         self.write_tensors("weights", trainer.weights.parameters)
         return trainer
 

@@ -58,8 +58,6 @@ def test_weights_sum_to_one_for_any_masks(aggregation):
         masks.append(np.array([0, 1]))
         batch = [trajectory(mask.tolist(), rollout_id=str(n // 2)) for n, mask in enumerate(masks)]
         weights = loss_weights(batch, aggregation)
-            [trajectory(m.tolist(), rollout_id=str(n // 2)) for n, m in enumerate(masks)], aggregation
-        )
         assert all(w.dtype == np.float32 for w in weights)
         assert sum(w.astype(np.float64).sum() for w in weights) == pytest.approx(1, abs=1e-6), seed
         for mask, weight in zip(masks, weights, strict=True):
