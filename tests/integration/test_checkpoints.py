@@ -1,0 +1,287 @@
+"""Checkpoints of real trainers on two gloo ranks, one start for all layouts, and plain torch on the other side.
+
+What Megatron-LM writes is made here by hand, from Hugging Face tensors by plain torch: names and orders are written
+down once more, independently of the weight table and of megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from slimx.errors import SlimxError
+from slimx.models.families import read_model
+from slimx.models.megatron_directory import check_fit
+from slimx.trainer.checkpoint import files
+from tests.integration.conftest import ROOT, Weights, free_port
+
+pytestmark = pytest.mark.integration
+LAYOUTS = {
+    "DP2": {"world_size": 2},
+    "EP2-bf16": {"world_size": 2, "expert": 2},
+    "TP2": {"world_size": 2, "tensor": 2},
+    "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "CP2": {"world_size": 2, "context": 2},
+}
+OTHERS = ["TP2", "PP2xVPP2", "CP2"]
+DEADLINE_S = 150
+
+
+class Hostile:
+    """Unpickled, it would leave a file."""
+
+    def __init__(self, witness: Path):
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Any, tuple[Path, str]]:
+        return Path.write_text, (self.witness, "code of the checkpoint has run")
+
+
+def megatron_tensors(weights: Weights, config: dict[str, Any], *, per_layer: bool) -> Weights:
+    """The whole model under the keys of Megatron-LM's torch_dist checkpoints, its vocabulary padded to 192 rows."""
+    hidden, head, groups = config["hidden_size"], config["head_dim"], config["num_key_value_heads"]
+
+    def fused(attention: str) -> torch.Tensor:
+        q, k, v = (weights[f"{attention}.{part}_proj.weight"].view(groups, -1, head, hidden) for part in "qkv")
+        return torch.cat([q, k, v], dim=1).reshape(-1, hidden)
+
+    layers = []
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        experts = [f"{layer}.mlp.experts.{expert}" for expert in range(config["num_experts"])]
+        gated = [torch.cat([weights[f"{e}.{part}_proj.weight"] for part in ("gate", "up")]) for e in experts]
+        layers.append(
+            {
+                "self_attention.linear_qkv.layer_norm_weight": weights[f"{layer}.input_layernorm.weight"],
+                "self_attention.linear_qkv.weight": fused(f"{layer}.self_attn"),
+                "self_attention.q_layernorm.weight": weights[f"{layer}.self_attn.q_norm.weight"],
+                "self_attention.k_layernorm.weight": weights[f"{layer}.self_attn.k_norm.weight"],
+                "self_attention.linear_proj.weight": weights[f"{layer}.self_attn.o_proj.weight"],
+                "pre_mlp_layernorm.weight": weights[f"{layer}.post_attention_layernorm.weight"],
+                "mlp.router.weight": weights[f"{layer}.mlp.gate.weight"],
+                "mlp.experts.experts.linear_fc1.weight": torch.stack(gated),
+                "mlp.experts.experts.linear_fc2.weight": torch.stack(
+                    [weights[f"{expert}.down_proj.weight"] for expert in experts]
+                ),
+            }
+        )
+    out = {"decoder.final_layernorm.weight": weights["model.norm.weight"]}
+    padding = torch.full((192 - config["vocab_size"], hidden), 7.0)
+    for key, name in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
+        out[f"{key}.weight"] = torch.cat([weights[f"{name}.weight"], padding])
+    for name in layers[0]:
+        if per_layer:
+            out |= {f"decoder.layers.{number}.{name}": layer[name] for number, layer in enumerate(layers)}
+        else:
+            out[f"decoder.layers.{name}"] = torch.stack([layer[name] for layer in layers])
+    return out
+
+
+def write_megatron(directory: Path, tensors: Weights, witness: Path) -> Path:
+    """A release as slime's converter leaves it. Its arguments hold code, which must not run."""
+    release = directory / "release"
+    release.mkdir(parents=True)
+    dcp.save(dict(tensors), checkpoint_id=release, no_dist=True)
+    arguments = argparse.Namespace(num_layers=4, hook=Hostile(witness))
+    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, release / "common.pt")
+    (release / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
+        '"common_backend_version": 1}'
+    )
+    (directory / "latest_checkpointed_iteration.txt").write_text("release")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with four layers, so that virtual stages have something to hold."""
+    directory = tmp_path_factory.mktemp("model") / "four"
+    shutil.copytree(tiny_model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).to(torch.float32).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> dict[str, Any]:
+    return json.loads((model / "config.json").read_text())
+
+
+class Ranks:
+    """What the two ranks said and left."""
+
+    def __init__(self, out: Path, witness: Path):
+        self.out, self.witness = out, witness
+        self.said = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+    def __getitem__(self, layout: str) -> dict[str, Any]:
+        """Of the last rank: it belongs to the last pipeline stage, which knows the loss."""
+        return self.said[-1][layout]
+
+
+@pytest.fixture(scope="module")
+def ranks(model: Path, config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    out = tmp_path_factory.mktemp("checkpoints")
+    weights, witness = load_file(model / "model.safetensors"), out / "witness"
+    megatron = {
+        kind: str(write_megatron(out / kind, megatron_tensors(weights, config, per_layer=per_layer), witness))
+        for kind, per_layer in (("stacked", False), ("per_layer", True))
+    }
+    job = {"out": str(out), "model": str(model), "layouts": LAYOUTS, "megatron": megatron}
+    job["ports"] = {name: free_port() for name in LAYOUTS}
+    (out / "job.json").write_text(json.dumps(job))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.integration.checkpoint_rank", str(out / "job.json")]
+    logs = [(out / f"{rank}.log").open("w+b") for rank in range(2)]
+    processes = [
+        subprocess.Popen([*command, str(rank)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            assert process.wait(DEADLINE_S) == 0, (out / f"{rank}.log").read_text()[-4000:]
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    return Ranks(out, witness)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["DP2", "EP2-bf16"])
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_checkpoint_does_not_see_it(ranks, layout):
+    for said in ranks.said:
+        saved = said[layout]["saved"]
+        assert saved["early"] == [0, 1], "both ranks had trained two steps before either had written its part"
+        assert saved["restored"] == saved["while_writing"]
+    assert ranks[layout]["saved"]["restored"][0] != ranks[layout]["saved"]["restored"][1]
+
+
+def test_the_second_checkpoint_is_written_by_the_plan_of_the_first_with_its_own_values(ranks):
+    for said in ranks.said:
+        again = said["DP2"]["saved_again"]
+        assert again["restored"] == again["expected"]
+        assert again["kept"]
+    assert (ranks.out / "second" / "__0_0.distcp").read_bytes() != (ranks.out / "DP2" / "__0_0.distcp").read_bytes()
+
+
+def test_replicas_are_written_by_all_data_parallel_ranks_in_equal_shares(ranks):
+    sizes = [(ranks.out / "DP2" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert 0.8 < sizes[0] / sizes[1] < 1.25
+
+
+def test_a_rank_that_cannot_write_is_named_with_the_reason_and_nothing_is_complete(ranks):
+    for said in ranks.said:
+        told = said["DP2"]["saved_badly"]
+        assert told.startswith(f"SlimxError: {ranks.out / 'bad'}: trainer rank 1 could not write its part")
+        assert "IsADirectoryError" in told
+    assert not (ranks.out / "bad" / "metadata.json").exists()
+
+
+# Other layouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_another_layout_goes_on_with_the_same_losses(ranks, layout):
+    """The first loss shows the weights, the second one the optimizer's state too."""
+    found, expected = ranks[layout]["resumed"], ranks["DP2"]["saved"]["restored"]
+    for step in range(2):
+        assert found[step]["loss/sft"] == pytest.approx(expected[step]["loss/sft"], abs=1e-5)
+        assert found[step]["optim/grad_norm"] == pytest.approx(expected[step]["optim/grad_norm"], rel=1e-4)
+
+
+def test_weights_alone_go_where_the_optimizer_cannot(ranks):
+    for said in ranks.said:
+        assert said["EP2-bf16"]["refused"].startswith(f"SlimxError: {ranks.out / 'DP2'}: ")
+    found, expected = ranks["EP2-bf16"]["weights_only"], ranks["DP2"]["saved"]["restored"]
+    assert found[0]["loss/sft"] == pytest.approx(expected[0]["loss/sft"], abs=0.02)  # bf16 against fp32
+    assert found[0]["loss/sft"] < ranks["EP2-bf16"]["steps"][0]["loss/sft"] - 0.05, "the weights are the trained ones"
+
+
+# Megatron-LM's directories --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["stacked", "per_layer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatrons_weights_are_those_of_the_hugging_face_directory_bit_for_bit(ranks, layout, kind):
+    assert [said[layout][kind] for said in ranks.said] == [True, True]
+
+
+def test_no_code_of_a_checkpoint_runs(ranks):
+    assert not ranks.witness.exists()
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(ranks.out / "stacked" / "release" / "common.pt", weights_only=True)
+
+
+def test_plain_torch_reads_a_checkpoint_under_megatrons_names(ranks, config, model):
+    """After the first step the weights are near those that the run began with, and every name is there."""
+    began = megatron_tensors(load_file(model / "model.safetensors"), config, per_layer=False)
+    described = FileSystemReader(ranks.out / "DP2").read_metadata().state_dict_metadata
+    rows = config["vocab_size"]
+    trained = {}
+    for key, tensor in began.items():
+        shape = (rows, *tensor.shape[1:]) if key.startswith(("embedding", "output_layer")) else tensor.shape
+        assert described[key].size == torch.Size(shape), key
+        trained[key] = torch.empty(shape)
+    dcp.load(trained, checkpoint_id=ranks.out / "DP2", no_dist=True)
+    for key, tensor in trained.items():
+        moved = (tensor - began[key][: len(tensor)]).abs().max().item()
+        assert 0 < moved <= 1.2 * 2 * 2e-3, f"{key}: two Adam steps of 2e-3 move no weight further"
+    moments = {key for key in described if key.startswith("optimizer.state.exp_avg.")}
+    assert moments == {f"optimizer.state.exp_avg.{key}" for key in began}
+
+
+def test_megatron_reads_iteration_and_arguments_from_what_slimx_writes(ranks):
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        common = torch.load(ranks.out / "DP2" / "common.pt", weights_only=True)
+    assert (common["iteration"], common["checkpoint_version"]) == (2, 3.0)
+    arguments = common["args"]
+    assert (arguments.num_layers, arguments.hidden_size, arguments.tensor_model_parallel_size) == (4, 128, 1)
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_edited_file_is_named_before_anything_is_loaded(ranks, tmp_path):
+    shutil.copytree(ranks.out / "DP2", tmp_path / "edited")
+    reports = [files.read_report(tmp_path / "edited", rank) for rank in range(2)]
+    records = reports[0].files | reports[1].files
+    assert {".metadata", "common.pt", "metadata.json", "__0_0.distcp", "__1_0.distcp"} == set(records)
+    files.check_sizes(tmp_path / "edited", records)
+    files.check_digests(tmp_path / "edited", records)
+    with (tmp_path / "edited" / "__1_0.distcp").open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+    files.check_sizes(tmp_path / "edited", records)
+    with pytest.raises(SlimxError, match="__1_0.distcp: has other bytes than were written"):
+        files.check_digests(tmp_path / "edited", records)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(ranks, model, tmp_path):
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SlimxError, match=r"decoder\.layers\.\S+ has shape \[4, .*the model wants \[3, "):
+        check_fit(ranks.out / "stacked", read_model(tmp_path).table)
