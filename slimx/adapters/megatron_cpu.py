@@ -37,7 +37,7 @@ def install_megatron() -> list[str]:
     """Entries inside megatron.core itself; call after `install()`, before a model is built."""
     if torch.cuda.is_available():
         return []
-    entries = (_router_without_te, _mla_without_te, _yarn_device, _token_dispatcher)
+    entries = (_yarn_device, _token_dispatcher)
     for entry in entries:
         entry()
     return [entry.__name__.strip("_") for entry in entries]
@@ -154,20 +154,6 @@ def _compile() -> None:
     """megatron.core's jit_fuser is torch.compile; inductor costs a compiler run per small function and gains nothing
     here."""
     torch.compile = lambda model=None, **kwargs: model or (lambda function: function)
-
-
-def _router_without_te() -> None:
-    """moe_utils.router_gating_linear reads te_general_gemm, unbound where Transformer Engine is absent."""
-    from megatron.core.transformer.moe import moe_utils
-
-    vars(moe_utils).setdefault("te_general_gemm", None)
-
-
-def _mla_without_te() -> None:
-    """multi_latent_attention sets HAVE_TE although TELinear is None."""
-    from megatron.core.transformer import multi_latent_attention
-
-    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 def _yarn_device() -> None:

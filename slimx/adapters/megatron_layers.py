@@ -22,6 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from slimx.adapters import megatron_without_te
 from slimx.layout.zigzag import zigzag
 from slimx.numerics.attention import packed_attention, partial_attention
 from slimx.numerics.norm import rms_norm
@@ -32,6 +33,7 @@ def install() -> bool:
     try:
         import transformer_engine  # noqa: F401
     except ImportError:
+        megatron_without_te.install()
         gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchSpecProvider, Norm
         # torch's AdamW keeps a step per parameter; the distributed optimizer can save such a state but not load it.
         optimizer.Adam = optimizer.distrib_optimizer.Adam = Adam

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slimx.errors import SlimxError
 from slimx.layout.maps import Blocks, Concat, InterleaveQKV
 from slimx.layout.table import Row, Table, padded_vocabulary
 
@@ -43,18 +44,16 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
         "max_sequence_length": hf["max_position_embeddings"],
         "position_embedding_type": "rope",
         "rotary_base": rope.get("rope_theta", hf.get("rope_theta")),
-        "share_embeddings_and_output_weights": hf["tie_word_embeddings"],
+        "share_embeddings_and_output_weights": hf.get("tie_word_embeddings", False),
     }
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """What of this checkpoint's config cannot be built yet, in words; None if all can."""
-    # Of this architecture SGLang 0.5.23 builds MoE layers only, and an output layer that never shares the embedding: an
-    # engine could not serve such a checkpoint. No published one has either.
+    # Of this architecture SGLang 0.5.23 builds MoE layers only: an engine could not serve such a checkpoint. No
+    # published one has dense layers.
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
         return "dense layers among the MoE layers (decoder_sparse_step, mlp_only_layers)"
-    if hf.get("tie_word_embeddings"):
-        return "tie_word_embeddings"
     if hf.get("attention_bias"):
         return "attention_bias"
     if (hf.get("rope_parameters") or {}).get("rope_type", "default") != "default":
@@ -76,9 +75,16 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     attention, moe = here + "self_attention.", here + "mlp."
     expert = there + "mlp.experts.{expert}."
     qkv = InterleaveQKV(heads, groups, head)
+    tied = hf.get("tie_word_embeddings", False)
+    output = Row("output_layer.weight", (("lm_head.weight", (vocab, hidden)),), axis=0, stage="last")
     rows = (
         Row(
-            "embedding.word_embeddings.weight", (("model.embed_tokens.weight", (vocab, hidden)),), axis=0, stage="first"
+            "embedding.word_embeddings.weight",
+            (("model.embed_tokens.weight", (vocab, hidden)),),
+            axis=0,
+            stage="first",
+            # The last stage keeps a copy to compute logits with; megatron-core sums the gradients of both.
+            copies=(("last", "output_layer.weight"),) if tied else (),
         ),
         Row(attention + "linear_qkv.layer_norm_weight", ((there + "input_layernorm.weight", (hidden,)),)),
         Row(
@@ -116,7 +122,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
             quantised=True,
         ),
         Row("decoder.final_layernorm.weight", (("model.norm.weight", (hidden,)),), stage="last"),
-        Row("output_layer.weight", (("lm_head.weight", (vocab, hidden)),), axis=0, stage="last"),
+        *(() if tied else (output,)),
     )
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
 
@@ -124,7 +130,12 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
     """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels want.
 
-    There are no shared experts to fuse."""
+    There are no shared experts to fuse. Raises SlimxError for tied embeddings."""
+    if hf.get("tie_word_embeddings"):
+        raise SlimxError(
+            f"{ARCHITECTURE} with tie_word_embeddings: SGLang 0.5.23 builds an output layer of its own for it, and an "
+            "engine would serve wrong logits; train it without engines, or untie the embeddings"
+        )
     hidden, head, vocab = hf["hidden_size"], hf["head_dim"], hf["vocab_size"]
     heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
     experts, inner = hf["num_experts"], hf["moe_intermediate_size"]

@@ -14,6 +14,7 @@ from slimx.config.schema import Config
 from slimx.models.families import ModelSpec
 from slimx.trainer.backends import Backends
 from slimx.trainer.policy_model import PolicyModel
+from slimx.trainer.prediction_layer import with_prediction_layers
 from slimx.trainer.transformer import transformer_config
 
 
@@ -42,7 +43,9 @@ def _build_chunk(
     layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
     mtp = None
     if transformer.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
+        mtp = with_prediction_layers(
+            get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
+        )
     model = PolicyModel(
         transformer,
         layers,

@@ -38,11 +38,13 @@ class PolicyModel(GPTModel):
         output = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self.mtp_process and labels is not None:
             # The MTP layers learn to follow the policy and leave it alone: its hidden states, its embedding and its
-            # output layer get no gradient from them.
+            # output layer get no gradient from them. Recomputation keeps the graph of a layer only if its input wants a
+            # gradient, so this one does, and nobody reads it.
+            frozen = hidden_states.detach().requires_grad_(torch.is_grad_enabled())
             predicted = self.mtp(
                 input_ids=input_ids,
                 position_ids=position_ids,
-                hidden_states=hidden_states.detach(),
+                hidden_states=frozen,
                 attention_mask=attention_mask,
                 rotary_pos_emb=rotary_pos_emb,
                 rotary_pos_cos=rotary_pos_cos,

@@ -26,6 +26,7 @@ from slimx.data.codec import load_groups
 from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
 from slimx.data.weights import loss_weights
+from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save
 
 STEPS = 10
@@ -139,35 +140,7 @@ class Rank:
         return self.shard(trajectories, [1.0] * len(trajectories))
 
     def write_tensors(self, name: str, tensors: dict[str, Any]) -> None:
-        """Gather one tensor per parameter into `name`.safetensors, under Hugging Face names; collective."""
-        import torch.distributed as dist
-
-        from slimx.layout.megatron import MegatronLayout
-        from slimx.models.checkpoint_writer import write_bucket
-        from slimx.reshard.gather import PUBLISHER, Gatherer
-        from slimx.reshard.packer import Packer, describe
-        from slimx.reshard.plan import checkpoint_parts, compile_plan
-        from slimx.reshard.precision import Precision
-
-        parts = MegatronLayout(self.spec.table, self.sizes).parts()
-        plan = compile_plan(
-            parts,
-            checkpoint_parts(self.spec.table),
-            precision=Precision("float32", "float32"),
-            bucket_bytes=2**30,
-        )
-        packer, group = Packer(plan, self.rank, tensors), self.parallel.host_group
-        # The last rank as one on another machine: it sends its part.
-        remote = [self.sizes.world - 1] if self.sizes.world > 1 else []
-        gatherer = Gatherer(packer, remote=remote, group=group)
-        path = [gatherer.open(0) if self.rank == PUBLISHER else ""]
-        dist.broadcast_object_list(path, src=PUBLISHER, group=group)
-        shares = [None] * self.sizes.world
-        dist.all_gather_object(shares, gatherer.fill(0, path[0]), group=group)
-        if self.rank == PUBLISHER:
-            write_bucket(describe(packer.form(0), path[0], shares), str(self.out / f"{name}.safetensors"))
-        self.barrier()
-        gatherer.release()
+        write_tensors(self.out / f"{name}.safetensors", tensors, self.spec, self.parallel)
 
     def gradients(self, trainer: Any) -> dict[str, Any]:
         return {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()}

@@ -1,0 +1,37 @@
+"""Repairs of megatron-core 0.16.1 where Transformer Engine is absent: names that its fallbacks leave unbound.
+
+`install()` is called by `megatron_layers`, which supplies the layers, before a model is built. Each entry names the
+line of upstream that needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+
+def install() -> None:
+    """Apply every entry."""
+    for entry in (_router, _latent_attention, _output_discarding_recomputation):
+        entry()
+
+
+def _router() -> None:
+    """moe_utils.router_gating_linear reads te_general_gemm, which a failed import leaves unbound."""
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _latent_attention() -> None:
+    """multi_latent_attention sets HAVE_TE although TELinear is None."""
+    from megatron.core.transformer import multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
+
+def _output_discarding_recomputation() -> None:
+    """CheckpointWithoutOutput, the recomputation of norms, activations and MLA's up-projection, takes its default
+    fp8=False for a yes and asks Transformer Engine whether fp8 is on."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    CheckpointWithoutOutput.__init__ = functools.partialmethod(CheckpointWithoutOutput.__init__, fp8=None)

@@ -1,0 +1,36 @@
+"""Brings tensors that trainer ranks hold in parts into one file, by the same code that exports weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any) -> None:
+    """Gather one tensor per parameter (by local name, like it) into `path`, under Hugging Face names; collective."""
+    import torch.distributed as dist
+
+    from slimx.layout.megatron import MegatronLayout
+    from slimx.models.checkpoint_writer import write_bucket
+    from slimx.reshard.gather import PUBLISHER, Gatherer
+    from slimx.reshard.packer import Packer, describe
+    from slimx.reshard.plan import checkpoint_parts, compile_plan
+    from slimx.reshard.precision import Precision
+
+    plan = compile_plan(
+        MegatronLayout(spec.table, parallel.sizes).parts(),
+        checkpoint_parts(spec.table),
+        precision=Precision("float32", "float32"),
+        bucket_bytes=2**30,
+    )
+    packer, group, world = Packer(plan, parallel.rank, tensors), parallel.host_group, parallel.sizes.world
+    # The last rank as one on another machine: it sends its part.
+    gatherer = Gatherer(packer, remote=[world - 1] if world > 1 else [], group=group)
+    opened = [gatherer.open(0) if parallel.rank == PUBLISHER else ""]
+    dist.broadcast_object_list(opened, src=PUBLISHER, group=group)
+    shares = [None] * world
+    dist.all_gather_object(shares, gatherer.fill(0, opened[0]), group=group)
+    if parallel.rank == PUBLISHER:
+        write_bucket(describe(packer.form(0), opened[0], shares), str(path))
+    group.barrier().wait()
+    gatherer.release()

@@ -1,0 +1,200 @@
+"""Loss, metrics and gradients of the same rollouts do not depend on layout, packing or recomputation.
+
+Each layout is one start of real gloo ranks that take one GRPO step for two models: a Qwen3-MoE with tied embeddings,
+and a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token
+prediction). One rank without recomputation is what all others must equal. `layout_cases` says which layouts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slimx.data.codec import save_groups
+from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.models.families import read_model
+from slimx.ports import free_port
+from tests.integration.conftest import Weights
+from tests.integration.deepseek_v3_oracle import MODELS, SHAPE
+from tests.integration.invariance_rank import VERSION
+from tests.integration.layout_cases import (
+    COVERING,
+    EIGHT,
+    EXPERTS,
+    FACTORS,
+    LAYERS,
+    ONE,
+    Case,
+    all_cases,
+    fields,
+    name_of,
+    pairs,
+)
+from tests.integration.rank_processes import run_ranks
+
+pytestmark = pytest.mark.integration
+BOUND = 1e-5
+"""max|a - b| / max|b| of a gradient tensor; relative difference of a metric."""
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_experts": EXPERTS,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    **SHAPE,
+    **{key: value for key, value in MODELS["V3"].items() if key != "num_mtp_layers"},
+    "num_nextn_predict_layers": 1,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "tie_word_embeddings": False,
+}
+GROUPS = 4
+
+
+def rollouts(seed: int) -> list[Group]:
+    """Groups of 2 to 5 rollouts of 8 to 48 tokens; some of an older version than the engines'."""
+    random, groups = np.random.default_rng(seed), []
+    for number in range(GROUPS):
+        trajectories = []
+        for index in range(2 + number):
+            prompt, length = int(random.integers(3, 8)), int(random.integers(12, 49))
+            spans = [
+                Span(start=0, stop=prompt, source="prompt"),
+                Span(start=prompt, stop=length, source="sampled", version=VERSION - index % 2),
+            ]
+            logprobs = np.where(np.arange(length) < prompt, np.nan, random.normal(-4.8, 0.1, length))
+            trajectories.append(
+                Trajectory(
+                    id=f"{number}.{index}",
+                    rollout_id=f"{number}.{index}",
+                    group_id=str(number),
+                    index=index,
+                    # Id 0 is padding.
+                    token_ids=random.integers(1, 128, length).astype(np.int32),
+                    loss_mask=(np.arange(length) >= prompt).astype(np.uint8),
+                    logprobs=logprobs.astype(np.float32),
+                    spans=spans,
+                    sampling={"temperature": 0.8},
+                    reward=float(random.normal()),
+                )
+            )
+        groups.append(Group(id=str(number), prompt=Prompt(id=str(number), token_ids=[1]), trajectories=trajectories))
+    return groups
+
+
+def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
+    """A checkpoint of random weights: norms around 1, the rest far from uniform."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf))
+    shapes = read_model(path, mtp_layers=mtp).table.checkpoint()
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 0.05)
+        + ("norm" in name and len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+class Laboratory:
+    """Runs each layout once, when it is first asked for."""
+
+    def __init__(self, directory: Path):
+        self.directory, self.done = directory, set[str]()
+        self.models = []
+        for seed, (name, hf, mtp) in enumerate((("qwen", QWEN, 0), ("deepseek", DEEPSEEK, 1))):
+            save_groups(directory / f"{name}.groups", rollouts(seed))
+            self.models.append(
+                {
+                    "name": name,
+                    "path": str(write_model(directory / name, hf, mtp, seed)),
+                    "policy": str(write_model(directory / f"{name}-policy", hf, mtp, seed + 10)),
+                    "groups": str(directory / f"{name}.groups"),
+                    "mtp": mtp,
+                }
+            )
+
+    def __call__(self, case: Case, model: str) -> tuple[dict[str, Any], Weights]:
+        """What the last rank said, and all gradients."""
+        out = self.directory / name_of(case)
+        if out.name not in self.done:
+            self.done.add(out.name)
+            out.mkdir()
+            init = f"tcp://127.0.0.1:{free_port()}"
+            job = {"models": self.models, "trainer": fields(case), "out": str(out), "init_method": init}
+            (out / "job.json").write_text(json.dumps(job))
+            run_ranks("tests.integration.invariance_rank", out, case["world_size"], seconds=180)
+        return json.loads((out / f"{model}.json").read_text()), load_file(out / f"{model}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("invariance"))
+
+
+def assert_equal_to_one_rank(laboratory: Laboratory, case: Case, model: str) -> None:
+    (said, gradients), (expected, single) = laboratory(case, model), laboratory(ONE, model)
+    assert said["metrics"].keys() == expected["metrics"].keys()
+    for name, value in expected["metrics"].items():
+        assert said["metrics"][name] == pytest.approx(value, rel=BOUND, abs=1e-7), name
+    assert gradients.keys() == single.keys()
+    trained = {name for name, gradient in single.items() if gradient.any()}
+    assert single.keys() - trained == {name for name in single if name.endswith("e_score_correction_bias")}
+    each = {n: ((gradients[n] - single[n]).abs().max() / single[n].abs().max()).item() for n in trained}
+    worst = max(each, key=each.__getitem__)
+    assert each[worst] <= BOUND, f"{worst}: {each[worst]:.1e}"
+
+
+def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
+    possible = all_cases(4)
+    wanted = set().union(*map(pairs, possible))
+    assert {value for pair in wanted for value in pair} == {
+        (name, value) for name, values in FACTORS.items() for value in values
+    }
+    assert set().union(*map(pairs, COVERING)) == wanted
+    assert {case["world_size"] for case in (*COVERING, EIGHT)} >= {1, 4, 8}
+
+
+@pytest.mark.parametrize("model", ["qwen", "deepseek"])
+@pytest.mark.parametrize("case", [*COVERING, EIGHT], ids=name_of)
+def test_loss_metrics_and_gradients_are_those_of_one_rank(laboratory, case, model):
+    assert_equal_to_one_rank(laboratory, case, model)
+
+
+def test_packing_changes_the_number_of_microbatches(laboratory):
+    """Else the invariance to packing above would say nothing."""
+    few, many = (laboratory(case, "qwen")[0]["microbatches"] for case in (COVERING[0], ONE))
+    assert 1 < few < many
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen", "deepseek"])
+@pytest.mark.parametrize("case", [case for case in all_cases(4) if case not in COVERING], ids=name_of)
+def test_every_layout_of_up_to_four_ranks_is_equal_to_one_rank(laboratory, case, model):
+    assert_equal_to_one_rank(laboratory, case, model)
