@@ -77,7 +77,7 @@ class TrainBatch:
     trained_tokens: int
     """Positions with a loss."""
     imbalance: float
-    """Cost of the heaviest data-parallel rank over the mean, minus 1: what the others wait for it, predicted."""
+    """Predicted time over that of perfect balance, minus 1: what data-parallel ranks wait for the slowest."""
 
 
 def make_rows(

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from slimx.data.balance import balance, greedy_with_room, heaviest
+from slimx.data.balance import balance, greedy_with_room
 from slimx.data.batch import MicroBatch, Row, TrainBatch
 from slimx.errors import SlimxError
+
+Split = list[list[list[int]]]
+"""`split[d][k]`: the rows of micro-batch k of data-parallel rank d."""
 
 
 def pack(
@@ -22,17 +25,18 @@ def pack(
     sequence_multiple: int = 1,
     count_multiple: int = 1,
     cost: Callable[[int], float] = float,
+    lockstep: bool = False,
 ) -> TrainBatch:
-    """Distribute rows over data-parallel ranks by cost, then over equally many micro-batches per rank, as few as fit.
+    """Distribute rows over data-parallel ranks by cost, in equally many micro-batches on every rank, as few as fit.
 
     `sequence_multiple`: every row is padded at its end to a multiple of it (context parallelism cuts each sequence
     into 2 x CP chunks). `multiple_of`: T of each micro-batch is padded to a multiple of it (sequence parallelism wants
     TP x CP). The padding of rows counts towards `max_tokens`, the padding of T does not. `count_multiple`: so is the
     number of micro-batches of a rank (megatron's interleaved pipeline wants the PP size); a rank with too few rows gets
-    micro-batches of padding only. `cost`: of computing a row of so many tokens; in tokens unless told.
+    micro-batches of padding only. `cost`: of computing a row of so many tokens; in tokens unless told. `lockstep`: see
+    `distribute`.
 
-    The heaviest micro-batch of each rank is its first: ranks that share experts wait for each other in every
-    micro-batch, so the k-th ones should cost alike. Raises SlimxError naming the row that alone exceeds `max_tokens`.
+    Raises SlimxError naming the row that alone exceeds `max_tokens`.
     """
     sizes = [_rounded(len(row), sequence_multiple) for row in rows]
     if max(sizes) > max_tokens:
@@ -48,22 +52,68 @@ def pack(
             "schedule.updates_per_step"
         )
     costs = [cost(size) for size in sizes]
-    shards = balance(costs, data_size)
-    count = max(len(first_fit([sizes[i] for i in shard], max_tokens)) for shard in shards)
-    count = _rounded(count, count_multiple)
-    multiple_of = lcm(multiple_of, sequence_multiple)
+    split = distribute(
+        sizes,
+        costs,
+        data_size=data_size,
+        max_tokens=max_tokens,
+        count_multiple=count_multiple,
+        lockstep=lockstep,
+    )
     return TrainBatch(
-        shards=[
-            [
-                _pack_rows([rows[i] for i in part], multiple_of, sequence_multiple)
-                for part in _microbatches(shard, sizes, costs, count, max_tokens)
-            ]
-            for shard in shards
-        ],
+        shards=lay_out(rows, split, multiple_of=multiple_of, sequence_multiple=sequence_multiple),
         tokens=sum(len(row) for row in rows),
         trained_tokens=int(sum((row.loss_weight > 0).sum() for row in rows)),
-        imbalance=heaviest(costs, shards) * data_size / sum(costs) - 1,
+        imbalance=slowdown(split, costs, lockstep=lockstep) - 1,
     )
+
+
+def distribute(
+    sizes: Sequence[int],
+    costs: Sequence[float],
+    *,
+    data_size: int,
+    max_tokens: int,
+    count_multiple: int = 1,
+    lockstep: bool = False,
+) -> Split:
+    """Which rows each micro-batch of each rank gets; `sizes`: tokens of each row, none above `max_tokens`.
+
+    Ranks that meet only at the end of a step, where gradients are summed, get equal totals: first ranks are balanced,
+    then each rank's micro-batches. With `lockstep` they meet in every micro-batch, because they share experts, and the
+    k-th micro-batches of all ranks must cost alike: first all micro-batches are balanced, then neighbours in the order
+    of cost are dealt out as k-th ones, the heaviest to the rank with the least so far.
+    """
+    if not lockstep:
+        shards = balance(costs, data_size)
+        count = max(len(first_fit([sizes[i] for i in shard], max_tokens)) for shard in shards)
+        count = _rounded(count, count_multiple)
+        return [_microbatches(shard, sizes, costs, count, max_tokens) for shard in shards]
+    count = _rounded(-(-len(first_fit(sizes, max_tokens)) // data_size), count_multiple)
+    parts = _microbatches(range(len(sizes)), sizes, costs, count * data_size, max_tokens)
+    split: Split = [[] for _ in range(data_size)]
+    totals = [0.0] * data_size
+    for first in range(0, len(parts), data_size):
+        lightest = sorted(range(data_size), key=lambda rank: (totals[rank], rank))
+        for rank, part in zip(lightest, parts[first : first + data_size], strict=True):
+            split[rank].append(part)
+            totals[rank] += sum(costs[i] for i in part)
+    return split
+
+
+def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
+    """Predicted time of a step over that of perfect balance, from 1 (see `distribute`)."""
+    table = [[sum(costs[i] for i in part) for part in parts] for parts in split]
+    mean = sum(map(sum, table)) / len(table)
+    return (sum(map(max, zip(*table, strict=True))) if lockstep else max(map(sum, table))) / mean
+
+
+def lay_out(
+    rows: Sequence[Row], split: Split, *, multiple_of: int = 1, sequence_multiple: int = 1
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank (see `pack`)."""
+    multiple_of = lcm(multiple_of, sequence_multiple)
+    return [[_pack_rows([rows[i] for i in part], multiple_of, sequence_multiple) for part in parts] for parts in split]
 
 
 def first_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -82,11 +132,11 @@ def first_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _microbatches(
-    shard: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, limit: int
+    rows: Sequence[int], sizes: Sequence[int], costs: Sequence[float], count: int, limit: int
 ) -> list[list[int]]:
-    """One rank's rows in `count` micro-batches of at most `limit` tokens, as equal in cost as that allows; heaviest
-    first. `count` is at least what first fit needs, so that there is always an answer."""
-    size, cost = [sizes[i] for i in shard], [costs[i] for i in shard]
+    """`rows` in `count` micro-batches of at most `limit` tokens, as equal in cost as that allows; heaviest first.
+    `count` is at least what first fit needs, so that there is always an answer."""
+    size, cost = [sizes[i] for i in rows], [costs[i] for i in rows]
     parts: list[list[int]] | None = balance(cost, count)
     if any(sum(size[i] for i in part) > limit for part in parts):
         parts = greedy_with_room(cost, size, count, limit)
@@ -94,7 +144,7 @@ def _microbatches(
         parts = first_fit(size, limit)
         parts += [[] for _ in range(count - len(parts))]
     parts.sort(key=lambda part: -sum(cost[i] for i in part))
-    return [[shard[i] for i in sorted(part)] for part in parts]
+    return [[rows[i] for i in sorted(part)] for part in parts]
 
 
 def _rounded(number: int, multiple: int) -> int:

@@ -33,6 +33,7 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
         sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
         count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
         cost=sequence_flops(spec.transformer, spec.vocab_size) if flops else float,
+        lockstep=sizes.expert * sizes.expert_tensor > sizes.tensor * sizes.context,
     )
 
 

@@ -10,6 +10,8 @@ import pytest
 from slimx.config.schema import Config
 from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Trajectory
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
 from slimx.orchestration.batches import batch_metrics, make_updates, split_groups
 from slimx.trainer.updates import combine
 from tests.unit.test_denominators import trajectory
@@ -86,6 +88,49 @@ def test_metrics_of_updates_are_put_together_by_what_they_are():
     }
     assert combine([first]) == first
     assert math.isnan(combine([{"loss/policy": float("nan")}, second])["loss/policy"])
+
+
+QWEN = ModelSpec(
+    path="m",
+    hf={"vocab_size": 64},
+    transformer={
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_query_groups": 1,
+        "kv_channels": 4,
+        "ffn_hidden_size": 16,
+    },
+    gpt={},
+    table=None,
+    family=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        (Sizes(), {"data_size": 1, "multiple_of": 1, "sequence_multiple": 1, "count_multiple": 1, "lockstep": False}),
+        (Sizes(tensor=2, data=4, expert_tensor=2), {"data_size": 4, "multiple_of": 2, "lockstep": False}),
+        (Sizes(tensor=2, context=4), {"multiple_of": 8, "sequence_multiple": 8}),
+        (Sizes(pipeline=4), {"count_multiple": 1}),
+        (Sizes(pipeline=4, virtual=2), {"count_multiple": 4}),
+        # Experts on the tensor-parallel ranks of one data-parallel rank, then on those of two.
+        (Sizes(tensor=2, data=2, expert=2), {"lockstep": False}),
+        (Sizes(tensor=2, data=2, expert=4), {"lockstep": True}),
+        (Sizes(tensor=2, data=2, expert=2, expert_tensor=2), {"lockstep": True}),
+    ],
+)
+def test_rows_are_packed_as_the_layout_wants_them(sizes, wanted):
+    settings = make_packer(config(trainer={"max_tokens_per_microbatch": 99}), QWEN, sizes).keywords
+    assert {name: settings[name] for name in wanted} == wanted and settings["max_tokens"] == 99
+
+
+def test_cost_is_counted_in_what_the_configuration_names():
+    by_tokens = make_packer(config(trainer={"balance": "tokens"}), QWEN, Sizes()).keywords["cost"]
+    assert by_tokens(7) == 7
+    by_flops = make_packer(config(), QWEN, Sizes()).keywords["cost"]
+    assert by_flops(2000) > 2 * by_flops(1000)
 
 
 def test_what_packing_did_is_counted():
