@@ -12,7 +12,7 @@ from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
-from slimx.orchestration.batches import batch_metrics, make_updates, split_groups
+from slimx.orchestration.batches import batch_metrics, make_packer, make_updates, split_groups
 from slimx.trainer.updates import combine
 from tests.unit.test_denominators import trajectory
 
