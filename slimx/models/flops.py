@@ -34,7 +34,7 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     moe = _moe_layers(transformer)
     per_token = layers * weights + hidden * vocab_size
     per_token += (layers - moe) * 3 * hidden * transformer["ffn_hidden_size"]  # gate, up and down
-    per_token += moe * _experts(transformer)
+    per_token += moe * _experts(transformer) if moe else 0
     return SequenceFlops(linear=3 * 2 * per_token, quadratic=3 * 2 * layers * pairs / 2)
 
 
