@@ -20,6 +20,8 @@ from slimx.orchestration.trainers import TrainerGroup
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord
 
+STOP_S = 10.0
+"""Seconds in which a save that is being written when the run is stopped may still become complete."""
 _POLL_S = 0.1
 _PORTION = 8 * 2**30
 """Bytes that one rank reads before it tells how far it is."""
@@ -69,12 +71,14 @@ class Checkpoints:
             await asyncio.wait([self._writing])
             self.check()
 
-    async def stop(self) -> None:
-        """Leave a save that is not finished to itself: its directory never gets its name."""
+    async def stop(self, grace_s: float = STOP_S) -> None:
+        """End a save; what is not on disk within `grace_s` never gets its name. Does not raise."""
         if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=grace_s)
             self._writing.cancel()
             with suppress(asyncio.CancelledError, SlimxError, OSError):
                 await self._writing
+            self._writing = None
 
     async def _write(self, partial: Path, own: dict[str, bytes]) -> None:
         with self.timeline.phase("checkpoint", track="checkpoint"):

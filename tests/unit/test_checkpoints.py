@@ -1,0 +1,390 @@
+"""The driver's side of checkpoints: what is complete, what is kept, what is named when something is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from slimx.config.schema import Config
+from slimx.errors import DeadlineError, SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.models.megatron_directory import find_checkpoint, is_megatron
+from slimx.models.safe_pickle import read_metadata
+from slimx.observability.timeline import Timeline
+from slimx.orchestration import checkpoints as module
+from slimx.orchestration.checkpoints import Checkpoints, check_resume, layout_of
+from slimx.orchestration.saves import RunState, Saves, read_state
+from slimx.trainer.checkpoint import files
+from slimx.trainer.checkpoint.files import FileRecord, Report, read_manifest
+
+LAYOUT = Sizes(data=2)
+
+
+def config(tmp_path: Path, **options: Any) -> Config:
+    trainer = options.pop("trainer", {"world_size": 2})
+    return Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path)},
+            "model": {"path": "m"},
+            "rollout": {"prompts": "p", "engines": []},
+            "algorithm": {"name": "sft"},
+            "trainer": trainer,
+            "checkpoint": options,
+        }
+    )
+
+
+def state(step: int, **fields: Any) -> RunState:
+    known = {"version": step, "layout": layout_of(LAYOUT), "distributed_optimizer": True}
+    return RunState(step=step, rollouts={"source": {}, "next": 0, "tickets": []}, **(known | fields))
+
+
+class Trainers:
+    """Two ranks that write when they are told to."""
+
+    def __init__(self) -> None:
+        self.saves: list[Path] = []
+        self.restored: list[tuple[Path, bool, bool]] = []
+        self.checked: list[list[dict[str, FileRecord]]] = []
+
+    async def save(self, path: Path, *, step: int) -> None:
+        self.saves.append(path)
+
+    def write(self, rank: int, path: Path | None = None) -> None:
+        path = path or self.saves[-1]
+        name = f"__{rank}_0.distcp"
+        record = files.write(path / name, b"shards of %d" % rank)
+        files.write_report(path, rank, Report({name: record}, []))
+
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
+        self.restored.append((path, same_layout, load_optimizer))
+
+    async def check_files(self, path: Path, shares: list[bytes]) -> None:
+        decoded = [files.decode_records(share) for share in shares]
+        self.checked.append(decoded)
+        for share in decoded:
+            files.check_digests(path, share)
+
+
+class Bench:
+    def __init__(self, tmp_path: Path, **options: Any):
+        self.trainers, self.notes = Trainers(), []
+        self.config = config(tmp_path, **options)
+        self.saves = Saves(
+            tmp_path / "checkpoints",
+            keep=self.config.checkpoint.keep,
+            keep_every=self.config.checkpoint.keep_every,
+        )
+        self.checkpoints = Checkpoints(
+            self.config, LAYOUT, self.trainers, self.saves, Timeline(tmp_path), self.notes.append
+        )
+
+    async def save(self, step: int) -> None:
+        """A whole save."""
+        await self.checkpoints.save(state(step))
+        for rank in range(2):
+            self.trainers.write(rank)
+        await self.checkpoints.settle()
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.saves.directory.iterdir() if path.is_dir())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL_S", 0.005)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_checkpoint_gets_its_name_when_the_last_rank_has_written(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.checkpoints.save(state(12))
+    bench.trainers.write(0)
+    await asyncio.sleep(0.05)
+    bench.checkpoints.check()
+    assert bench.names == ["iter_0000012.partial"] and bench.saves.newest() is None
+    bench.trainers.write(1)
+    await bench.checkpoints.settle()
+    assert bench.names == ["iter_0000012"]
+    path = bench.saves.newest()
+    assert path is not None and read_state(path).step == 12
+    assert sorted(read_manifest(path)) == ["__0_0.distcp", "__1_0.distcp", "slimx/run.json", "slimx/tickets.bin"]
+    assert sorted(file.name for file in (path / "slimx").iterdir()) == ["manifest.json", "run.json", "tickets.bin"]
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "12"
+    assert bench.notes == [f"checkpoint {path}"]
+
+
+async def test_the_run_state_is_that_of_the_copy_not_of_the_commit(tmp_path):
+    bench, rollouts = Bench(tmp_path), {"source": {"cursor": 5}, "next": 9, "tickets": []}
+    await bench.checkpoints.save(RunState(step=2, version=2, layout={}, distributed_optimizer=True, rollouts=rollouts))
+    rollouts["source"]["cursor"] = 6
+    for rank in range(2):
+        bench.trainers.write(rank)
+    await bench.checkpoints.settle()
+    assert read_state(bench.saves.newest()).rollouts["source"] == {"cursor": 5}
+
+
+async def test_a_second_save_waits_for_the_first(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.checkpoints.save(state(1))
+    second = asyncio.create_task(bench.checkpoints.save(state(2)))
+    await asyncio.sleep(0.05)
+    assert not second.done() and len(bench.trainers.saves) == 1
+    for rank in range(2):
+        bench.trainers.write(rank, bench.trainers.saves[0])
+    await second
+    assert len(bench.trainers.saves) == 2 and "iter_0000001" in bench.names
+    await bench.checkpoints.stop(grace_s=0.05)
+
+
+async def test_a_synchronous_save_returns_when_the_files_are_there(tmp_path):
+    bench = Bench(tmp_path, asynchronous=False)
+    saving = asyncio.create_task(bench.checkpoints.save(state(1)))
+    await asyncio.sleep(0.05)
+    assert not saving.done()
+    for rank in range(2):
+        bench.trainers.write(rank)
+    await saving
+    assert bench.names == ["iter_0000001"]
+
+
+async def test_a_failed_write_stops_the_run_with_the_rank_and_the_reason(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.checkpoints.save(state(1))
+    bench.trainers.write(0)
+    files.write_failure(bench.trainers.saves[0], 1, "OSError: [Errno 28] No space left on device")
+    with pytest.raises(SlimxError, match=r"trainer rank 1 could not write .*No space left on device"):
+        while True:
+            bench.checkpoints.check()
+            await asyncio.sleep(0.005)
+    assert bench.saves.newest() is None
+
+
+async def test_a_rank_that_never_writes_is_named_after_the_deadline(tmp_path):
+    bench = Bench(tmp_path, deadline=0.1)
+    await bench.checkpoints.save(state(1))
+    bench.trainers.write(0)
+    with pytest.raises(DeadlineError, match="trainer rank 1$"):
+        await bench.checkpoints.settle()
+
+
+async def test_what_an_interrupted_save_left_is_removed_and_never_taken_for_a_checkpoint(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.checkpoints.save(state(1))
+    bench.trainers.write(0)
+    await bench.checkpoints.stop(grace_s=0.05)
+    assert bench.saves.newest() is None
+    await bench.save(2)
+    assert bench.names == ["iter_0000002"]
+
+
+async def test_a_save_that_is_nearly_done_when_the_run_is_stopped_becomes_complete(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.checkpoints.save(state(1))
+    stopping = asyncio.create_task(bench.checkpoints.stop(grace_s=5))
+    await asyncio.sleep(0.02)
+    for rank in range(2):
+        bench.trainers.write(rank)
+    await stopping
+    assert bench.names == ["iter_0000001"]
+
+
+async def test_the_newest_and_every_nth_are_kept(tmp_path):
+    bench = Bench(tmp_path, every=1, keep=2, keep_every=3)
+    for step in range(1, 8):
+        await bench.save(step)
+    assert bench.names == ["iter_0000003", "iter_0000006", "iter_0000007"]
+
+
+def test_retention_that_no_checkpoint_can_meet_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="checkpoint.keep_every is 5, but checkpoints are written every 2 steps"):
+        config(tmp_path, every=2, keep_every=5)
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verify", "told"), [("full", "__1_0.distcp: has other bytes"), ("size", None)])
+async def test_edited_bytes_are_named_by_the_rank_that_reads_them(tmp_path, verify, told):
+    bench = Bench(tmp_path, verify=verify)
+    await bench.save(4)
+    path = bench.saves.newest()
+    (path / "__1_0.distcp").write_bytes(b"sharks of 1")
+    check_resume(bench.config, LAYOUT, path, read_state(path))
+    if told is None:
+        await bench.checkpoints.restore(path, read_state(path))
+        assert bench.trainers.restored == [(path, True, True)]
+    else:
+        with pytest.raises(SlimxError, match=told):
+            await bench.checkpoints.restore(path, read_state(path))
+        assert not bench.trainers.restored
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda path: (path / "__0_0.distcp").write_bytes(b"sha"), "__0_0.distcp: has 3 bytes, 11 were written"),
+        (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: is missing"),
+        (lambda path: (path / "slimx" / "run.json").write_text("{}"), "run.json: has 2 bytes"),
+    ],
+)
+async def test_a_file_of_another_size_is_named_before_anything_starts(tmp_path, damage, told):
+    bench = Bench(tmp_path)
+    await bench.save(4)
+    path, kept = bench.saves.newest(), read_state(bench.saves.newest())
+    damage(path)
+    with pytest.raises(SlimxError, match=told) as error:
+        check_resume(bench.config, LAYOUT, path, kept)
+    assert str(error.value).endswith(f"remove {path} to continue from the checkpoint before")
+
+
+async def test_ranks_read_shares_of_about_equal_size_and_every_file_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_PORTION", 20)
+    bench = Bench(tmp_path)
+    await bench.save(4)
+    path = bench.saves.newest()
+    await bench.checkpoints.restore(path, read_state(path))
+    names = [name for shares in bench.trainers.checked for share in shares for name in share]
+    assert sorted(names) == sorted(read_manifest(path)) and len(bench.trainers.checked) > 1
+    assert any(note.startswith("verified ") for note in bench.notes)
+
+
+@pytest.mark.parametrize(
+    ("there", "trainer", "told"),
+    [
+        ({}, {"world_size": 2, "expert": 2}, "trainer.expert=1 and larger sizes"),
+        ({"distributed_optimizer": False}, {"world_size": 2}, "trainer.distributed_optimizer=true and false"),
+    ],
+)
+async def test_an_optimizer_that_cannot_move_is_refused_with_both_layouts_and_the_way_out(
+    tmp_path, there, trainer, told
+):
+    bench = Bench(tmp_path)
+    await bench.save(4)
+    path, here = bench.saves.newest(), Sizes(data=2, expert=trainer.get("expert", 1))
+    with pytest.raises(SlimxError, match=told) as error:
+        check_resume(config(tmp_path, trainer=trainer), here, path, state(4, **there))
+    assert "TP1 PP1 VPP1 CP1 DP2 EP1 ETP1" in str(error.value)
+    assert f"this run has TP1 PP1 VPP1 CP1 DP2 EP{here.expert} ETP1" in str(error.value)
+    assert "checkpoint.load_optimizer=false" in str(error.value)
+    allowed = config(tmp_path, trainer=trainer, load_optimizer=False)
+    check_resume(allowed, here, path, state(4, **there))
+
+
+async def test_weights_alone_are_loaded_with_a_warning(tmp_path):
+    bench = Bench(tmp_path, load_optimizer=False)
+    await bench.save(4)
+    path = bench.saves.newest()
+    await bench.checkpoints.restore(path, state(4, layout=layout_of(Sizes(tensor=2, context=2))))
+    assert bench.trainers.restored == [(path, False, False)]
+    assert "the moments begin anew" in bench.notes[-1]
+
+
+@pytest.mark.parametrize("change", [{"context": 2}, {"virtual": 2}, {"expert_tensor": 2}, {"split": (3, 1)}])
+async def test_a_random_state_is_that_of_exactly_the_same_layout(tmp_path, change):
+    bench = Bench(tmp_path)
+    await bench.save(4)
+    path = bench.saves.newest()
+    await bench.checkpoints.restore(path, state(4, layout=layout_of(Sizes(data=2, **change))))
+    assert bench.trainers.restored == [(path, False, True)]
+
+
+# Directories of Megatron-LM -------------------------------------------------------------------------------------------
+
+
+def megatron(directory: Path, name: str, backend: str = "torch_dist") -> Path:
+    (directory / name).mkdir(parents=True)
+    (directory / name / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
+    return directory
+
+
+@pytest.mark.parametrize(("said", "name"), [("release", "release"), ("12\n", "iter_0000012")])
+def test_the_tracker_says_which_checkpoint(tmp_path, said, name):
+    directory = megatron(tmp_path / "m", name)
+    (directory / "latest_checkpointed_iteration.txt").write_text(said)
+    assert is_megatron(directory) and find_checkpoint(directory) == directory / name
+    assert is_megatron(directory / name) and find_checkpoint(directory / name) == directory / name
+
+
+async def test_what_slimx_writes_is_found_as_megatrons(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.save(7)
+    megatron(bench.saves.directory, "other")
+    (bench.saves.newest() / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert find_checkpoint(bench.saves.directory) == bench.saves.newest()
+
+
+def test_a_hugging_face_directory_is_not_megatrons(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_megatron(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda m: (m / "latest_checkpointed_iteration.txt").write_text("x"), "neither an iteration nor release"),
+        (lambda m: (m / "latest_checkpointed_iteration.txt").write_text("13"), "names iter_0000013, which is not"),
+        (lambda m: (m / "iter_0000012" / "metadata.json").unlink(), "no torch_dist checkpoint"),
+        (lambda m: (m / "iter_0000012" / "metadata.json").write_text("{"), "metadata.json: damaged"),
+        (lambda m: (m / "iter_0000012" / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "is zarr"),
+    ],
+)
+def test_a_directory_that_holds_nothing_to_load_is_refused(tmp_path, make, told):
+    directory = megatron(tmp_path / "m", "iter_0000012")
+    (directory / "latest_checkpointed_iteration.txt").write_text("12")
+    make(directory)
+    with pytest.raises(SlimxError, match=told):
+        find_checkpoint(directory)
+
+
+def test_megatrons_old_format_is_named(tmp_path):
+    (tmp_path / "iter_0000012" / "mp_rank_00").mkdir(parents=True)
+    assert is_megatron(tmp_path / "iter_0000012")
+    with pytest.raises(SlimxError, match=r"old format \(mp_rank_\*\).*--ckpt-format torch_dist"):
+        find_checkpoint(tmp_path / "iter_0000012")
+
+
+# Pickles --------------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """Unpickled, it calls a function."""
+
+    def __init__(self, function: Any, *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_of_torch_is_read_as_torch_reads_it(tmp_path):
+    dcp.save({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": "text"}, checkpoint_id=tmp_path, no_dist=True)
+    assert read_metadata(tmp_path / ".metadata") == pickle.loads((tmp_path / ".metadata").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (lambda path: pickle.dumps(Call(Path.touch, path / "witness")), "it names pathlib.Path.touch|builtins.getattr"),
+        (lambda path: pickle.dumps(Call(eval, "1")), "it names builtins.eval"),
+        (lambda path: b"\x80\x04\x8c\x05torch\x8c\x0ahub.os.sep\x93.", "it names torch.hub.os.sep"),
+        (lambda path: pickle.dumps(torch.Size([1])), "holds a Size, not the metadata"),
+        (lambda path: b"truncated", "not the metadata of a torch_dist checkpoint"),
+    ],
+)
+def test_metadata_that_names_anything_else_is_refused_and_nothing_runs(tmp_path, content, told):
+    (tmp_path / ".metadata").write_bytes(content(tmp_path))
+    with pytest.raises(SlimxError, match=told):
+        read_metadata(tmp_path / ".metadata")
+    assert not (tmp_path / "witness").exists()
