@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
 from slimx.rollout.hooks import Hooks, load_hooks
 from slimx.rollout.spec import EngineSpec, server_args
+from slimx.trainer.backends import Backends, choose_backends, installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Prepared:
     sizes: Sizes
     plans: dict[str, Plan]
     """By which weights leave the trainers: "export" and, with engines, "publish"."""
+    backends: Backends
+    """The trainers' kernels, with the reason of each."""
     encoding: Encoding
     """How the engines receive them."""
     hooks: Hooks
@@ -46,6 +50,8 @@ def check_run(config: Config) -> Prepared:
     device = device_of(config)
     spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
     sizes = check_layout(config, spec)
+    backends = choose_backends(config.trainer, device=device, packages=installed())
+    _check_transformer(config, spec, backends, device)
     _check_weights(Path(config.initial_weights), spec)
     hooks = load_hooks(config)
     for group in config.rollout.engines:
@@ -82,7 +88,7 @@ def check_run(config: Config) -> Prepared:
     if published is not None:
         plans["publish"] = published.plan
     encoding = published.encoding if published is not None else "hf"
-    return Prepared(spec, sizes, plans, encoding, hooks, tokenizer, prompts, eval_prompts)
+    return Prepared(spec, sizes, plans, backends, encoding, hooks, tokenizer, prompts, eval_prompts)
 
 
 def _check_weights(path: Path, spec: ModelSpec) -> None:
@@ -90,6 +96,16 @@ def _check_weights(path: Path, spec: ModelSpec) -> None:
         check_fit(path, spec.table)
     else:
         CheckpointReader(path).check(spec.table)
+
+
+def _check_transformer(config: Config, spec: ModelSpec, backends: Backends, device: str) -> None:
+    """Let megatron-core judge the model, the layout and `trainer.megatron` here, not in every trainer rank."""
+    with warnings.catch_warnings():
+        # megatron-core warns of what this process, which trains nothing, has not installed.
+        warnings.simplefilter("ignore")
+        from slimx.trainer.transformer import transformer_config  # imports megatron-core: 2 seconds
+
+        transformer_config(spec, config, backends, cpu=device == "cpu")
 
 
 def _prompts(config: Config, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:

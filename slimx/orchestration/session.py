@@ -139,6 +139,8 @@ async def _session(
             stack.push_async_exit(_stopping(engines.stop, table))
             starting.append(engines.start())
         await _together(starting)
+        for reason in prepared.backends.reasons:
+            table.note(reason)
         if engines is not None:
             client = GenerationClient(
                 engines.router.url,

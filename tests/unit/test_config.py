@@ -201,6 +201,12 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
             ["trainer.world_size=4", "trainer.data=2"],
             "trainer.world_size is 4, but tensor 1 x pipeline 1 x context 1 x data 2 = 2",
         ),
+        (
+            ["trainer.world_size=2", "trainer.pipeline=2", "trainer.layers_per_stage=[2,1]"],
+            "trainer.layers_per_stage=[2, 1] does not spread 2 layers over 2 stages",
+        ),
+        (["trainer.virtual_pipeline=2"], "trainer.virtual_pipeline=2 needs trainer.pipeline > 1"),
+        (["trainer.world_size=3", "trainer.expert=2"], "the nearest that does is trainer.expert=1"),
         (["trainer.world_size=2", "trainer.expert=4"], "= 4 does not divide the 2 ranks of a pipeline stage"),
         (["trainer.world_size=4", "trainer.pipeline=4"], "trainer.pipeline=4 does not divide the model's 2 layers"),
         (["trainer.world_size=4", "trainer.tensor=4"], "trainer.tensor=4 does not divide the 2 query groups"),
@@ -212,6 +218,23 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_with_its_numbers(command, file, overrides, told):
+    assert told in command.refuses(file, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["trainer.megatron.moe_capacity=2"], "trainer.megatron.moe_capacity is not a field of megatron-core's"),
+        (["trainer.megatron.moe_router_dtyp=fp32"], "did you mean moe_router_dtype?"),
+        (
+            ["trainer.recompute.granularity=selective", "trainer.recompute.modules=[mla_up_proj]"],
+            "megatron-core refuses this model or layout: mla_up_proj in recompute_modules is only supported with",
+        ),
+        (["cluster.device=cpu", "trainer.attention=flash"], "trainer.attention=flash needs CUDA"),
+        (["cluster.device=cpu", "trainer.moe.dispatcher=flex"], "trainer.moe.dispatcher=flex (deepep) needs CUDA"),
+    ],
+)
+def test_what_megatron_or_the_machine_cannot_run_is_refused_before_anything_starts(command, file, overrides, told):
     assert told in command.refuses(file, *overrides)
 
 

@@ -1,0 +1,69 @@
+"""Which kernels a trainer runs on: every choice, refusal and fallback has a reason that names what decided it."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimx.config.schema import Trainer
+from slimx.errors import SlimxError
+from slimx.trainer.backends import choose_backends, installed
+
+TE, FLASH, DEEP, APEX = "transformer_engine", "flash_attn", "deep_ep", "fused_weight_gradient_mlp_cuda"
+
+
+def trainer(**fields: object) -> Trainer:
+    return Trainer.model_validate({"world_size": 2, "expert": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "packages", "chosen", "why"),
+    [
+        ("auto", "cpu", {TE, FLASH}, "unfused", "there is no CUDA"),
+        ("auto", "cuda", set(), "unfused", "Transformer Engine is not installed"),
+        ("auto", "cuda", {TE}, "auto", "chooses its fastest"),
+        ("unfused", "cpu", set(), "unfused", "scaled_dot_product_attention"),
+        ("unfused", "cuda", {TE}, "unfused", "Transformer Engine's"),
+        ("flash", "cuda", {TE, FLASH}, "flash", "as configured"),
+        ("fused", "cuda", {TE}, "fused", "as configured"),
+    ],
+)
+def test_the_attention_is_chosen_with_a_reason(asked, device, packages, chosen, why):
+    backends = choose_backends(trainer(attention=asked), device=device, packages=packages)
+    assert backends.attention == chosen and why in backends.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "packages", "told"),
+    [
+        ({"attention": "flash"}, "cpu", {TE, FLASH}, "trainer.attention=flash needs CUDA"),
+        ({"attention": "fused"}, "cuda", {FLASH}, "trainer.attention=fused needs the package transformer_engine"),
+        ({"attention": "flash"}, "cuda", {TE}, "trainer.attention=flash needs the package flash_attn"),
+        ({"moe": {"dispatcher": "flex"}}, "cpu", {DEEP}, r"flex \(deepep\) needs CUDA"),
+        ({"moe": {"dispatcher": "flex", "flex_backend": "hybridep"}}, "cuda", {TE}, r"\(hybridep\) needs .* deep_ep"),
+        ({"moe": {"dispatcher": "flex"}, "expert": 1}, "cuda", {DEEP}, "nothing to dispatch with trainer.expert=1"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_key_and_missing_package(fields, device, packages, told):
+    with pytest.raises(SlimxError, match=told):
+        choose_backends(trainer(**fields), device=device, packages=packages)
+
+
+@pytest.mark.parametrize(
+    ("device", "packages", "on"), [("cuda", {APEX}, True), ("cuda", {TE}, False), ("cpu", {APEX}, False)]
+)
+def test_gradients_accumulate_in_the_matrix_product_where_apex_is(device, packages, on):
+    backends = choose_backends(trainer(), device=device, packages=packages)
+    assert backends.gradient_accumulation_fusion is on
+    assert ("on" if on else "off") in backends.reasons[2].split(":")[0]
+
+
+def test_a_flex_dispatcher_is_taken_where_its_library_is():
+    asked = trainer(moe={"dispatcher": "flex", "flex_backend": "hybridep"})
+    backends = choose_backends(asked, device="cuda", packages={TE, DEEP})
+    assert (backends.dispatcher, backends.flex_backend) == ("flex", "hybridep")
+
+
+def test_only_packages_that_are_there_count_as_installed():
+    for name in installed():
+        __import__(name)
+    assert APEX not in installed()
