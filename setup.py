@@ -33,7 +33,7 @@ CPU = Extension(
 # The static CUDA runtime keeps its symbols to itself: torch brings a runtime of its own into the same process.
 CUDA = Extension(
     "slimx._lib.libslimx_cuda",
-    sources=["csrc/reshard.cu"],
+    sources=["csrc/reshard.cu", "csrc/memory.cu"],
     depends=HEADERS,
     extra_compile_args=[
         *("-O3", "-std=c++17", "-fmad=false"),  # fused, a multiply and an add would round once instead of twice
@@ -89,7 +89,7 @@ class BuildLibraries(build_ext):
         print(shlex.join(command), flush=True)
         if subprocess.run(command).returncode:
             advice = " (nvcc 12.8 is the first to know sm_100; SLIMX_CUDA=0 builds without CUDA)" if ext is CUDA else ""
-            raise SystemExit(f"{compiler[0]} could not compile {ext.sources[0]}: its message stands above{advice}")
+            raise SystemExit(f"{compiler[0]} could not compile {shlex.join(ext.sources)}: its message stands above{advice}")
 
     @staticmethod
     def _compiler_of(ext: Extension) -> list[str]:

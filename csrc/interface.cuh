@@ -8,6 +8,9 @@
 
 extern "C" {
 
+// Changes with what this file declares, and with SLIMX_ABI, so that a stale library is refused when it is loaded.
+#define SLIMX_CUDA_ABI (100 * SLIMX_ABI + 1)
+
 // How the kernel is launched for one bucket's pieces on one device.
 typedef struct {
   int64_t tiles;
@@ -37,6 +40,27 @@ int slimx_cuda_find_unreadable(const SlimxPiece* pieces, int64_t n, int64_t* ind
 // read. Their contents are the caller's to check.
 int slimx_cuda_run(const SlimxPiece* pieces, const int64_t* first, int64_t n, const SlimxCudaLaunch* launch,
                    uint8_t* bucket, uint64_t* sums, uint32_t* flags, void* stream);
+
+// ---- memory of a device that processes of one machine share (memory.cu) ---------------------------------------------
+//
+// Each piece is an allocation of its own: a handle names a whole allocation, and whoever opens it sees all of that.
+// Addresses are the calling process's. All act on the current device.
+
+#define SLIMX_CUDA_HANDLE 64  // bytes of a handle
+
+int slimx_cuda_allocate(int64_t bytes, uint64_t* address);
+int slimx_cuda_free(uint64_t address);
+
+// The handle by which other processes open the allocation that begins at `address`. Not the one that owns it.
+int slimx_cuda_export(uint64_t address, uint8_t* handle);
+
+// Another process's allocation, on whichever device it lies, where the current device can reach it. Close it before its
+// owner frees it.
+int slimx_cuda_open(const uint8_t* handle, uint64_t* address);
+int slimx_cuda_close(uint64_t address);
+
+// Queues a copy between any two places that the current device reaches.
+int slimx_cuda_copy(uint64_t to, uint64_t from, int64_t bytes, void* stream);
 
 // Writes the table for slimx_pack's rule TRITON to the device's `out` [SLIMX_TRITON_SCALES][2].
 int slimx_cuda_triton_scales(float* out, void* stream);

@@ -26,7 +26,7 @@ cudaError_t is_readable(uint64_t address, bool* yes) {
 
 }  // namespace
 
-int slimx_cuda_abi(void) { return SLIMX_ABI; }
+int slimx_cuda_abi(void) { return SLIMX_CUDA_ABI; }
 
 const char* slimx_cuda_error_string(int error) { return cudaGetErrorString(cudaError_t(error)); }
 

@@ -16,7 +16,9 @@ from torch import nn
 
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
-from slimx.reshard.kernel import PIECE, checksum_rects, rectangle, seeds
+from slimx.reshard.kernel import PIECE, rectangle, seeds
+from slimx.reshard.kernel_cuda import LONGEST
+from slimx.reshard.sums import sum_rects
 
 Parameters = Mapping[str, torch.Tensor]
 
@@ -91,10 +93,13 @@ def local_layout(model: nn.Module) -> Layout:
     return layout
 
 
-def staged_sums(views: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> dict[str, tuple[int, int]]:
+def staged_sums(
+    views: Mapping[str, torch.Tensor], places: Mapping[str, Place], device: torch.device | None = None
+) -> dict[str, tuple[int, int]]:
     """For tensors as they travelled: (checksum of the whole, share of this rank), read in one pass.
 
     A share is what the rank's rectangle adds to the tensor's checksum; it does not depend on where the bytes lie.
+    `device`: the GPU that has them; None: they are in host memory.
     """
     records: list[tuple[int, ...]] = []
     for number, (name, view) in enumerate(views.items()):
@@ -110,7 +115,7 @@ def staged_sums(views: Mapping[str, torch.Tensor], places: Mapping[str, Place]) 
             (own.row, right, own.rows, cols - right, 2 * number + 1),
         ):
             records += _record(flat[row : row + height, col : col + width], row, col, cols, index)
-    sums = _summed(records, 2 * len(views))
+    sums = _summed(records, 2 * len(views), device)
     whole = sums[0::2] + sums[1::2] + seeds([view.nbytes for view in views.values()])
     return {name: (int(whole[k]), int(sums[2 * k])) for k, name in enumerate(views)}
 
@@ -119,20 +124,20 @@ def held_sums(places: Mapping[str, Place], names: Iterable[str], parameters: Par
     """The shares of `names` in what the model holds now: one value where every copy of a tensor holds the same, None
     among them for a parameter that cannot be read as it was loaded."""
     out: dict[str, set[int | None]] = {}
-    records: list[tuple[int, ...]] = []
-    views: list[tuple[str, torch.Tensor]] = []
+    found: dict[torch.device | None, tuple[list[str], list[tuple[int, ...]]]] = {}
+    """Where -> tensors, and the records of what lies there."""
     for name in names:
         place, out[name] = places[name], set()
         for held in place.held:
             if (view := held.view(parameters)) is None or view.dtype != place.dtype:
                 out[name].add(None)
                 continue
-            # Checksums on the device come with its transport; until then a GPU's weights are brought to the CPU.
-            view = view.cpu()
-            records += _record(view, held.rect.row, held.rect.col, matrix(place.shape)[1], len(views))
-            views.append((name, view))
-    for (name, _), share in zip(views, _summed(records, len(views)).tolist(), strict=True):
-        out[name].add(share)
+            tensors, records = found.setdefault(view.device if view.is_cuda else None, ([], []))
+            records += _record(view, held.rect.row, held.rect.col, matrix(place.shape)[1], len(tensors))
+            tensors.append(name)
+    for device, (tensors, records) in found.items():
+        for name, share in zip(tensors, _summed(records, len(tensors), device).tolist(), strict=True):
+            out[name].add(share)
     return out
 
 
@@ -140,13 +145,12 @@ def _record(part: torch.Tensor, row: int, col: int, pitch: int, index: int) -> l
     """The kernel's record of `part`, which stands at (row, col) of a tensor of `pitch` columns; none if it is empty."""
     if part.numel() == 0:
         return []
-    if part.shape[1] == pitch and part.is_contiguous():
+    if part.shape[1] == pitch and part.is_contiguous() and part.nbytes <= LONGEST:
         part = part.reshape(1, -1)  # one run of bytes: vectors, whole tensors, row slices
     size = part.element_size()
-    return [rectangle(part, tensor=index, pos=(row * pitch + col) * size, pos_ld=max(pitch, part.shape[1]) * size)]
+    place = {"pos": (row * pitch + col) * size, "pos_ld": max(pitch, part.shape[1]) * size}
+    return [rectangle(part, tensor=index, **place, device=part.device.type)]
 
 
-def _summed(records: list[tuple[int, ...]], count: int) -> np.ndarray:
-    sums = np.zeros(count, dtype=np.uint64)
-    checksum_rects(np.array(records, dtype=PIECE), sums)
-    return sums
+def _summed(records: list[tuple[int, ...]], count: int, device: torch.device | None) -> np.ndarray:
+    return sum_rects(np.array(records, dtype=PIECE), count, device)

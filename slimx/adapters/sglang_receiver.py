@@ -1,4 +1,4 @@
-"""One rank's receiver of publications: staged from shared memory, proven, copied in place, proven as it is held.
+"""One rank's receiver of publications: staged, proven, copied in place, proven as it is held.
 
     begin -> stage* -> load (once, or after each stage) -> verify -> commit          abort ends it at any point
 
@@ -18,12 +18,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from slimx.adapters.sglang_buckets import open_bucket
 from slimx.adapters.sglang_layout import hf_layout
 from slimx.adapters.sglang_places import Layout, Place, held_sums, local_layout, staged_sums
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.precision import Rule
-from slimx.reshard.transports.memory import open_memory
 
 Answer = dict[str, Any]
 Staging = Literal["model", "bucket"]
@@ -37,7 +37,7 @@ class Staged:
     """One tensor whose bytes are proven."""
 
     view: torch.Tensor
-    """In the publisher's memory, [shape]."""
+    """[shape], in the publisher's memory; of a bucket on a GPU, in this rank's own (`sglang_buckets`)."""
     share: int
     """What this rank's part adds to the tensor's checksum."""
 
@@ -108,7 +108,7 @@ class Receiver:
         return self.status()
 
     def stage(self, *, version: int, epoch: int, bucket: int, fd_path: str, size: int, tensors: list[Answer]) -> Answer:
-        """Map one bucket of `size` bytes at `fd_path` and keep this rank's tensors once every checksum agrees.
+        """Open one bucket of `size` bytes at `fd_path` and keep this rank's tensors once every checksum agrees.
 
         Each entry of `tensors` is `{name, dtype, shape, offset, nbytes, checksum}` (offset in bytes, checksum as 16 hex
         digits). Nothing of the model is touched. Any error ends the publication on this rank.
@@ -119,10 +119,8 @@ class Receiver:
                 _check_entry(publication, entry, bucket, size)
                 publication.taken.add(entry["name"])
             mine = [entry for entry in tensors if publication.layout.places[entry["name"]].held]
-            # A rank that has no share of a bucket does not even open it.
-            memory = open_memory(fd_path, size, private=True) if mine else None
-            views = {entry["name"]: _view(memory, entry) for entry in mine}
-            sums = staged_sums(views, publication.layout.places)
+            views, device = open_bucket(fd_path, size, mine, next(self.model.parameters()).device)
+            sums = staged_sums(views, publication.layout.places, device)
             for entry in mine:
                 name, expected = entry["name"], int(entry["checksum"], 16)
                 actual, share = sums[name]
@@ -295,12 +293,6 @@ def _complete(publication: Publication, name: str) -> bool:
     """Whether all that the model loads only together with `name` is there."""
     partners = publication.layout.together.get(name, ())
     return all(partner in publication.staged for partner in partners)
-
-
-def _view(memory: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
-    """The tensor that `entry` describes, a view that keeps the mapping `memory`, uint8 [bytes], alive."""
-    run = memory[entry["offset"] : entry["offset"] + entry["nbytes"]]
-    return run.view(getattr(torch, entry["dtype"])).view(entry["shape"])
 
 
 def _check_entry(publication: Publication, entry: Answer, bucket: int, size: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch  # before the library is loaded: both then share one OpenMP runtime
 
 from slimx.errors import SlimxError
+from slimx.reshard.library import load_library
 from slimx.reshard.record import (
     NONFINITE,
     OP,
@@ -164,16 +165,8 @@ def isas() -> list[str]:
 
 def load(path: Path) -> ctypes.CDLL:
     """The library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or stale."""
-    build = "run `make build` or `pip install --no-build-isolation -e .`, which need a C++ compiler"
-    if not path.exists():
-        raise SlimxError(f"the kernel library {path} is missing: {build}")
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise SlimxError(f"the kernel library {path} cannot be loaded ({error}): {build}") from error
-    abi = library.slimx_abi() if hasattr(library, "slimx_abi") else None
-    if abi != ABI:
-        raise SlimxError(f"the kernel library {path} is stale (interface {abi}, slimx needs {ABI}): {build}")
+    remedy = "run `make build` or `pip install --no-build-isolation -e .`, which need a C++ compiler"
+    library = load_library(path, what="the kernel library", version="slimx_abi", abi=ABI, remedy=remedy)
     address, count, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.slimx_seed.argtypes = [address, count, address]
     library.slimx_seed.restype = None

@@ -16,10 +16,12 @@ import numpy as np
 import torch  # before the library is loaded, as in kernel.py
 
 from slimx.errors import SlimxError
+from slimx.reshard.library import load_library
 from slimx.reshard.record import NONFINITE, check_destinations, check_ops, check_sources, check_sums
 
 LIBRARY = Path(__file__).parents[1] / "_lib" / "libslimx_cuda.so"
-ABI = 2
+ABI = 201
+"""SLIMX_CUDA_ABI in csrc/interface.cuh."""
 LONGEST = 2**31 - 1
 """Rows of a piece, and bytes of one of its rows: the kernel counts them in 32 bits."""
 BF16_AMAX = 0x7F80
@@ -50,7 +52,7 @@ class DevicePlan:
         Raises SlimxError for pieces that cannot be run, before anything is written.
         """
         self.library = load(LIBRARY)
-        self.device = _device(device)
+        self.device = device_of(device)
         self.names, self.bucket, self.bucket_bytes, self.checksum = tuple(names), bucket, bucket_bytes, checksum
         _check(pieces, bucket_bytes, len(self.names), checksum)
         self._launch, first = _Launch(), np.zeros(len(pieces) + 1, dtype=np.int64)
@@ -130,14 +132,26 @@ def pack(
     same stream; seeds are the host's to add. `flags`: [tensors] int32, bits such as NONFINITE are set in it. All on the
     plan's device. Raises SlimxError where the launch fails; what fails later shows in `results`.
     """
+    _check_tensor(plan, "the bucket", bucket, torch.uint8, 0 if plan.checksum else plan.bucket_bytes)
+    pack_at(plan, bucket.data_ptr(), sums, flags, stream)
+
+
+def pack_at(
+    plan: DevicePlan,
+    address: int,
+    sums: torch.Tensor,
+    flags: torch.Tensor,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """`pack` into the `plan.bucket_bytes` bytes at `address`, which the plan's device reaches: on another device, and of
+    another process, too. The caller vouches for their size."""
     if plan.checksum:
         raise SlimxError(f"the plan of bucket {plan.bucket} is for checksums: make it without checksum=True to pack it")
-    _check_tensor(plan, "the bucket", bucket, torch.uint8, plan.bucket_bytes)
     _check_tensor(plan, "sums", sums, torch.int64, len(plan.names))
     _check_tensor(plan, "flags", flags, torch.int32, len(plan.names))
-    if bucket.data_ptr() % 16:
+    if address % 16:
         raise SlimxError(f"the memory of bucket {plan.bucket} does not start at a multiple of 16 bytes: align it")
-    plan.launch(bucket.data_ptr(), sums, flags.data_ptr(), stream)
+    plan.launch(address, sums, flags.data_ptr(), stream)
 
 
 def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -172,7 +186,7 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
 
 def triton_scales(device: torch.device | int) -> np.ndarray:
     """{s, 1 / s} of the rule triton for every finite bf16 amax [32640, 2] fp32, as `device` divides: see kernel.py."""
-    library, place = load(LIBRARY), _device(device)
+    library, place = load(LIBRARY), device_of(device)
     with torch.cuda.device(place):
         table = torch.empty(BF16_AMAX, 2, dtype=torch.float32, device=place)
         status = library.slimx_cuda_triton_scales(table.data_ptr(), torch.cuda.current_stream().cuda_stream)
@@ -200,16 +214,8 @@ def missing() -> str | None:
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
     """The library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or stale."""
-    build = "run `make build` where nvcc is (CUDA 12.8 or later)"
-    if not path.exists():
-        raise SlimxError(f"the CUDA kernel library {path} is missing: {build}, or pack on the CPU")
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise SlimxError(f"the CUDA kernel library {path} cannot be loaded ({error}): {build}") from error
-    abi = library.slimx_cuda_abi() if hasattr(library, "slimx_cuda_abi") else None
-    if abi != ABI:
-        raise SlimxError(f"the CUDA kernel library {path} is stale (interface {abi}, slimx needs {ABI}): {build}")
+    remedy = "run `make build` where nvcc is (CUDA 12.8 or later), or pack on the CPU"
+    library = load_library(path, what="the CUDA kernel library", version="slimx_cuda_abi", abi=ABI, remedy=remedy)
     address, count, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.slimx_cuda_error_string.argtypes = [code]
     library.slimx_cuda_error_string.restype = ctypes.c_char_p
@@ -219,10 +225,17 @@ def load(path: Path) -> ctypes.CDLL:
     run = [address, address, count, ctypes.POINTER(_Launch), address, address, address, address]
     library.slimx_cuda_run.argtypes = run
     library.slimx_cuda_triton_scales.argtypes = [address, address]
+    place, handle = ctypes.c_uint64, ctypes.c_char_p
+    library.slimx_cuda_allocate.argtypes = [count, ctypes.POINTER(place)]
+    library.slimx_cuda_free.argtypes = library.slimx_cuda_close.argtypes = [place]
+    library.slimx_cuda_export.argtypes = [place, handle]
+    library.slimx_cuda_open.argtypes = [handle, ctypes.POINTER(place)]
+    library.slimx_cuda_copy.argtypes = [place, place, count, address]
     return library
 
 
-def _device(device: torch.device | int) -> torch.device:
+def device_of(device: torch.device | int) -> torch.device:
+    """`device` with its number. Raises SlimxError unless it is one that this process can pack on."""
     reason = missing()
     if reason:
         raise SlimxError(reason)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+ON_DEVICE = "cuda-ipc:"
+"""What the path of memory on a GPU begins with (`slimx.reshard.transports.device`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
@@ -38,12 +41,17 @@ class PackedBucket:
     """A bucket in the publisher's memory: one region per target, one after another."""
 
     path: str
-    """/proc/PID/fd/N: readable by processes of the same user on the same machine."""
+    """/proc/PID/fd/N: readable by processes of the same user on the same machine. Or memory of a GPU, `on_device`."""
     size: int
     """Bytes, of all targets together."""
     targets: tuple[tuple[PackedTensor, ...], ...]
     """Per target its tensors: one target for Hugging Face names (every rank of every engine takes them all), one per
     engine rank for rank-local buckets."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is in the memory of a GPU: an engine copies such a bucket when it stages it, and maps any other."""
+        return self.path.startswith(ON_DEVICE)
 
     @property
     def tensors(self) -> tuple[PackedTensor, ...]:

@@ -36,7 +36,13 @@ class Packer:
         self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
         self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
         self._pieces: dict[int, np.ndarray] = {}
-        self._device_plans: dict[int, DevicePlan] = {}
+        self._device_plans: dict[tuple[int, bool], DevicePlan] = {}
+        """By bucket, and whether its pieces are compacted."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._device or torch.device("cpu")
 
     def pack(self, bucket: int, memory: torch.Tensor) -> Share:
         """Write this rank's part of `bucket` into `memory`, uint8 [form(bucket).size], zero where nobody writes."""
@@ -49,11 +55,22 @@ class Packer:
 
     def pack_run(self, bucket: int) -> tuple[torch.Tensor, Share]:
         """The same bytes in one run in host memory, uint8 [bytes], for `slimx.reshard.pieces.spread`."""
+        if self._device is None:
+            pieces, size = compact(self._records(bucket))
+            run = torch.empty(size, dtype=torch.uint8)
+            return run, self._run(bucket, pieces, run)
+        run, share = self.pack_device_run(bucket)
+        return torch.empty(len(run), dtype=torch.uint8, pin_memory=True).copy_(run), share
+
+    def pack_at(self, bucket: int, address: int) -> Share:
+        """`pack` into memory of a GPU, this rank's or another's, that its own reaches at `address`."""
+        return self._launch(bucket, self._records(bucket), self.form(bucket).size, address, compacted=False)
+
+    def pack_device_run(self, bucket: int) -> tuple[torch.Tensor, Share]:
+        """`pack_run` into the memory of this rank's GPU."""
         pieces, size = compact(self._records(bucket))
-        if self._device is not None and size:
-            return self._run_on_device(bucket, pieces, size)
-        run = torch.empty(size, dtype=torch.uint8)
-        return run, self._run(bucket, pieces, run)
+        run = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return run, self._launch(bucket, pieces, size, run.data_ptr(), compacted=True)
 
     def _records(self, bucket: int) -> np.ndarray:
         if bucket not in self._pieces:
@@ -74,19 +91,21 @@ class Packer:
             kernel.pack(pieces, memory, share.sums, share.flags)
         return share
 
-    def _run_on_device(self, bucket: int, pieces: np.ndarray, size: int) -> tuple[torch.Tensor, Share]:
+    def _launch(self, bucket: int, pieces: np.ndarray, size: int, address: int, *, compacted: bool) -> Share:
+        """`pieces` into the `size` bytes at `address` by one launch; returns when it has ended."""
         names = [tensor.name for tensor in self.form(bucket).tensors]
-        if bucket not in self._device_plans:
-            self._device_plans[bucket] = DevicePlan(
-                pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self._device
+        none = np.zeros(len(names), np.uint32)
+        if not len(pieces):
+            return Share(np.zeros(len(names), np.uint64), none)
+        if (bucket, compacted) not in self._device_plans:
+            self._device_plans[bucket, compacted] = DevicePlan(
+                pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self.device
             )
-        plan = self._device_plans[bucket]
-        run = torch.empty(size, dtype=torch.uint8, device=self._device)
-        sums = torch.zeros(len(names), dtype=torch.int64, device=self._device)
-        flags = torch.zeros(len(names), dtype=torch.int32, device=self._device)
-        kernel_cuda.pack(plan, run, sums, flags)
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True).copy_(run)
-        return host, Share(kernel_cuda.results(plan, sums, flags), np.zeros(len(names), np.uint32))
+        plan = self._device_plans[bucket, compacted]
+        sums = torch.zeros(len(names), dtype=torch.int64, device=self.device)
+        flags = torch.zeros(len(names), dtype=torch.int32, device=self.device)
+        kernel_cuda.pack_at(plan, address, sums, flags)
+        return Share(kernel_cuda.results(plan, sums, flags), none)
 
 
 def describe(form: BucketForm, path: str, shares: list[Share]) -> PackedBucket:

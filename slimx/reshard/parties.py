@@ -22,6 +22,10 @@ class NoReceiverLeft(SlimxError):
     """A publication lost all its engines. Those that are restarted can get the same version again."""
 
 
+class TransportLost(SlimxError):
+    """What carries buckets to all engines died. It is started again: the same version can be published again."""
+
+
 class Source(Protocol):
     """The trainers, or whoever has their weights."""
 

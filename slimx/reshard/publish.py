@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Members, NoReceiverLeft, Receiver, ReceiverLost, Source, Staging
+from slimx.reshard.parties import Members, NoReceiverLeft, Receiver, ReceiverLost, Source, Staging, TransportLost
 
 T = TypeVar("T")
 ABORT_S = 10.0
@@ -90,7 +90,7 @@ class Publisher:
     async def publish(self, version: int, *, trainer_step: int) -> Publication:
         """Bring the trainers' present weights into every engine as `version`.
 
-        Raises NoReceiverLeft if no engine got them, SlimxError if the trainers failed, if an engine holds another
+        Raises NoReceiverLeft if no engine got them, TransportLost if what carries them died, SlimxError if the trainers failed, if an engine holds another
         model, or if every engine refused the same thing. A second call while one is under way is refused.
         """
         if self._under_way is not None:
@@ -174,6 +174,7 @@ class _Attempt:
                 await self._each("stage", packed, bucket)
                 if load:
                     await self._each("load")
+                if load or packed.on_device:  # engines have copies of what is on a device
                     await self._of_trainers("release", self.source.release(bucket))
                 self.out.nbytes += packed.size
                 self.out.tensors += len(packed.tensors)
@@ -245,6 +246,8 @@ class _Attempt:
             error = ReceiverLost(
                 f"engine {receiver.name} did not answer {step} of {self.manifest} within {seconds:.0f} s"
             )
+        except TransportLost:  # no engine's fault
+            raise
         except SlimxError as problem:
             error = problem
         await self._drop(receiver, error)

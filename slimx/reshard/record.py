@@ -97,18 +97,26 @@ _RULES = {(op, RULE.NONE) for op in OP if op not in (OP.QUANTISE_FP8, OP.QUANTIS
 
 
 def rectangle(
-    view: torch.Tensor, *, tensor: int, pos: int, pos_ld: int, dst: int = 0, dst_ld: int | None = None
+    view: torch.Tensor,
+    *,
+    tensor: int,
+    pos: int,
+    pos_ld: int,
+    dst: int = 0,
+    dst_ld: int | None = None,
+    device: str = "cpu",
 ) -> tuple[int, ...]:
     """One COPY record of a `PIECE` array: `view` [rows, cols] or [cols], of any strides, is part of a tensor.
 
     `pos`, `dst`: byte offset of its first element in the whole tensor and in the bucket. `pos_ld`, `dst_ld`: bytes per
-    row there; `dst_ld` is `pos_ld` unless given. Does not keep `view` alive.
+    row there; `dst_ld` is `pos_ld` unless given. `device`: of the kernel that will read it, "cpu" or "cuda". Does not
+    keep `view` alive.
     """
     flat = view.unsqueeze(0) if view.dim() == 1 else view
-    if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != "cpu":
+    if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != device:
         raise SlimxError(
-            f"a piece of shape {list(view.shape)}, strides {view.stride()} on {view.device} is no rectangle of CPU "
-            "memory: pass a 1-D or 2-D view whose elements are apart"
+            f"a piece of shape {list(view.shape)}, strides {view.stride()} on {view.device} is no rectangle of "
+            f"{device.upper()} memory: pass a 1-D or 2-D view whose elements are apart"
         )
     size = view.element_size()
     steps = (flat.stride(0) * size, max(flat.stride(1), 1) * size)

@@ -35,7 +35,7 @@ def build_emulator(folder: Path) -> Path:
 def use_emulator(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """Gives kernel_cuda the emulated device, on which any CPU tensor lies."""
     monkeypatch.setattr(kernel_cuda, "LIBRARY", library)
-    monkeypatch.setattr(kernel_cuda, "_device", lambda device: DEVICE)
+    monkeypatch.setattr(kernel_cuda, "device_of", lambda device: DEVICE)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)

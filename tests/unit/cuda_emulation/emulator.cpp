@@ -1,9 +1,14 @@
 // emulator.cpp: the fibers behind device.cuh, and the emulated kernels as a library.
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <ucontext.h>
+#include <unistd.h>
 
+#include <map>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -149,7 +154,7 @@ int failing_;  // the error of the next launch
 
 // ---- the CUDA library's interface, with one device whose memory is the host's ---------------------------------------
 
-int slimx_cuda_abi(void) { return SLIMX_ABI; }
+int slimx_cuda_abi(void) { return SLIMX_CUDA_ABI; }
 
 const char* slimx_cuda_error_string(int error) { return error == 719 ? "unspecified launch failure" : "an error"; }
 
@@ -192,6 +197,76 @@ int slimx_cuda_triton_scales(float* out, void* /* stream */) {
   return 0;
 }
 
+// Device memory is memory files, which other processes open through /proc as they would a device's by its handle: they
+// lose nothing when the owner frees it or dies, where a device leaves that undefined.
+
+namespace {
+struct Allocation {
+  int file;  // -1: another process's
+  int64_t bytes;
+};
+
+struct Handle {
+  int process, file;
+};
+
+std::map<uint64_t, Allocation> allocations;
+
+int map_file(int file, int64_t bytes, Allocation as, uint64_t* address) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (memory == MAP_FAILED) return 2;
+  *address = reinterpret_cast<uint64_t>(memory);
+  allocations[*address] = as;
+  return 0;
+}
+
+int unmap(uint64_t address, bool own) {
+  const auto found = allocations.find(address);
+  if (found == allocations.end() || (found->second.file >= 0) != own) return 1;
+  munmap(reinterpret_cast<void*>(address), found->second.bytes);
+  if (own) close(found->second.file);
+  allocations.erase(found);
+  return 0;
+}
+}  // namespace
+
+int slimx_cuda_allocate(int64_t bytes, uint64_t* address) {
+  const int file = memfd_create("emulated device", MFD_CLOEXEC);
+  if (ftruncate(file, bytes)) return 2;
+  return map_file(file, bytes, {file, bytes}, address);
+}
+
+int slimx_cuda_free(uint64_t address) { return unmap(address, true); }
+
+int slimx_cuda_export(uint64_t address, uint8_t* handle) {
+  const Handle made = {getpid(), allocations.at(address).file};
+  memset(handle, 0, SLIMX_CUDA_HANDLE);
+  memcpy(handle, &made, sizeof made);
+  return 0;
+}
+
+int slimx_cuda_open(const uint8_t* handle, uint64_t* address) {
+  Handle given;
+  memcpy(&given, handle, sizeof given);
+  if (given.process == getpid()) return 201;  // as CUDA, which opens no handle where it was made
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", given.process, given.file);
+  const int file = open(path, O_RDWR | O_CLOEXEC);
+  struct stat is;
+  if (file < 0 || fstat(file, &is)) return 1;
+  const int error = map_file(file, is.st_size, {-1, is.st_size}, address);
+  close(file);
+  return error;
+}
+
+int slimx_cuda_close(uint64_t address) { return unmap(address, false); }
+
+int slimx_cuda_copy(uint64_t to, uint64_t from, int64_t bytes, void* /* stream */) {
+  if (failing_) return failing_;
+  memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+  return 0;
+}
+
 // ---- for the tests --------------------------------------------------------------------------------------------------
 
 extern "C" {
@@ -202,7 +277,14 @@ void emulator_seed(int seed) { dice.seed(seed); }
 // slimx::Path of a piece that is not empty.
 int emulator_path(const SlimxPiece* piece) { return int(cut_of(*piece, Kernel::kPack).path); }
 
-// The error of every launch from here on, 0 for none.
+// The error of every launch and copy from here on, 0 for none.
 void emulator_fail(int error) { failing_ = error; }
+
+// How many allocations of other processes this one has open.
+int emulator_open(void) {
+  int count = 0;
+  for (const auto& [address, allocation] : allocations) count += allocation.file < 0;
+  return count;
+}
 
 }  // extern "C"
