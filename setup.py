@@ -89,7 +89,9 @@ class BuildLibraries(build_ext):
         print(shlex.join(command), flush=True)
         if subprocess.run(command).returncode:
             advice = " (nvcc 12.8 is the first to know sm_100; SLIMX_CUDA=0 builds without CUDA)" if ext is CUDA else ""
-            raise SystemExit(f"{compiler[0]} could not compile {shlex.join(ext.sources)}: its message stands above{advice}")
+            raise SystemExit(
+                f"{compiler[0]} could not compile {shlex.join(ext.sources)}: its message stands above{advice}"
+            )
 
     @staticmethod
     def _compiler_of(ext: Extension) -> list[str]:

@@ -224,7 +224,9 @@ class Health(Section):
     threshold: PositiveInt = Field(
         3, description="failed checks in a row after which an engine is quarantined and started again"
     )
-    restarts: Count = Field(2, description="times that each engine may be started again in a run; 0: never")
+    restarts: Count = Field(
+        2, description="times that each engine, and the courier of a transport, may be started again in a run; 0: never"
+    )
 
 
 class Rollout(Section):
@@ -314,21 +316,28 @@ class Publish(Section):
         None,
         description="rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md); null: none",
     )
-    transport: Literal["memory", "gloo", "disk"] = Field(
+    transport: Literal["memory", "cuda_ipc", "gloo", "nccl", "disk"] = Field(
         "memory",
-        description="memory: engines on the trainers' machine map it; gloo: over the network; disk: through files that "
-        "both sides see, from which an engine that was lost catches up without the trainers",
+        description="memory: engines on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; gloo: "
+        "over the network; nccl: over the network from GPU to GPU; disk: through files that both sides see, from which "
+        "an engine that was lost catches up without the trainers",
     )
     directory: str | None = Field(None, description="directory of the disk transport; null: run.dir/publish")
     staging: Literal["model", "bucket"] = Field(
         "model",
-        description="model: engines serve while everything is staged, in host memory for a whole model; bucket: they "
-        "are paused and copy each bucket as it comes, in memory for two buckets",
+        description="model: engines serve while everything is staged, in memory for a whole model (host memory; with "
+        "cuda_ipc and nccl the engine's GPUs hold it twice); bucket: they are paused and copy each bucket as it comes, "
+        "in memory for two buckets",
     )
     deadline: PositiveFloat = Field(300, description="seconds for one publication")
     step_deadline: PositiveFloat = Field(
         120, description="seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined"
     )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether buckets are packed in the memory of a GPU."""
+        return self.transport in ("cuda_ipc", "nccl")
 
 
 class Checkpoint(Section):
@@ -410,6 +419,16 @@ class Config(Section):
             raise ValueError(
                 "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers "
                 "train cannot generate ahead; set one of them to its default"
+            )
+        if self.schedule.colocate and self.publish.transport == "nccl":
+            raise ValueError(
+                "schedule.colocate and publish.transport=nccl exclude each other: NCCL connects no GPU with itself; "
+                "set publish.transport=cuda_ipc"
+            )
+        if self.publish.quantise == "triton" and self.numerics.dtype == "float32":
+            raise ValueError(
+                "publish.quantise=triton is defined for bfloat16 weights, and numerics.dtype is float32; set it to "
+                "bfloat16, or publish.quantise=ieee"
             )
         if not self.rollout.engines and (self.schedule.max_staleness or self.schedule.colocate):
             raise ValueError("schedule.max_staleness and schedule.colocate need engines; rollout.engines is empty")

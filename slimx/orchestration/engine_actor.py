@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,7 +51,8 @@ class EngineActor:
         self.epoch = -1
         """Membership epoch of the publication that was begun last."""
         self.channel: Any = None
-        """Where buckets come from, if they come over a network."""
+        """Where buckets come from, if they come over a network, and `landing`, where they land."""
+        self.landing: Any = None
 
     async def start(self, deadline_s: float) -> dict[str, Any]:
         """Start a server and wait until it attests the plugin; its URL and attestation.
@@ -77,23 +77,21 @@ class EngineActor:
 
     async def join(self, meeting: Any) -> None:
         """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective)."""
-        from slimx.reshard.transports.collective import Receiving  # torch, which only this transport needs here
+        # torch, which only this transport needs here
+        from slimx.reshard.transports.collective import Receiving
+        from slimx.reshard.transports.landing import Landing
 
+        self.landing = self.landing or Landing()
         self.channel = await asyncio.to_thread(Receiving.join, meeting, 0)
 
     async def receive(self, epoch: int, packed: PackedBucket, bucket: int) -> None:
-        """Take a bucket from the channel into memory that the server maps, and have it staged.
+        """Take a bucket from the channel into memory that the server opens, and have it staged.
 
-        The server keeps the memory alive as long as it needs it.
+        The server keeps host memory alive as long as it needs it, and copies what is on a GPU.
         """
-        from slimx.reshard.transports.memory import MemoryFile
-
-        memory = MemoryFile(packed.size)
-        try:
-            await asyncio.to_thread(self.channel.receive, memory.bytes, own=False)
-            await self.publication(epoch, "stage", replace(packed, path=memory.path), bucket)
-        finally:
-            memory.close()
+        with self.landing.of(packed) as (landed, memory):
+            await asyncio.to_thread(self.channel.receive, memory, own=False)
+            await self.publication(epoch, "stage", landed, bucket)
 
     async def publication(self, epoch: int, method: str, *arguments: Any) -> Any:
         """One of Engine's methods, as a step of the publication that began in `epoch`."""
@@ -259,7 +257,7 @@ class EngineHandle:
         await (self.transport.deliver(self, packed, bucket) if self.transport else self.stage_mapped(packed, bucket))
 
     async def stage_mapped(self, packed: PackedBucket, bucket: int) -> None:
-        """Stage a bucket that the server can map where it is."""
+        """Stage a bucket that the server can open where it is."""
         await self._step("stage", packed, bucket)
 
     async def stage_received(self, packed: PackedBucket, bucket: int) -> None:

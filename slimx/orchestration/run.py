@@ -33,7 +33,7 @@ from slimx.orchestration.trainers import TrainerGroup
 from slimx.orchestration.transports import Joining, make_transport
 from slimx.orchestration.waiting import first_line
 from slimx.reshard.manifest import Encoding
-from slimx.reshard.parties import Members, NoReceiverLeft, Source
+from slimx.reshard.parties import Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.client import GenerationClient
 from slimx.rollout.manager import RolloutManager
@@ -164,7 +164,7 @@ class Run:
             await members.available()
             try:
                 done = await self.publisher.publish(self.step, trainer_step=self.step)
-            except NoReceiverLeft as error:
+            except (NoReceiverLeft, TransportLost) as error:
                 self.records.table.note(first_line(error))
                 continue
             self.version = self.maker.version = done.manifest.version

@@ -120,7 +120,11 @@ class TrainerGroup:
         return await self._pack("publish", bucket)
 
     async def release(self, bucket: int | None = None) -> None:
-        await self._publisher("release_buckets", "publish", bucket)
+        if bucket is None:
+            arguments = [("publish", None)] * self.sizes.world
+            await self._all("release_buckets", arguments, "the end of the publication")
+        else:
+            await self._publisher("release_buckets", "publish", bucket)
 
     async def _pack(self, name: str, bucket: int) -> PackedBucket:
         """All ranks write their parts of a bucket of plan `name` into the publisher's memory, together."""
@@ -131,12 +135,14 @@ class TrainerGroup:
 
     async def _prepare(self) -> None:
         """Bring the plans to all ranks, and find those that cannot reach the publisher's memory."""
-        path = await self._publisher("probe")
-        reached = await self._all("reaches", [(path,)] * self.sizes.world, "the look for the publisher's memory")
-        remote = [rank for rank, here in enumerate(reached) if not here]
         for name, buckets in self.plans.items():
+            on_device = name == "publish" and self.config.publish.on_device
+            path = await self._publisher("probe", on_device)
+            reached = await self._all("reaches", [(path,)] * self.sizes.world, "the look for the publisher's memory")
+            remote = [rank for rank, here in enumerate(reached) if not here]
             stored = ray.put(buckets.plan.to_bytes())
-            await self._all("prepare", [(name, stored, remote)] * self.sizes.world, f"the plan of the {name}")
+            given = (name, stored, remote, on_device)
+            await self._all("prepare", [given] * self.sizes.world, f"the plan of the {name}")
 
     async def _publisher(self, method: str, *arguments: Any) -> Any:
         (out,) = await gather(

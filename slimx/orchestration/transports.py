@@ -1,37 +1,31 @@
 """How packed buckets get from the trainers to the engines: `publish.transport`.
 
-    memory   engines map the publisher's memory: one machine
-    gloo     a courier beside the publisher sends each bucket to a process beside each engine, whose server maps it
-    disk     the courier writes each bucket to a file that engines map: a shared file system. A complete version stays
-             there, and an engine that comes back catches up from it while the trainers train
-
-The courier is a process of its own, on the machine of the publishing trainer: it sends one bucket while the trainers
-pack the next, and a transport that breaks takes no trainer along.
+memory    engines map the publisher's memory: one machine
+cuda_ipc  engines copy from the memory of the publisher's GPU: one machine
+gloo      a courier beside the publisher sends each bucket to a process beside each engine, whose server maps it
+nccl      the same between GPUs: the server copies from the memory of the engine's first one
+disk      the courier writes each bucket to a file that engines map: a shared file system. A complete version stays
+          there, and an engine that comes back catches up from it while the trainers train
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from slimx.config.schema import Config
+from slimx.orchestration.courier import CourierHandle
 from slimx.orchestration.engine_actor import EngineHandle
 from slimx.orchestration.recovery import Membership
-from slimx.orchestration.waiting import gather
 from slimx.reshard.gather import PUBLISHER
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import ReceiverLost
-from slimx.reshard.transports.collective import ChannelError, Meeting, Opening, Sending
-from slimx.reshard.transports.disk import Shelf, Stored, newest
-from slimx.reshard.transports.memory import open_memory
+from slimx.reshard.transports.collective import Backend, ChannelError
+from slimx.reshard.transports.disk import Stored, newest
 
 
 class Trainers(Protocol):
@@ -49,7 +43,7 @@ class Trainers(Protocol):
 
 
 class MemoryTransport:
-    """The trainers as the publisher's source; engines map the memory that the buckets are in."""
+    """The trainers as the publisher's source; engines open the memory that the buckets are in."""
 
     keeps = False
     """Whether a published version can be published again without the trainers (`complete`)."""
@@ -85,92 +79,19 @@ class MemoryTransport:
     async def stop(self) -> None: ...
 
 
-class Courier:
-    """Sends or writes buckets of the publisher's memory; a Ray actor whose calls run in threads."""
-
-    def __init__(self, directory: str, host: str | None, deadline_s: float, log_path: str):
-        """`directory`: of versions on disk; `host`: where meetings are held, None for this machine's address;
-        `deadline_s`: seconds for one step of a channel; what the process prints goes to `log_path`."""
-        with open(log_path, "ab", buffering=0) as log:
-            os.dup2(log.fileno(), sys.stdout.fileno())
-            os.dup2(log.fileno(), sys.stderr.fileno())
-        self.shelf, self.deadline_s = Shelf(directory), deadline_s
-        self.host = host or ray.util.get_node_ip_address()
-        self.openings: dict[str, Opening] = {}
-        self.channels: dict[str, Sending] = {}
-
-    def ready(self) -> None:
-        """Answers once the process has started."""
-
-    def begin(self, manifest: Manifest) -> None:
-        self.shelf.begin(manifest)
-
-    def write(self, bucket: int, packed: PackedBucket) -> PackedBucket:
-        return self.shelf.add(bucket, packed, open_memory(packed.path, packed.size))
-
-    def commit(self) -> None:
-        self.shelf.commit()
-
-    def open(self, engine: str, epoch: int) -> Meeting:
-        """Open a meeting for `engine`; the channel that it had is closed."""
-        if (old := self.channels.pop(engine, None)) is not None:
-            old.close()
-        opening = Sending.open(engine, epoch, ranks=1, host=self.host, backend="gloo", deadline_s=self.deadline_s)
-        self.openings[engine] = opening
-        return opening.meeting
-
-    def join(self, engine: str) -> None:
-        self.channels[engine] = self.openings.pop(engine).join()
-
-    def send(self, engine: str, packed: PackedBucket) -> None:
-        self.channels[engine].broadcast(open_memory(packed.path, packed.size))
-
-
 class _CourierTransport(MemoryTransport):
     """Buckets that a courier takes from the publisher's memory."""
 
     def __init__(self, trainers: Trainers, config: Config, log: Path):
         super().__init__(trainers)
-        self.config, self.log = config, log
         self.directory = Path(config.publish.directory or Path(config.run.dir, "publish")).absolute()
-        self._courier: Any = None
+        self.courier = CourierHandle(trainers.actors[PUBLISHER], config, self.directory, log)
 
     async def begin(self, manifest: Manifest) -> None:
-        if self._courier is None:
-            self._courier = await self._start()
-
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        reference = getattr(self._courier, method).remote(*arguments)
-        return await self._answer(reference, method, 2 * self.config.publish.step_deadline)
-
-    async def _start(self) -> Any:
-        limit = self.config.cluster.start_deadline
-        where = self.trainers.actors[PUBLISHER].__ray_call__.remote(
-            lambda worker: ray.get_runtime_context().get_node_id()
-        )
-        beside = NodeAffinitySchedulingStrategy(
-            await self._answer(where, "the look for its machine", limit), soft=False
-        )
-        engines = sum(group.count for group in self.config.rollout.engines)
-        actor = ray.remote(Courier).options(num_cpus=0, max_concurrency=engines + 1, scheduling_strategy=beside)
-        host = "127.0.0.1" if self.config.cluster.ray_address is None else None
-        courier = actor.remote(str(self.directory), host, self.config.publish.step_deadline, str(self.log))
-        await self._answer(courier.ready.remote(), "the start", limit)
-        return courier
-
-    async def _answer(self, reference: Any, what: str, deadline_s: float) -> Any:
-        (out,) = await gather(
-            [reference],
-            what=f"{what} of the courier",
-            holders=["the courier beside trainer rank 0"],
-            deadline_s=deadline_s,
-            logs=[self.log],
-        )
-        return out
+        await self.courier.start()
 
     async def stop(self) -> None:
-        if self._courier is not None:
-            ray.kill(self._courier)
+        await self.courier.stop()
 
 
 class DiskTransport(_CourierTransport):
@@ -183,11 +104,11 @@ class DiskTransport(_CourierTransport):
     async def begin(self, manifest: Manifest) -> None:
         await super().begin(manifest)
         self._unwritten = await self.bucket_count()
-        await self._ask("begin", manifest)
+        await self.courier.ask("begin", manifest)
 
     async def gather(self, bucket: int) -> PackedBucket:
         packed = await super().gather(bucket)
-        written = await self._ask("write", bucket, packed)
+        written = await self.courier.ask("write", bucket, packed)
         await self.trainers.release(bucket)
         self._unwritten -= 1
         return written
@@ -197,44 +118,68 @@ class DiskTransport(_CourierTransport):
             await self.trainers.release()
             if self._unwritten == 0:
                 self._unwritten = -1
-                await self._ask("commit")
+                await self.courier.ask("commit")
 
     def complete(self, version: int) -> Stored | None:
         stored = newest(self.directory)
         return stored if stored is not None and stored.manifest.version == version else None
 
 
-class GlooTransport(_CourierTransport):
-    """Over the network."""
+class ChannelTransport(_CourierTransport):
+    """Over the network, by a process group for each engine."""
+
+    backend: Backend
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self._connected: dict[str, int] = {}
-        """By engine the incarnation that a channel was made to."""
+        self._connected: dict[str, tuple[int, int]] = {}
+        """By engine the incarnations, of the courier and its own, between which there is a channel."""
 
     async def connect(self, engine: EngineHandle, manifest: Manifest) -> None:
-        if self._connected.get(engine.name) == engine.incarnation:
+        ends = self.courier.incarnation, engine.incarnation
+        if self._connected.get(engine.name) == ends:
             return
-        try:
-            meeting = await self._ask("open", engine.name, manifest.membership_epoch)
-            await asyncio.gather(self._ask("join", engine.name), engine.join(meeting))
-        except ChannelError as error:
-            raise ReceiverLost(str(error)) from None
-        self._connected[engine.name] = engine.incarnation
+        async with self._blaming():
+            meeting = await self.courier.ask("open", engine.name, manifest.membership_epoch, self.backend)
+            await asyncio.gather(self.courier.ask("join", engine.name), engine.join(meeting))
+        self._connected[engine.name] = ends
 
     async def deliver(self, engine: EngineHandle, packed: PackedBucket, bucket: int) -> None:
+        async with self._blaming():
+            await asyncio.gather(self.courier.ask("send", engine.name, packed), engine.stage_received(packed, bucket))
+
+    @asynccontextmanager
+    async def _blaming(self) -> AsyncIterator[None]:
+        """A channel that broke is its engine's fault, unless the courier is gone: then that is what is raised."""
         try:
-            await asyncio.gather(self._ask("send", engine.name, packed), engine.stage_received(packed, bucket))
+            yield
         except ChannelError as error:
+            await self.courier.ask("ready")
             raise ReceiverLost(str(error)) from None
 
 
-TRANSPORTS: Mapping[str, type[_CourierTransport]] = {"disk": DiskTransport, "gloo": GlooTransport}
+class GlooTransport(ChannelTransport):
+    """From host memory to host memory."""
+
+    backend = "gloo"
+
+
+class NcclTransport(ChannelTransport):
+    """From the memory of the publisher's GPU to that of an engine's first one."""
+
+    backend = "nccl"
+
+
+TRANSPORTS: Mapping[str, type[_CourierTransport]] = {
+    "disk": DiskTransport,
+    "gloo": GlooTransport,
+    "nccl": NcclTransport,
+}
 
 
 def make_transport(trainers: Trainers, config: Config, log_dir: Path) -> MemoryTransport:
     """The transport that `publish.transport` names."""
-    if config.publish.transport == "memory":
+    if config.publish.transport in ("memory", "cuda_ipc"):  # buckets differ, what is done with them does not
         return MemoryTransport(trainers)
     return TRANSPORTS[config.publish.transport](trainers, config, log_dir / "courier.log")
 

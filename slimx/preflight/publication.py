@@ -58,6 +58,11 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         raise SlimxError(
             f"publish.quantise={config.publish.quantise}, but SGLang holds fp8 blocks on CUDA only; leave it out"
         )
+    if config.publish.on_device and device == "cpu":
+        raise SlimxError(
+            f"publish.transport={config.publish.transport} moves weights from GPU to GPU, and this run is on the CPU "
+            "(cluster.device); set it to memory, gloo or disk"
+        )
     encoding, note = _encoding(config, spec, device)
     if encoding == "local":
         group = config.rollout.engines[0]

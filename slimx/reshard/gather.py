@@ -59,6 +59,9 @@ class Gatherer:
         if bucket is not None and bucket in self._files:
             self._files.pop(bucket).close()
 
+    def close(self) -> None:
+        """Nothing: host memory stays for the next publication."""
+
     def _map(self, path: str, size: int) -> torch.Tensor:
         """The publisher's memory at `path`. Mappings stay, like the files, until the publisher has closed them."""
         self._mapped = {known: entry for known, entry in self._mapped.items() if _file(known) == entry[0]}

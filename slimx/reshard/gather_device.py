@@ -49,7 +49,7 @@ class DeviceGatherer:
             if len(run):
                 dist.send(run, PUBLISHER, group=self.group)
             return share
-        with opened(path, self.packer.device) as address:
+        with opened(path, self.packer.form(bucket).size, self.packer.device) as address:
             share = self.packer.pack_at(bucket, address)
         if rank == PUBLISHER:
             for other in self.remote:

@@ -143,8 +143,8 @@ def pack_at(
     flags: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """`pack` into the `plan.bucket_bytes` bytes at `address`, which the plan's device reaches: on another device, and of
-    another process, too. The caller vouches for their size."""
+    """`pack` into the `plan.bucket_bytes` bytes at `address`, which the plan's device reaches: also those of another
+    device, or process. The caller vouches for their size."""
     if plan.checksum:
         raise SlimxError(f"the plan of bucket {plan.bucket} is for checksums: make it without checksum=True to pack it")
     _check_tensor(plan, "sums", sums, torch.int64, len(plan.names))

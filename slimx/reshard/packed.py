@@ -50,7 +50,7 @@ class PackedBucket:
 
     @property
     def on_device(self) -> bool:
-        """Whether it is in the memory of a GPU: an engine copies such a bucket when it stages it, and maps any other."""
+        """Whether it is in the memory of a GPU. An engine copies such a bucket when it stages it, and maps others."""
         return self.path.startswith(ON_DEVICE)
 
     @property

@@ -90,8 +90,9 @@ class Publisher:
     async def publish(self, version: int, *, trainer_step: int) -> Publication:
         """Bring the trainers' present weights into every engine as `version`.
 
-        Raises NoReceiverLeft if no engine got them, TransportLost if what carries them died, SlimxError if the trainers failed, if an engine holds another
-        model, or if every engine refused the same thing. A second call while one is under way is refused.
+        Raises NoReceiverLeft if no engine got them, TransportLost if what carries them died, SlimxError if the trainers
+        failed, if an engine holds another model, or if every engine refused the same thing. A second call while one is
+        under way is refused.
         """
         if self._under_way is not None:
             raise SlimxError(

@@ -85,34 +85,49 @@ class TrainerWorker:
 
     # Weights leave by a plan ("publish" or "export"), bucket by bucket ---------------------------------------------
 
-    def probe(self) -> str:
-        """Publisher only: a memory file that the other ranks try to open."""
-        from slimx.reshard.transports.memory import MemoryFile
-
-        self._probe = MemoryFile(len(PROBE))
+    def probe(self, on_device: bool) -> str:
+        """Publisher only: memory, of its GPU or the host's, that the other ranks try to open."""
         import torch
 
+        from slimx.reshard.transports.device import DeviceMemory
+        from slimx.reshard.transports.memory import MemoryFile
+
+        self._probe = DeviceMemory(len(PROBE), self._device()) if on_device else MemoryFile(len(PROBE))
         self._probe.bytes.copy_(torch.frombuffer(bytearray(PROBE), dtype=torch.uint8))
+        if on_device:
+            torch.cuda.synchronize()  # other processes wait for no stream of this one
         return self._probe.path
 
     def reaches(self, path: str) -> bool:
-        """Whether this rank can write into the publisher's memory: the same machine and the same namespace."""
+        """Whether this rank can write into the publisher's memory: the same machine and the same namespace, and for a
+        GPU's one that this rank's GPU reaches."""
         from slimx.errors import SlimxError
+        from slimx.reshard.packed import ON_DEVICE
+        from slimx.reshard.transports.device import fetch
         from slimx.reshard.transports.memory import open_memory
 
         try:
-            return bytes(open_memory(path, len(PROBE)).tolist()) == PROBE
+            if path.startswith(ON_DEVICE):
+                found = fetch(path, 0, len(PROBE), self._device())
+            else:
+                found = open_memory(path, len(PROBE))
+            return bytes(found.tolist()) == PROBE
         except SlimxError:
             return False
 
-    def prepare(self, name: str, plan: bytes, remote: list[int]) -> None:
-        """Get ready for the buckets of a plan; `remote`: the ranks that cannot reach the publisher's memory."""
+    def prepare(self, name: str, plan: bytes, remote: list[int], on_device: bool) -> None:
+        """Get ready for the buckets of a plan; `remote`: the ranks that cannot reach the publisher's memory;
+        `on_device`: whether that is its GPU's."""
         from slimx.reshard.gather import Gatherer
+        from slimx.reshard.gather_device import DeviceGatherer
         from slimx.reshard.packer import Packer
         from slimx.reshard.plan import Plan
 
         packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.parameters)
-        self._gatherers[name] = Gatherer(packer, remote=remote, group=self._trainer.parallel.host_group)
+        if on_device:  # the default group: NCCL over all ranks
+            self._gatherers[name] = DeviceGatherer(packer, remote=remote, group=None)
+        else:
+            self._gatherers[name] = Gatherer(packer, remote=remote, group=self._trainer.parallel.host_group)
 
     def open_bucket(self, name: str, bucket: int) -> str:
         """Publisher only: memory for a bucket; its path."""
@@ -123,7 +138,8 @@ class TrainerWorker:
         return self._gatherers[name].fill(bucket, path)
 
     def release_buckets(self, name: str, bucket: int | None) -> None:
-        """Publisher only: give the memory of one bucket back; None keeps all of it for the next publication."""
+        """Publisher: the memory of one bucket may be used again. All ranks, None: a publication has ended. Calls of a
+        rank run one after another: when all have answered, none still fills a bucket."""
         self._gatherers[name].release(bucket)
 
     def write_bucket(self, packed: Any, path: str) -> list[str]:
@@ -133,10 +149,15 @@ class TrainerWorker:
         return write_bucket(packed, path)
 
     def offload(self) -> None:
+        for gatherer in self._gatherers.values():
+            gatherer.close()
         self._trainer.offload()
 
     def reload(self) -> None:
         self._trainer.reload()
+
+    def _device(self) -> Any:
+        return self._trainer.parallel.device
 
     def stop(self) -> None:
         """Leave the process groups."""

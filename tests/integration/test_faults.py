@@ -26,6 +26,7 @@ from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.transports import GlooTransport
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import TransportLost
 from slimx.reshard.publish import Publication, Publisher, Staging
 from slimx.rollout.client import Completion, GenerationClient, ModelShape
 from slimx.rollout.control import EngineControl
@@ -230,6 +231,15 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             await stand.back(first)
             assert (await stand.publish(5)).lost == []
             assert await stand.registered() == {first.url, second.url}
+
+            # A courier that dies is no engine's fault: both serve on, and get the version from the next one.
+            courier = stand.gloo.courier
+            trainers.at_bucket = lambda bucket: ray.kill(courier._actor) if bucket == 1 else None
+            with pytest.raises(TransportLost, match="the courier beside trainer rank 0 died"):
+                await stand.publish(5)
+            assert await stand.registered() == {first.url, second.url}
+            trainers.at_bucket = lambda bucket: None
+            assert (await stand.publish(5)).lost == [] and courier.incarnation == 2
             for engine in (first, second):
                 async with GenerationClient(engine.url, stand.client.shape) as client:
                     stand.completions.append(await client.generate(PROMPT, SAMPLING, 1))

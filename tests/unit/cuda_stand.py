@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slimx.reshard import kernel_cuda
+from slimx.reshard.transports import device, landing
 
 CSRC = Path(__file__).parents[2] / "csrc"
 EMULATION = Path(__file__).with_name("cuda_emulation")
@@ -33,10 +34,18 @@ def build_emulator(folder: Path) -> Path:
 
 
 def use_emulator(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """Gives kernel_cuda the emulated device, on which any CPU tensor lies."""
+    """Gives kernel_cuda, and what shares a device's memory, the emulated device, on which any CPU tensor lies."""
     monkeypatch.setattr(kernel_cuda, "LIBRARY", library)
     monkeypatch.setattr(kernel_cuda, "device_of", lambda device: DEVICE)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="emulated"))
+    for module in (device, landing):
+        monkeypatch.setattr(module, "tensor_at", memory_at)
     return kernel_cuda.load(library)
+
+
+def memory_at(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """`slimx.reshard.transports.device.tensor_at` for memory of the host, which torch does not take by that way."""
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)

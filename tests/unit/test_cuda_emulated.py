@@ -19,20 +19,15 @@ from slimx.reshard.kernel_cuda import DevicePlan
 from slimx.reshard.record import OP, RULE
 from tests.gpu.plans import FORMS, Plan, random_plan
 from tests.gpu.running import OnDevice, on_cpu
-from tests.unit.cuda_stand import DEVICE, build_emulator, use_emulator
+from tests.unit.cuda_stand import DEVICE, use_emulator
 
 PATHS = 9
 """Of slimx::Path in csrc/tiles.cuh."""
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_emulator(tmp_path_factory.mktemp("emulator"))
-
-
 @pytest.fixture
-def emulator(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    return use_emulator(library, monkeypatch)
+def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    return use_emulator(emulator_library, monkeypatch)
 
 
 def assert_equal_to_the_cpu(plan: Plan, blocks: int) -> None:

@@ -31,12 +31,12 @@ MODEL, SIZES, ENGINE = MODELS["qwen"], Sizes(data=3), EngineSizes(tensor=2)
 WORLD, REMOTE, DEADLINE_S = 3, (2,), 60
 
 
-def plan() -> Plan:
+def plan(bucket_bytes: int = 8000) -> Plan:
     return compile_plan(
         MegatronLayout(MODEL.table, SIZES).parts(),
         EngineLayout(SERVED["qwen"].table, ENGINE).parts(),
         precision=Precision("float32", "bfloat16"),
-        bucket_bytes=8000,
+        bucket_bytes=bucket_bytes,
         ranks=ENGINE.world,
     )
 

@@ -200,6 +200,13 @@ def test_a_run_without_engines_publishes_nothing(plan):
         (("rollout.engines=[{tensor: 3, expert: 3}]", "publish.encoding=hf"), "cannot share 128 physical experts"),
         (("rollout.engines=[{tensor: 3}]",), "(rollout.engines.tensor or dp_attention)"),
         (("publish.quantise=ieee", "cluster.device=cpu"), "SGLang holds fp8 blocks on CUDA only"),
+        (("publish.transport=nccl", "cluster.device=cpu"), "publish.transport=nccl moves weights from GPU to GPU, and"),
+        (("publish.transport=cuda_ipc", "cluster.device=cpu"), "publish.transport=cuda_ipc moves weights from GPU to"),
+        (
+            ("publish.transport=nccl", "schedule.colocate=true"),
+            "NCCL connects no GPU with itself; set publish.transport",
+        ),
+        (("publish.quantise=triton", "numerics.dtype=float32"), "publish.quantise=triton is defined for bfloat16"),
         (("trainer.megatron.mtp_num_layers=few",), "mtp_num_layers='few' is no number of layers"),
         (("publish.bucket_mib=.inf",), "publish.bucket_mib is inf"),
         (("trainer.pipelin=2",), "did you mean trainer.pipeline?"),

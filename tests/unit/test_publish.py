@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.parties import NoReceiverLeft, ReceiverLost
+from slimx.reshard.parties import NoReceiverLeft, ReceiverLost, TransportLost
 from slimx.reshard.publish import Publication, Publisher
 
 BUCKETS = [
@@ -53,7 +54,7 @@ class Calls(list[str]):
 
 class FakeTrainers:
     def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+        self.calls, self.buckets = calls, BUCKETS
 
     async def begin(self, manifest: Manifest) -> None:
         await self.calls.note(f"trainers.begin {manifest.version}")
@@ -67,7 +68,7 @@ class FakeTrainers:
 
     async def gather(self, bucket: int) -> PackedBucket:
         await self.calls.note(f"trainers.gather {bucket}")
-        return BUCKETS[bucket]
+        return self.buckets[bucket]
 
     async def release(self, bucket: int | None = None) -> None:
         await self.calls.note("trainers.release" if bucket is None else f"trainers.release {bucket}")
@@ -89,7 +90,7 @@ class FakeEngine:
         await self.calls.note(f"{self.name}.begin")
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        assert packed is BUCKETS[bucket]
+        assert packed.targets is BUCKETS[bucket].targets
         await self.calls.note(f"{self.name}.stage {bucket}")
 
     async def abort(self) -> None:
@@ -196,6 +197,17 @@ async def test_with_bucket_staging_a_bucket_is_given_back_before_the_next_but_on
     assert stand.calls.at("e1.load done") < stand.calls.at("trainers.release 0") < stand.calls.at("trainers.gather 2")
 
 
+async def test_a_bucket_on_a_device_is_given_back_as_soon_as_every_engine_has_its_copy():
+    stand = Stand()
+    stand.calls.slow = {"e1.stage 0"}
+    stand.publisher.source.buckets = [replace(bucket, path="cuda-ipc:there") for bucket in BUCKETS]
+    await stand.publish()
+    assert (
+        stand.calls.at("e1.stage 0 done") < stand.calls.at("trainers.release 0") < stand.calls.at("trainers.gather 2")
+    )
+    assert stand.calls.at("trainers.release 2") < stand.calls.at("e0.pause")
+
+
 async def test_an_engine_that_is_ready_serves_although_another_one_still_copies():
     calls = Calls()
     calls.slow = {"e0.load"}
@@ -298,6 +310,19 @@ async def test_what_every_engine_refuses_is_the_trainers_fault_and_ends_the_run(
     with pytest.raises(SlimxError, match="version 7 was refused by every engine, step stage: engine e0: wrong") as told:
         await stand.publish()
     assert not isinstance(told.value, NoReceiverLeft)
+
+
+@pytest.mark.parametrize("step", ["begin", "stage 1"])
+async def test_a_courier_that_dies_costs_no_engine_and_the_version_can_be_published_again(step):
+    stand = Stand()
+    died = TransportLost("the courier died")
+    stand.calls.fail |= {f"e{n}.{step}": died for n in (0, 1)}
+    with pytest.raises(TransportLost):
+        await stand.publish()
+    assert stand.members.out == {} and stand.members.epoch == 5
+    assert all(stand.calls.of(engine)[-1] == "abort" for engine in ("e0", "e1"))
+    stand.calls.fail.clear()
+    assert (await stand.publish()).lost == []
 
 
 async def test_a_mistake_in_a_receiver_is_not_taken_for_a_lost_engine():

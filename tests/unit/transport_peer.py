@@ -28,11 +28,12 @@ def check(packed: PackedBucket, target: int, memory: torch.Tensor) -> int:
 
 
 class Peer:
-    """The parent's side: `ask` runs one of `_Rank`'s methods in the process."""
+    """The parent's side: `ask` runs one of `Rank`'s methods in the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type | None = None) -> None:
+        """`kind`: the class of what answers, `Rank` unless given."""
         self.pipe, other = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_serve, args=(other,), daemon=True)
+        self.process = CONTEXT.Process(target=_serve, args=(other, kind or Rank), daemon=True)
         self.process.start()
         other.close()
 
@@ -48,7 +49,7 @@ class Peer:
         return self.answer()
 
 
-class _Rank:
+class Rank:
     def ready(self) -> str:
         return "ready"
 
@@ -74,8 +75,8 @@ def region(packed: PackedBucket, target: int) -> tuple[int, int]:
     return tensors[0].offset, tensors[-1].offset + tensors[-1].nbytes
 
 
-def _serve(pipe: Connection) -> None:
-    rank = _Rank()
+def _serve(pipe: Connection, kind: type) -> None:
+    rank = kind()
     while True:
         method, arguments = pipe.recv()
         try:

@@ -5,13 +5,17 @@
 
 Each group has a store, a port and a name of its own, with the membership epoch in it: a rank that comes late, from an
 engine that was replaced meanwhile, finds nobody to join. The groups are built beside torch.distributed's default group,
-which neither side needs. What a channel delivers is not trusted: the receiver compares checksums before it uses it.
+which neither side needs. gloo moves host memory, NCCL the memory of each side's first GPU. What a channel delivers is
+not trusted: the receiver compares checksums before it uses it.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -58,14 +62,17 @@ class _Channel:
         self.meeting, self.rank = meeting, rank
         prefix = dist.PrefixStore(f"slimx/{meeting.engine}/{meeting.epoch}", store)
         timeout = timedelta(seconds=meeting.deadline_s)
-        self._group: Any = self._checked(
+        self._group: Any = None
+        self._group = self._checked(
             "the meeting", lambda: _make_group(prefix, rank, meeting.ranks + 1, meeting.backend, timeout, own_host)
         )
         self._timeout = timeout
 
     def close(self) -> None:
         """Leave the group; what the other side waits for fails."""
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # an operation that is under way on a GPU would stay there
 
     def _run(self, what: str, work: Callable[[Any], Any]) -> None:
         if self._group is None:
@@ -165,15 +172,56 @@ def _make_group(
     store: dist.Store, rank: int, size: int, backend: Backend, timeout: timedelta, own_host: str
 ) -> dist.ProcessGroup:
     store.set_timeout(timeout)
+    # All say that they are here before any connects: NCCL waits for one that is absent without a deadline.
+    store.set(f"rank {rank}", "here")
+    store.wait([f"rank {other}" for other in range(size)], timeout)
     if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()
         # By address: torch would look up the machine's own name, which need not resolve.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
         options._timeout = timeout
         return dist.ProcessGroupGloo(store, rank, size, options)
+    return _make_nccl_group(store, rank, size, timeout)
+
+
+def _make_nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group on this process's first GPU, with its communicator."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with _WAITS.until_done():
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    # NCCL connects in the first operation; what can go wrong then belongs to the meeting.
+    everyone = dist.BroadcastOptions()
+    everyone.rootRank, everyone.rootTensor = PUBLISHER, 0
+    group.broadcast([torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", 0))], everyone).wait(timeout)
+    return group
+
+
+class _Waits:
+    """torch's own variable by which a group of NCCL waits until an operation has ended on the device, or its deadline
+    has passed, and raises. Otherwise a watchdog ends this whole process for one lost engine. Only the constructor of a
+    group reads it, so that it is set no longer: a server that this process starts must not inherit it."""
+
+    VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def until_done(self) -> Iterator[None]:
+        with self._lock:
+            before = os.environ.get(self.VARIABLE)
+            os.environ[self.VARIABLE] = "1"
+            try:
+                yield
+            finally:
+                if before is None:
+                    del os.environ[self.VARIABLE]
+                else:
+                    os.environ[self.VARIABLE] = before
+
+
+_WAITS = _Waits()
 
 
 def _own_address(host: str, port: int) -> str:

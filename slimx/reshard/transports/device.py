@@ -2,7 +2,7 @@
 
 A path names it as one names a memory file:
 
-    cuda-ipc:MACHINE/PID-NAMESPACE/PID:GPU:ADDRESS:HANDLE
+    cuda-ipc:MACHINE/PID-NAMESPACE/PID:GPU:BYTES:ADDRESS:HANDLE
 
 The handle (CUDA's, for inter-process communication) says which physical memory it is. So processes may number their
 GPUs differently, or not see the owner's at all: whoever opens it reaches it from its own GPU, over NVLink or PCIe.
@@ -50,12 +50,16 @@ class DeviceMemory:
             if status:  # torch keeps what it does not use
                 torch.cuda.empty_cache()
                 status = library.slimx_cuda_allocate(nbytes, ctypes.byref(address))
-            _raise_for(status, f"{self.device} has no room for a bucket of {nbytes >> 20} MiB; lower publish.bucket_mib")
+            _raise_for(
+                status, f"{self.device} has no room for a bucket of {nbytes >> 20} MiB; lower publish.bucket_mib"
+            )
             self.address = address.value
-            self._free = weakref.finalize(self, _free, library, self.device, self.address)
+            self._free = weakref.finalize(self, library.slimx_cuda_free, self.address)
+            self._free.atexit = False  # the end of the process frees it, in an order of its own
             exported = library.slimx_cuda_export(self.address, handle)
             _raise_for(exported, f"memory of {self.device} cannot be shared with other processes")
-        self.path = f"{ON_DEVICE}{_process()}:{_gpu(self.device)}:{self.address:x}:{handle.raw.hex()}"
+        place = f"{_process()}:{_gpu(self.device)}:{size}:{self.address:x}:{handle.raw.hex()}"
+        self.path = ON_DEVICE + place
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -68,10 +72,12 @@ class DeviceMemory:
 
 
 @contextmanager
-def opened(path: str, device: torch.device | int = 0) -> Iterator[int]:
-    """The address at which `device` reaches the memory at `path`. What uses it must have ended on the device when the
-    block ends. Raises SlimxError if the device cannot reach it."""
-    owner, gpu, address, handle = path.removeprefix(ON_DEVICE).split(":")
+def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int]:
+    """The address at which `device` reaches the memory at `path`, of which `size` bytes are used. What uses it has to
+    have ended on the device when the block ends. Raises SlimxError if there are fewer, or it cannot reach them."""
+    owner, gpu, held, address, handle = path.removeprefix(ON_DEVICE).split(":")
+    if int(held) < size:
+        raise SlimxError(f"the bucket on GPU {gpu} has {held} bytes, {size} were announced; publish again")
     if owner == _process():  # CUDA opens no handle in the process that made it
         yield int(address, 16)
         return
@@ -102,7 +108,7 @@ def fetch(path: str, start: int, stop: int, device: torch.device) -> torch.Tenso
     Returns when the copy has ended: its owner may write there again.
     """
     out = torch.empty(stop - start, dtype=torch.uint8, device=device)
-    with opened(path, device) as address, torch.cuda.device(device):
+    with opened(path, stop, device) as address, torch.cuda.device(device):
         stream = torch.cuda.current_stream()
         status = _library().slimx_cuda_copy(out.data_ptr(), address + start, len(out), stream.cuda_stream)
         _raise_for(status, f"the copy of {len(out)} bytes to {device} failed")
@@ -141,11 +147,6 @@ def _gpu(device: torch.device) -> str:
 
 def _library() -> ctypes.CDLL:
     return kernel_cuda.load(kernel_cuda.LIBRARY)
-
-
-def _free(library: ctypes.CDLL, device: torch.device, address: int) -> None:
-    with torch.cuda.device(device):
-        library.slimx_cuda_free(address)
 
 
 def _raise_for(status: int, what: str) -> None:

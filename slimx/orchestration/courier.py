@@ -1,0 +1,138 @@
+"""The courier: it takes packed buckets from the publisher's memory and sends them to engines, or writes them.
+
+A process of its own beside the publishing trainer: it sends one bucket while the trainers pack the next, and a
+transport that breaks takes no trainer along. One that dies is started again, as an engine is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.orchestration.waiting import ActorDied, first_line, gather
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import TransportLost
+from slimx.reshard.transports.collective import Backend, Meeting, Opening, Sending
+from slimx.reshard.transports.disk import Shelf
+from slimx.reshard.transports.landing import bytes_of
+from slimx.reshard.transports.memory import open_memory
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""CUDA's own variable: the GPUs of a process."""
+
+
+class Courier:
+    """A Ray actor whose calls run in threads."""
+
+    def __init__(self, directory: str, host: str | None, deadline_s: float, log_path: str, gpus: str | None):
+        """`directory`: of versions on disk; `host`: where meetings are held, None for this machine's address;
+        `deadline_s`: seconds for one step of a channel; what the process prints goes to `log_path`; `gpus`: those of
+        the publisher, of which it shares the first."""
+        with open(log_path, "ab", buffering=0) as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        if gpus is not None:
+            os.environ[DEVICES] = gpus
+        self.shelf, self.deadline_s = Shelf(directory), deadline_s
+        self.host = host or ray.util.get_node_ip_address()
+        self.openings: dict[str, Opening] = {}
+        self.channels: dict[str, Sending] = {}
+
+    def ready(self) -> None:
+        """Answers once the process has started."""
+
+    def begin(self, manifest: Manifest) -> None:
+        self.shelf.begin(manifest)
+
+    def write(self, bucket: int, packed: PackedBucket) -> PackedBucket:
+        return self.shelf.add(bucket, packed, open_memory(packed.path, packed.size))
+
+    def commit(self) -> None:
+        self.shelf.commit()
+
+    def open(self, engine: str, epoch: int, backend: Backend) -> Meeting:
+        """Open a meeting for `engine`; the channel that it had is closed."""
+        if (old := self.channels.pop(engine, None)) is not None:
+            old.close()
+        opening = Sending.open(engine, epoch, ranks=1, host=self.host, backend=backend, deadline_s=self.deadline_s)
+        self.openings[engine] = opening
+        return opening.meeting
+
+    def join(self, engine: str) -> None:
+        self.channels[engine] = self.openings.pop(engine).join()
+
+    def send(self, engine: str, packed: PackedBucket) -> None:
+        with bytes_of(packed) as data:
+            self.channels[engine].broadcast(data)
+
+
+class CourierHandle:
+    """The courier as transports see it, through all its restarts."""
+
+    def __init__(self, publisher: Any, config: Config, directory: Path, log: Path):
+        """`publisher`: the actor of the publishing trainer rank. `directory`: of versions on disk."""
+        self.publisher, self.config, self.directory, self.log = publisher, config, directory, log
+        self.incarnation = 0
+        self._actor: Any = None
+
+    async def start(self) -> None:
+        """Start it, unless it runs. Raises SlimxError when it has died more often than an engine may."""
+        if self._actor is not None:
+            return
+        if self.incarnation > self.config.rollout.health.restarts:
+            raise SlimxError(
+                f"the courier beside trainer rank 0 died {self.incarnation} times; rollout.health.restarts allows no "
+                f"other start, look into {self.log}"
+            )
+        limit = self.config.cluster.start_deadline
+        place = self.publisher.__ray_call__.remote(_place)
+        node, gpus = await self._answer(place, "the look for its machine", limit)
+        actor = ray.remote(Courier).options(
+            num_cpus=0,
+            max_concurrency=sum(group.count for group in self.config.rollout.engines) + 1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        host = "127.0.0.1" if self.config.cluster.ray_address is None else None
+        courier = actor.remote(str(self.directory), host, self.config.publish.step_deadline, str(self.log), gpus)
+        await self._answer(courier.ready.remote(), "the start", limit)
+        self._actor = courier
+        self.incarnation += 1
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """One of Courier's methods. Raises TransportLost if it died; `start` brings another one."""
+        if (actor := self._actor) is None:
+            raise TransportLost("the courier beside trainer rank 0 does not run; publish again")
+        try:
+            reference = getattr(actor, method).remote(*arguments)
+            return await self._answer(reference, method, 2 * self.config.publish.step_deadline)
+        except ActorDied as error:
+            if self._actor is actor:
+                self._actor = None
+            raise TransportLost(first_line(error)) from None
+
+    async def _answer(self, reference: Any, what: str, deadline_s: float) -> Any:
+        (out,) = await gather(
+            [reference],
+            what=f"{what} of the courier",
+            holders=["the courier beside trainer rank 0"],
+            deadline_s=deadline_s,
+            logs=[self.log],
+        )
+        return out
+
+    async def stop(self) -> None:
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+
+def _place(worker: Any) -> tuple[str, str | None]:
+    """The node of the actor that runs this, and the GPUs that it sees."""
+    return ray.get_runtime_context().get_node_id(), os.environ.get(DEVICES)
