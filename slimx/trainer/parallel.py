@@ -32,7 +32,7 @@ class ParallelState:
             expert_tensor_parallel_size=sizes.expert_tensor,
             distributed_timeout_minutes=max(1, int(deadline_s // 60)),
         )
-        # Weights leave the trainer through host memory: their gather runs on gloo on every device.
+        # Weights that leave through host memory are gathered by gloo on every device.
         self.host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         model_parallel_cuda_manual_seed(seed)
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("errors", "pack", "triton", "streams", "sanitizer")
+TESTS = ("errors", "pack", "triton", "streams", "sharing", "channel", "sanitizer")
 """Files of tests/gpu."""
 NEEDED = ("numpy", "torch", "pytest", "setuptools")
 
