@@ -120,9 +120,7 @@ async def test_a_courier_that_dies_again_and_again_ends_the_run(stand, tmp_path)
     with pytest.raises(TransportLost):
         await transport.courier.ask("send", "e0", BUCKET)
     transport.courier.incarnation = 3
-    with pytest.raises(
-        SlimxError, match="the courier .* died 3 times; rollout.health.restarts allows no .*courier.log"
-    ):
+    with pytest.raises(SlimxError, match="the courier .* died 3 times; rollout.health.restarts allows no"):
         await transport.begin(MANIFEST)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from slimx.adapters import sglang_buckets
 from slimx.adapters.sglang_places import held_sums, local_layout, staged_sums
 from slimx.adapters.sglang_receiver import receiver_of
 from slimx.errors import SlimxError
@@ -48,6 +49,22 @@ class Slot:
         assert end <= self.memory.size
         where = {"fd_path": self.memory.path, "size": end, "tensors": entries}
         return {"version": version, "epoch": 0, "bucket": bucket} | where
+
+
+def test_of_a_bucket_only_the_ranks_own_part_is_copied(model, monkeypatch) -> None:
+    receiver, slot, weights = receiver_of(model), Slot(), checkpoint(LAYOUT)
+    experts = [f"model.layers.1.mlp.experts.{number}.up_proj.weight" for number in (0, 1, 5, 6, 2)]
+    argument = slot.pack({name: weights[name] for name in experts})
+    fetched = []
+    fetch = sglang_buckets.fetch
+    monkeypatch.setattr(sglang_buckets, "fetch", lambda *given: fetched.append(given[1:3]) or fetch(*given))
+    receiver.begin(manifest=manifest(), staging="bucket")
+    assert receiver.stage(**argument)["staged"] == 2, "experts 5 and 6 of this rank, the others of the other"
+    first, last = argument["tensors"][2:4]
+    assert fetched == [(first["offset"], last["offset"] + last["nbytes"])]
+    receiver.begin(manifest=manifest(epoch=1))
+    other = slot.pack({experts[0]: weights[experts[0]]}) | {"epoch": 1}
+    assert receiver.stage(**other)["staged"] == 0 and len(fetched) == 1, "nothing of it is this rank's"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from slimx.errors import SlimxError
 from slimx.reshard.kernel import checksum_tensor
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.transports import disk
+from slimx.reshard.transports import collective, disk
 from slimx.reshard.transports.collective import ChannelError, Receiving, Sending
 from slimx.reshard.transports.memory import MemoryFile, open_memory
 
@@ -169,6 +169,17 @@ def test_nobody_waits_for_ever_at_a_meeting_and_an_old_one_is_over():
     meeting = opening.meeting
     del opening
     failing(lambda: Receiving.join(meeting, 0), "has no meeting at 127.0.0.1|the meeting failed on rank 1")
+
+
+def test_no_group_is_made_before_all_are_at_the_meeting(monkeypatch):
+    """NCCL would wait for one that is absent without a deadline."""
+    made = []
+    monkeypatch.setattr(collective, "_make_nccl_group", lambda *given: made.append(given))
+    opening = Sending.open("e0", 4, ranks=1, host="127.0.0.1", backend="nccl", deadline_s=0.5)
+    failing(opening.join, "the nccl channel of engine e0 .epoch 4.: the meeting failed on rank 0 of 2")
+    assert made == []
+    Sending.open("e0", 4, ranks=0, host="127.0.0.1", backend="nccl", deadline_s=0.5).join()
+    assert len(made) == 1
 
 
 # Disk -----------------------------------------------------------------------------------------------------------------
