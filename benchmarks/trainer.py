@@ -1,0 +1,152 @@
+"""What slimx's training step costs over a bare megatron-core loop on the same micro-batches and layout.
+
+    python benchmarks/trainer.py [--pairs 20] [--ranks 1 2 4] [--json FILE]
+
+Both live in the same processes and take turns, A B B A A B B A ..., so that whatever else the machine does falls on
+both. A is slimx's `Trainer.train_step`: routes, log-probs in chunks, loss, log-prob gap, metrics, learning rate. B is
+megatron-core's own GPTModel, schedule and optimizer with the same loss and nothing else (bare_megatron.py). The
+benchmark stops if the gradient norms of the two differ.
+
+The figure is A / B, pair by pair: the median with its 95% interval (order statistics of the binomial distribution).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import cpu_seconds, surroundings
+from peer import Peer
+from trainer_rank import VERSION, TrainerRank
+
+from slimx.data.batch import MicroBatch, Row
+from slimx.data.packing import pack
+from slimx.errors import SlimxError
+from slimx.ports import free_port
+
+ROOT = Path(__file__).parents[1]
+LAYOUTS: dict[int, dict[str, Any]] = {
+    1: {"world_size": 1},
+    2: {"world_size": 2, "expert": 2},
+    4: {"world_size": 4, "tensor": 2, "expert": 2},
+}
+"""Ranks -> keys of `trainer`."""
+GOAL = 1.05
+"""slimx's step is to take at most this many times the bare one, on 1 and 2 ranks."""
+SHORTEST_STEP_S = 1.0
+"""A step takes this long at least: in a shorter one, costs that do not grow with it would tell too much."""
+WARMUP = 2
+ROWS, MEAN, LIMIT = 192, 256, 8192
+"""Rows of a step, tokens of a row on average, and of a micro-batch at most."""
+
+
+def make_shards(ranks: int) -> list[list[MicroBatch]]:
+    """The micro-batches of a step, by rank."""
+    random, rows = np.random.default_rng(1), []
+    for length in random.integers(MEAN // 2, MEAN * 3 // 2, ROWS):
+        tokens = random.integers(1, 100, length + 1)
+        rows.append(
+            Row(
+                tokens=tokens[:-1],
+                labels=tokens[1:],
+                loss_weight=np.full(length, 1 / (ROWS * MEAN), np.float32),
+                advantages=np.full(length, random.normal(), np.float32),
+                rollout_logprobs=random.normal(-4.6, 0.1, length).astype(np.float32),
+                versions=np.full(length, VERSION),
+                temperature=1.0,
+                routed_experts=None,
+            )
+        )
+    layout = LAYOUTS[ranks]
+    tensor = layout.get("tensor", 1)
+    batch = pack(rows, data_size=ranks // tensor, max_tokens=LIMIT, multiple_of=tensor)
+    return [batch.shards[rank // tensor] for rank in range(ranks)]
+
+
+def measure(ranks: int, model: str, pairs: int) -> dict[str, list[float]]:
+    """Seconds of each step of slimx and of the bare loop; element i of both is pair i."""
+    init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    peers = [Peer(TrainerRank, rank, LAYOUTS[ranks], model, init_method) for rank in range(ranks)]
+    out: dict[str, list[float]] = {"slimx": [], "bare": []}
+    try:
+        for peer in peers:
+            peer.ready()
+        with ThreadPoolExecutor(ranks) as threads:
+            list(threads.map(lambda peer, shard: peer.call("hold", shard), peers, make_shards(ranks)))
+            for number in range(-WARMUP, pairs):
+                norms = {}
+                for side in ("slimx", "bare") if number % 2 == 0 else ("bare", "slimx"):
+                    done = list(threads.map(lambda peer, side=side: peer.call(f"{side}_step"), peers))
+                    norms[side] = done[0][1]
+                    if number >= 0:
+                        out[side].append(max(seconds for seconds, _ in done))
+                if abs(norms["slimx"] - norms["bare"]) > 1e-4 * norms["bare"]:
+                    raise SlimxError(f"gradient norms differ: slimx {norms['slimx']:.6g}, bare {norms['bare']:.6g}")
+            list(threads.map(lambda peer: peer.call("stop"), peers))
+    finally:
+        for peer in peers:
+            peer.stop()
+    return out
+
+
+def median_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """The median and the narrowest pair of order statistics that hold it with a probability of 95%."""
+    count, ordered = len(values), np.sort(values)
+    outside, rank = 0.0, 0
+    while outside + comb(count, rank) / 2**count <= 0.025:
+        outside += comb(count, rank) / 2**count
+        rank += 1
+    low = max(rank - 1, 0)
+    return float(np.median(values)), float(ordered[low]), float(ordered[-1 - low])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="slimx's training step beside a bare megatron-core loop")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps per layout")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=LAYOUTS, help="layouts")
+    parser.add_argument("--json", type=Path, help="file that gets every single figure")
+    arguments = parser.parse_args()
+    if arguments.pairs < 6:
+        parser.error(f"--pairs is {arguments.pairs}: a 95% interval of a median needs 6 at least")
+    began, others, figures = time.perf_counter(), cpu_seconds(), {}
+    print(f"{'ranks':<6}{'layout':<12}{'slimx s':>9}{'bare s':>9}{'ratio':>8}  95% interval    goal")
+    with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
+        model = str(Path(directory) / "model")
+        make = [sys.executable, str(ROOT / "tools/quickstart/make_model.py"), "--out", model]
+        subprocess.run(make, check=True, stdout=sys.stderr)
+        for ranks in arguments.ranks:
+            found = figures[ranks] = measure(ranks, model, arguments.pairs)
+            slimx, bare = (np.array(found[side]) for side in ("slimx", "bare"))
+            middle, low, high = median_interval(slimx / bare)
+            names = {"tensor": "TP", "expert": "EP"}
+            layout = "x".join(f"{short}{LAYOUTS[ranks][key]}" for key, short in names.items() if key in LAYOUTS[ranks])
+            goal = "reported" if ranks > 2 else "met" if middle <= GOAL else f"missed ({GOAL:.2f})"
+            print(
+                f"{ranks:<6}{layout or 'one rank':<12}{np.median(slimx):>9.2f}{np.median(bare):>9.2f}{middle:>8.3f}  "
+                f"{low:.3f} to {high:.3f}  {goal}",
+                flush=True,
+            )
+            if min(np.median(slimx), np.median(bare)) < SHORTEST_STEP_S:
+                raise SlimxError(f"a step took less than {SHORTEST_STEP_S} s; raise ROWS")
+    busy = (cpu_seconds() - others) / (time.perf_counter() - began)
+    where = surroundings("slimx", "torch", "megatron-core")
+    print(f"\n{arguments.pairs} pairs each; other processes used {busy:.2f} cores meanwhile; {where}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"where": where, "others": busy, "seconds": figures}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SlimxError as error:
+        sys.exit(f"benchmarks/trainer.py: {error}")

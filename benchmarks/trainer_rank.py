@@ -1,0 +1,77 @@
+"""The trainer ranks of benchmarks/trainer.py: slimx's Trainer and a bare megatron-core loop in the same process."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from slimx.data.batch import MicroBatch
+
+VERSION = 1
+
+
+class TrainerRank:
+    """One rank. The weights stay as they are (lr 1e-10): every step of both is the same work."""
+
+    def __init__(self, rank: int, layout: dict[str, Any], model: str, init_method: str):
+        # gloo would look up the host's name, which need not resolve; gloo's own variable.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        from slimx.trainer.worker import install_adapters
+
+        install_adapters()  # before anything imports megatron-core
+        import torch
+        from bare_megatron import BareMegatron
+
+        from slimx.config.schema import Config
+        from slimx.layout.ranks import sizes_of
+        from slimx.models.families import read_model
+        from slimx.trainer.parallel import ParallelState
+        from slimx.trainer.trainer import Trainer
+
+        torch.set_num_threads(1)
+        config = Config.model_validate(
+            {
+                "run": {"dir": model},
+                "model": {"path": model},
+                "numerics": {"dtype": "float32"},
+                "trainer": {**layout, "optimizer": {"lr": 1e-10}},
+                "rollout": {"prompts": "none"},
+                "algorithm": {"name": "grpo"},
+            }
+        )
+        self.parallel = ParallelState(
+            sizes_of(config.trainer),
+            rank=rank,
+            init_method=init_method,
+            device=torch.device("cpu"),
+            deadline_s=60,
+            seed=1,
+        )
+        spec = read_model(model)
+        self.trainer = Trainer(config, spec, self.parallel)
+        self.bare = BareMegatron(config, spec, self.parallel)
+
+    def hold(self, batches: list[MicroBatch]) -> None:
+        """Take the micro-batches of the steps that follow."""
+        self.batches = batches
+        self.bare.hold(batches)
+
+    def slimx_step(self) -> tuple[float, float]:
+        """Seconds of a step of slimx from the moment when all ranks are ready for it, and its gradient norm."""
+        began = self._together()
+        metrics = self.trainer.train_step(self.batches, step=0, version=VERSION)
+        return time.perf_counter() - began, metrics["optim/grad_norm"]
+
+    def bare_step(self) -> tuple[float, float]:
+        """The same of the bare loop."""
+        began = self._together()
+        norm = self.bare.step()
+        return time.perf_counter() - began, norm
+
+    def _together(self) -> float:
+        self.parallel.host_group.barrier().wait()
+        return time.perf_counter()
+
+    def stop(self) -> None:
+        self.parallel.destroy()
