@@ -73,11 +73,11 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 
 .PHONY: test
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
-	$(BIN)/python -m pytest -rs -m "not slow" tests/unit tests/integration
+	$(BIN)/python -m pytest -rs tests/unit tests/integration
 
 .PHONY: test-all
 test-all: $(LIBRARY) lint ## the same and the tests marked slow
-	$(BIN)/python -m pytest -rs tests/unit tests/integration
+	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/unit tests/integration
 
 .PHONY: lint
 lint: $(LIBRARY) ## style of Python and C++, and who imports whom
