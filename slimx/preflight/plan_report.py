@@ -23,6 +23,7 @@ from slimx.preflight.layout import check_layout
 from slimx.preflight.link_model import Links, Stages, Traffic, Trial, gb300_nvlink, h100_infiniband, predict, traffic_of
 from slimx.preflight.publication import PublicationPlan, engine_sizes, publication_plan
 from slimx.reshard.manifest import Encoding
+from slimx.reshard.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class PublicationFigures:
     sent_max: int
     """Bytes that the trainer rank with most of them sends."""
     sent_mean: float
+    transport: str
+    publisher_bytes: int
+    """Memory for buckets beside trainer rank 0's own: its GPU's with `cuda_ipc` and `nccl`, else the host's."""
+    staged_bytes: int
+    """GPU memory that the engine rank with most of it needs beside its weights, in a publication."""
     plan_bytes: int
     """Size of the serialised plan, which every trainer rank keeps."""
     compile_seconds: float
@@ -154,6 +160,7 @@ def _figures(config: Config, published: PublicationPlan, traffic: Traffic, secon
     sent = traffic.sent.sum(axis=0)
     received = traffic.received.sum(axis=0)
     copies = traffic.engine_ranks // plan.targets
+    publisher_bytes, staged_bytes = _memory(config, plan, int(received.max()))
     return PublicationFigures(
         encoding=published.encoding,
         note=published.note,
@@ -167,9 +174,24 @@ def _figures(config: Config, published: PublicationPlan, traffic: Traffic, secon
         received=int(received.max()),
         sent_max=int(sent.max()),
         sent_mean=float(sent.mean()),
+        transport=config.publish.transport,
+        publisher_bytes=publisher_bytes,
+        staged_bytes=staged_bytes,
         plan_bytes=len(plan.to_bytes()),
         compile_seconds=seconds,
     )
+
+
+def _memory(config: Config, plan: Plan, received: int) -> tuple[int, int]:
+    """`publisher_bytes` and `staged_bytes` of PublicationFigures."""
+    whole = [sum(target[number].size for target in plan.buckets) for number in range(plan.count)]
+    part = max(bucket.size for target in plan.buckets for bucket in target)
+    options, two = config.publish, 2 * max(whole)
+    if not options.on_device:
+        given_back = options.staging == "bucket" or options.transport == "disk"
+        return (min(two, sum(whole)) if given_back else sum(whole)), 0
+    staged = received if options.staging == "model" else part
+    return min(two, sum(whole)), staged + (max(whole) if options.transport == "nccl" else 0)
 
 
 def predictions(traffic: Traffic) -> tuple[Prediction, ...]:
@@ -208,6 +230,10 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
         f"sends {_size(figures.sent_max)} at most, {_size(figures.sent_mean)} on average"
     )
     yield f"  work      {figures.buckets:,} buckets, {figures.launches:,} kernel launches per trainer rank at most"
+    yield (
+        f"  memory    {_size(figures.publisher_bytes)} for buckets beside trainer rank 0, "
+        f"{_size(figures.staged_bytes)} of an engine rank's GPU at most (publish.transport {figures.transport})"
+    )
     yield (
         f"  plan      {figures.moves:,} moves, {_size(figures.plan_bytes)}, compiled in "
         f"{figures.compile_seconds:.1f} s; "

@@ -5,7 +5,7 @@
 
 Engines serve while buckets are staged, and before its first copy an abort changes nothing in an engine. From the first
 copy on it is DIRTY and serves nothing until everything that it holds is verified. With `staging = "bucket"` each bucket
-is copied as it comes: two buckets of host memory instead of a whole model, but engines are paused from the beginning.
+is copied as it comes: two buckets of memory instead of a whole model, but engines are paused from the beginning.
 
 A failure belongs to an engine: one that refuses, dies or misses a deadline is quarantined and the others go on. A
 failure of the trainers ends the publication. Engines and trainers are given as protocols (`slimx.reshard.parties`).

@@ -95,7 +95,7 @@ class TrainerWorker:
         self._probe = DeviceMemory(len(PROBE), self._device()) if on_device else MemoryFile(len(PROBE))
         self._probe.bytes.copy_(torch.frombuffer(bytearray(PROBE), dtype=torch.uint8))
         if on_device:
-            torch.cuda.synchronize()  # other processes wait for no stream of this one
+            torch.cuda.current_stream().synchronize()  # other processes wait for no stream of this one
         return self._probe.path
 
     def reaches(self, path: str) -> bool:

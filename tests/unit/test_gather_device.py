@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from slimx.reshard.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.packer import Packer, Share, describe
 from slimx.reshard.transports.device import fetch
+from slimx.trainer.worker import TrainerWorker
 from tests.unit.cuda_stand import DEVICE, use_emulator
 from tests.unit.engine_stand import SERVED, engine_rank
 from tests.unit.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
@@ -133,3 +135,26 @@ def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
     with pytest.raises(SlimxError, match=r"model.embed_tokens.weight in bucket 0 holds a value that is infinite or no"):
         gatherer.fill(0, gatherer.open(0))
     gatherer.close()
+
+
+def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_back_when_it_is_offloaded(emulator):
+    held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
+    worker = object.__new__(TrainerWorker)  # without the process that its constructor makes its own
+    parallel, offloaded = SimpleNamespace(device=DEVICE, host_group=None), []
+    weights = SimpleNamespace(parameters=held)
+    worker._trainer = SimpleNamespace(parallel=parallel, weights=weights, offload=lambda: offloaded.append(True))
+    worker.rank, worker._gatherers = PUBLISHER, {}
+    for on_device in (True, False):
+        path = worker.probe(on_device)
+        assert path.startswith("cuda-ipc:") == on_device and worker.reaches(path)
+        assert not worker.reaches(path.replace(path.split("/")[0], "cuda-ipc:elsewhere") if on_device else "/nowhere")
+    for name, on_device in (("publish", True), ("export", False)):
+        worker.prepare(name, plan().to_bytes(), [], on_device)
+    path = worker.open_bucket("publish", 0)
+    on_device = worker.fill_bucket("publish", 0, path)
+    on_host = worker.fill_bucket("export", 0, worker.open_bucket("export", 0))
+    assert on_device.sums.any() and (on_device.sums == on_host.sums).all()
+    worker.release_buckets("publish", None)
+    (memory,) = worker._gatherers["publish"]._free
+    worker.offload()
+    assert offloaded and not memory._free.alive, "freed"

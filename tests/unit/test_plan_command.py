@@ -137,10 +137,27 @@ def test_the_text_tells_layouts_bytes_work_and_proof(plan):
         "encoding local",
         "quantised to fp8 by the rule ieee",
         "kernel launches per trainer rank",
+        "of an engine rank's GPU at most (publish.transport memory)",
         "proven: every element of every tensor is written once",
     ):
         assert told in text
     assert "predicted" not in text
+
+
+def test_memory_for_buckets_follows_transport_and_staging(plan):
+    def memory(*overrides: str) -> tuple[float, float]:
+        _, text = plan(QWEN3_30B, *RUN_30B, "publish.bucket_mib=256", *overrides, "--json")
+        figures = json.loads(text)["publication"]
+        return figures["publisher_bytes"] / 2**20, figures["staged_bytes"] / 2**20
+
+    ranks, embedding = 4, 151936 * 2048 * 2 / 2**20  # of an engine; a tensor that is larger than a bucket
+    model = 30.5e9 * 2 / 2**20
+    assert memory("publish.staging=model") == (pytest.approx(model, rel=0.05), 0)
+    two, staged = memory("publish.staging=bucket")
+    assert staged == 0 and 2 * ranks * 200 <= two <= 2 * ranks * max(embedding, 256)
+    assert memory("publish.transport=cuda_ipc", "publish.staging=bucket") == (two, pytest.approx(256, rel=0.25))
+    assert memory("publish.transport=cuda_ipc", "publish.staging=model") == (two, pytest.approx(model / ranks, rel=0.1))
+    assert memory("publish.transport=nccl", "publish.staging=bucket")[1] == pytest.approx(256 + two / 2, rel=0.25)
 
 
 def test_fp8_halves_the_bytes_and_counts_the_quantised_tensors(plan):
