@@ -54,8 +54,8 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over trained tokens: 1 for a perfect critic, 0 for one that knows no more
-    than a constant; NaN where all returns are equal."""
+    """1 - Var(returns - values) / Var(returns) over trained tokens: 1 for a perfect critic, 0 for a constant one; NaN
+    where all returns are equal."""
     wanted = returns[mask]
     spread = wanted.var(correction=0)
     return (1 - (wanted - values[mask]).var(correction=0) / spread).item() if spread > 0 else float("nan")

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -262,7 +270,11 @@ class Reward(Section):
 
 
 class Algorithm(Section):
-    name: Literal["grpo", "sft"] = Field("grpo", description="grpo: clipped policy gradient; sft: cross entropy")
+    name: Literal["grpo", "ppo", "sft"] = Field(
+        "grpo",
+        description="grpo: clipped policy gradient, advantages within a group; ppo: the same loss, advantages from a "
+        "critic (section critic); sft: cross entropy",
+    )
     clip_low: PositiveFloat = Field(0.2, description="ratio clipped below 1 - clip_low")
     clip_high: PositiveFloat = Field(0.2, description="ratio clipped above 1 + clip_high")
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
@@ -274,12 +286,90 @@ class Algorithm(Section):
     )
     reference: bool = Field(False, description="log KL to the initial weights (one more forward pass)")
     kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference), k3, in the loss")
+    gamma: Share = Field(1.0, description="ppo: discount per trained token")
+    gae_lambda: Share = Field(
+        1.0, description="ppo: decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic"
+    )
+    whiten: bool = Field(
+        True, description="ppo: advantages of a step get mean 0 and standard deviation 1 over its trained tokens"
+    )
+    kl_reward_coef: float = Field(
+        0.0, ge=0, description="ppo: weight of log policy - log reference, taken from each trained token's reward"
+    )
 
     @model_validator(mode="after")
     def _kl(self) -> Algorithm:
         if self.kl_coef > 0 and not self.reference:
             raise ValueError(
                 "algorithm.kl_coef is positive but algorithm.reference is false; set algorithm.reference=true"
+            )
+        if self.kl_reward_coef > 0 and not self.reference:
+            raise ValueError(
+                "algorithm.kl_reward_coef is positive but algorithm.reference is false; set algorithm.reference=true"
+            )
+        if self.name != "ppo":
+            own = ("gamma", "gae_lambda", "whiten", "kl_reward_coef")
+            given = [key for key in own if getattr(self, key) != type(self).model_fields[key].default]
+            if given:
+                raise ValueError(
+                    f"algorithm.{given[0]} belongs to ppo but algorithm.name is {self.name}; set algorithm.name=ppo or "
+                    "leave it out"
+                )
+        return self
+
+
+class CriticOptimizer(Optimizer):
+    """As `trainer.optimizer`, with a larger default."""
+
+    lr: PositiveFloat = Field(1e-5, description="peak learning rate")
+
+
+class CriticLayout(Section):
+    """Sizes of a critic on ranks of its own; each key means what the trainer's key of that name means."""
+
+    world_size: PositiveInt = Field(1, description="number of the critic's ranks, beside those of the trainer")
+    tensor: PositiveInt = Field(1, description="tensor parallel size (TP)")
+    pipeline: PositiveInt = Field(1, description="pipeline parallel size (PP)")
+    virtual_pipeline: PositiveInt = Field(1, description="model chunks of each pipeline rank (VPP)")
+    layers_per_stage: tuple[Count, ...] | None = Field(
+        None, description="decoder layers of each stage, in the order of the forward pass; null: equal"
+    )
+    context: PositiveInt = Field(1, description="context parallel size (CP)")
+    data: PositiveInt | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
+    expert: PositiveInt = Field(1, description="expert parallel size (EP)")
+    expert_tensor: PositiveInt | None = Field(
+        None, description="tensor parallel size inside an expert (ETP); null: the critic's TP"
+    )
+
+
+class Critic(Section):
+    """The value model of PPO: the policy's architecture with one number per token instead of logits. What is not said
+    here (attention, recompute, deadline, ...) is the trainer's."""
+
+    load: str | None = Field(
+        None, description="Hugging Face directory of the trunk's initial weights; null: the policy's own"
+    )
+    head: Literal["zero", "normal"] = Field(
+        "zero", description="value head at the start: zero, or normal with standard deviation 1/sqrt(hidden size + 1)"
+    )
+    placement: Literal["shared", "own"] = Field(
+        "shared", description="shared: in the trainer's ranks, one after the other; own: in ranks of its own (layout)"
+    )
+    layout: CriticLayout | None = Field(None, description="placement own: sizes of the critic; null: one rank")
+    optimizer: CriticOptimizer = CriticOptimizer()
+    value_clip: float = Field(
+        0.2, ge=0, description="a value that moved further than this in a step gains nothing by it; 0: no clipping"
+    )
+    warmup_steps: Count = Field(
+        0, description="first steps of the run that train the critic only; the policy stays as it is"
+    )
+
+    @model_validator(mode="after")
+    def _placement(self) -> Critic:
+        if self.placement == "shared" and self.layout is not None:
+            raise ValueError(
+                "critic.layout is given but critic.placement is shared, where the critic is split as the trainer is; "
+                "set critic.placement=own or leave critic.layout out"
             )
         return self
 
@@ -395,6 +485,7 @@ class Config(Section):
     rollout: Rollout
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
+    critic: Critic | None = Field(None, description="needed by `algorithm.name=ppo` and by nothing else; may be `{}`")
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
@@ -403,10 +494,17 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across(self) -> Config:
-        if self.algorithm.name == "grpo" and not self.rollout.engines:
-            raise ValueError("algorithm.name is grpo but rollout.engines is empty; add an engine group or use sft")
-        if self.algorithm.name == "grpo" and self.reward.function is None:
-            raise ValueError("algorithm.name is grpo but reward.function is null; name a reward hook")
+        name = self.algorithm.name
+        if name != "sft" and not self.rollout.engines:
+            raise ValueError(f"algorithm.name is {name} but rollout.engines is empty; add an engine group or use sft")
+        if name != "sft" and self.reward.function is None:
+            raise ValueError(f"algorithm.name is {name} but reward.function is null; name a reward hook")
+        if name == "ppo" and self.critic is None:
+            raise ValueError("algorithm.name is ppo, which needs a critic; add a section `critic: {}`")
+        if name != "ppo" and self.critic is not None:
+            raise ValueError(f"critic is given but algorithm.name is {name}, which has none; remove it or use ppo")
+        if self.critic is not None:
+            self.as_critic()
         if self.eval.prompts and not self.rollout.engines:
             raise ValueError("eval.prompts is set but rollout.engines is empty; evaluation needs an engine")
         if self.rollout.prompts_per_step % self.schedule.updates_per_step:
@@ -433,6 +531,26 @@ class Config(Section):
         if not self.rollout.engines and (self.schedule.max_staleness or self.schedule.colocate):
             raise ValueError("schedule.max_staleness and schedule.colocate need engines; rollout.engines is empty")
         return self
+
+    def as_critic(self) -> Config:
+        """The configuration of the critic's own model: its `trainer` section is what the critic's ranks follow. Raises
+        ValueError for a layout that does not fit its ranks."""
+        if self.critic is None:
+            raise ValueError("there is no section critic")
+        changes: dict[str, Any] = {
+            "load": self.critic.load or self.trainer.load,
+            "optimizer": self.critic.optimizer,
+            # Layers of multi-token prediction learn from labels; a critic has none.
+            "megatron": {key: value for key, value in self.trainer.megatron.items() if key != "mtp_num_layers"},
+        }
+        if self.critic.placement == "own":
+            changes |= dict(self.critic.layout or CriticLayout())
+        try:
+            trainer = Trainer.model_validate({**dict(self.trainer), **changes})
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(message.replace("trainer.", "critic.layout.")) from None
+        return self.model_copy(update={"trainer": trainer})
 
     @property
     def initial_weights(self) -> str:

@@ -34,6 +34,10 @@ class Row:
     temperature: float
     routed_experts: np.ndarray | None
     """uint8 or uint16 [n, moe_layers, k], as the engine reported them."""
+    values: np.ndarray | None = None
+    """float32 [n]: a critic's, before the step's first update; None where there is no critic."""
+    returns: np.ndarray | None = None
+    """float32 [n]: what the critic should have said; 0 where not trained."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,6 +68,12 @@ class MicroBatch:
     """bool [T]: positions that belong to no trajectory; the auxiliary losses of a router leave them out."""
     routed_experts: np.ndarray | None
     """[T, moe_layers, k]; None if no row has any."""
+    rows: list[int]
+    """Which of the packed rows each sequence is; the padding of the whole is none."""
+    values: np.ndarray | None = None
+    """float32 [T]; None if no row has any."""
+    returns: np.ndarray | None = None
+    """float32 [T]; None if no row has any."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,6 +88,17 @@ class TrainBatch:
     """Positions with a loss."""
     imbalance: float
     """Predicted time over that of perfect balance, minus 1: what data-parallel ranks wait for the slowest."""
+
+    def unpack(self, results: Sequence[Sequence[np.ndarray]], rows: Sequence[Row]) -> list[np.ndarray]:
+        """Per-token results of all micro-batches, `results[d][m]` [T, ...], back in the order of the rows that were
+        packed: one [n, ...] each."""
+        out: list[np.ndarray | None] = [None] * len(rows)
+        for shard, of_shard in zip(self.shards, results, strict=True):
+            for batch, result in zip(shard, of_shard, strict=True):
+                starts = np.cumsum([0, *batch.lengths])
+                for number, start in zip(batch.rows, starts, strict=False):
+                    out[number] = result[start : start + len(rows[number])]
+        return out
 
 
 def make_rows(

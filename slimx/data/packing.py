@@ -113,7 +113,7 @@ def lay_out(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each rank (see `pack`)."""
     multiple_of = lcm(multiple_of, sequence_multiple)
-    return [[_pack_rows([rows[i] for i in part], multiple_of, sequence_multiple) for part in parts] for parts in split]
+    return [[_pack_rows(rows, part, multiple_of, sequence_multiple) for part in parts] for parts in split]
 
 
 def first_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -152,8 +152,9 @@ def _rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pack_rows(rows: Sequence[Row], multiple_of: int, sequence_multiple: int) -> MicroBatch:
-    """One micro-batch; without rows it is `multiple_of` tokens of padding."""
+def _pack_rows(all_rows: Sequence[Row], numbers: list[int], multiple_of: int, sequence_multiple: int) -> MicroBatch:
+    """One micro-batch of rows `numbers`; without any it is `multiple_of` tokens of padding."""
+    rows = [all_rows[number] for number in numbers]
     lengths = [_rounded(len(row), sequence_multiple) for row in rows]
     tail = -sum(lengths) % multiple_of or (multiple_of if not rows else 0)
     if tail:
@@ -173,6 +174,11 @@ def _pack_rows(rows: Sequence[Row], multiple_of: int, sequence_multiple: int) ->
     if shapes and (len(shapes) > 1 or any(row.routed_experts is None for row in rows)):
         raise SlimxError("some trajectories of a batch carry routed_experts and some do not, or their shapes differ")
     routes = joined([row.routed_experts for row in rows], rows[0].routed_experts.dtype) if shapes else None
+
+    def optional(name: str) -> np.ndarray | None:
+        """An array that all rows of the batch have, or none of them."""
+        return None if getattr(all_rows[0], name) is None else joined([getattr(r, name) for r in rows], np.float32)
+
     return MicroBatch(
         tokens=joined([row.tokens for row in rows], np.int64),
         labels=joined([row.labels for row in rows], np.int64),
@@ -184,4 +190,7 @@ def _pack_rows(rows: Sequence[Row], multiple_of: int, sequence_multiple: int) ->
         lengths=lengths,
         padding=joined([np.zeros(len(row), bool) for row in rows], bool, True),
         routed_experts=routes,
+        rows=numbers,
+        values=optional("values"),
+        returns=optional("returns"),
     )

@@ -16,10 +16,16 @@ from slimx.trainer.backends import Backends
 from slimx.trainer.policy_model import PolicyModel
 from slimx.trainer.prediction_layer import with_prediction_layers
 from slimx.trainer.transformer import transformer_config
+from slimx.trainer.value_model import ValueHead, ValueModel
 
 
 def build_model(
-    spec: ModelSpec, config: Config, backends: Backends, *, device: torch.device
+    spec: ModelSpec,
+    config: Config,
+    backends: Backends,
+    *,
+    device: torch.device,
+    kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded; more than one
     with virtual pipeline stages only."""
@@ -30,7 +36,7 @@ def build_model(
             DistributedDataParallelConfig(
                 use_distributed_optimizer=config.trainer.distributed_optimizer, grad_reduce_in_fp32=True
             ),
-            _build_chunk(spec, transformer, chunk if config.trainer.virtual_pipeline > 1 else None, device),
+            _build_chunk(kind, spec, transformer, chunk if config.trainer.virtual_pipeline > 1 else None, device),
             disable_bucketing=chunk > 0,
         )
         for chunk in range(config.trainer.virtual_pipeline)
@@ -38,7 +44,11 @@ def build_model(
 
 
 def _build_chunk(
-    spec: ModelSpec, transformer: TransformerConfig, chunk: int | None, device: torch.device
+    kind: type[PolicyModel] | type[ValueModel],
+    spec: ModelSpec,
+    transformer: TransformerConfig,
+    chunk: int | None,
+    device: torch.device,
 ) -> torch.nn.Module:
     layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
     mtp = None
@@ -46,7 +56,7 @@ def _build_chunk(
         mtp = with_prediction_layers(
             get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
         )
-    model = PolicyModel(
+    model = kind(
         transformer,
         layers,
         mtp_block_spec=mtp,
@@ -62,10 +72,12 @@ def _build_chunk(
         if isinstance(module, TopKRouter):
             # Float16Module halves buffers too; the selection bias is fp32 before its values are loaded.
             module._maintain_float32_expert_bias()
+        elif isinstance(module, ValueHead):
+            module.float()
     return halved
 
 
-def unwrap(model: torch.nn.Module) -> PolicyModel:
+def unwrap(model: torch.nn.Module) -> PolicyModel | ValueModel:
     """The GPT model inside its data-parallel and half-precision wrappers."""
     while hasattr(model, "module"):
         model = model.module

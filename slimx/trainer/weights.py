@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,15 +17,25 @@ from slimx.models.families import ModelSpec
 class Weights:
     """The local parameters of one rank, matched with the weight table."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], spec: ModelSpec, layout: MegatronLayout, rank: int):
-        """`chunks`: this rank's modules, one unless pipeline stages are interleaved."""
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        spec: ModelSpec,
+        layout: MegatronLayout,
+        rank: int,
+        *,
+        beside: Collection[str] = (),
+    ):
+        """`chunks`: this rank's modules, one unless pipeline stages are interleaved. `beside`: names of parameters that
+        no checkpoint has (a value head); they are left alone."""
         self.spec = spec
         self.held: list[Part] = layout.held(rank)
         names = {held.name for held in self.held}
         # Several chunks form a list of modules, and their names begin with its index.
         module = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in names}
-        self.parameters: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **buffers}
+        parameters = {name: value for name, value in module.named_parameters() if name not in beside}
+        self.parameters: dict[str, torch.Tensor] = {**parameters, **buffers}
         """Parameters, and the buffers that the table names (an expert bias)."""
         if names != set(self.parameters):
             odd = sorted(names ^ set(self.parameters))

@@ -38,8 +38,9 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for name, field in Config.model_fields.items():
-        model = field.annotation
+        model = _model_in(field.annotation)
         parts.append(f"\n## {name}\n")
+        parts += [f"\n{field.description[:1].upper()}{field.description[1:]}.\n"] if field.description else []
         parts += _table(model, name)
         for key, inner, text in _nested(model, name):
             parts.append(f"\n### {key}\n" + (f"\n{text}\n" if text else ""))
@@ -61,7 +62,7 @@ def _nested(model: type[BaseModel], section: str) -> Iterator[tuple[str, type[Ba
         inner = _model_in(field.annotation)
         if inner is not None:
             text = f"{field.description}. " if field.description else ""
-            several = "A list; each entry has these keys." if inner is not field.annotation else ""
+            several = "A list; each entry has these keys." if typing.get_origin(field.annotation) is tuple else ""
             yield f"{section}.{name}", inner, f"{text[:1].upper()}{text[1:]}{several}"
 
 

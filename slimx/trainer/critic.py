@@ -1,0 +1,133 @@
+"""One rank's part of the critic: its value model, and what it can be asked to do. Every method is called on all of the
+critic's ranks together, which may be those of the policy's trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slimx.algorithms.value_loss import ValueInputs, ValueLoss, value_loss
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch
+from slimx.layout.megatron import MegatronLayout
+from slimx.models.trunk import read_trunk
+from slimx.trainer import checkpoint
+from slimx.trainer.backends import choose_backends, installed
+from slimx.trainer.context import ContextShard
+from slimx.trainer.forward_backward import Pipeline, sum_gradients
+from slimx.trainer.metrics import reduce
+from slimx.trainer.model import build_model, unwrap
+from slimx.trainer.optimizer import build_optimizer, learning_rate
+from slimx.trainer.parallel import ParallelState
+from slimx.trainer.value_model import ValueModel
+from slimx.trainer.weights import Weights
+
+
+class ValuePipeline(Pipeline):
+    """A value model's forward and backward over a list of micro-batches."""
+
+    def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Value at every position, one [T] per micro-batch; empty except on the last pipeline stage."""
+
+        def collect(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            values = output[0].float()
+            return values.sum(), torch.zeros((), dtype=torch.int), values
+
+        with torch.no_grad():
+            return self._schedule(batches, collect, forward_only=True)
+
+    def train_values(self, batches: list[MicroBatch], loss: ValueLoss) -> list[dict[str, torch.Tensor]]:
+        """Accumulate gradients; per micro-batch the loss's metrics (last stage only)."""
+
+        def compute(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            total, metrics = loss(
+                ValueInputs(
+                    values=output[0].float(),
+                    weight=self._tensor(batch.loss_weight),
+                    old_values=self._tensor(batch.values),
+                    returns=self._tensor(batch.returns),
+                )
+            )
+            return total, torch.zeros((), dtype=torch.int), metrics
+
+        return self._schedule(batches, compute, forward_only=False)
+
+
+class Critic:
+    """Value model, optimizer and pipeline of one rank."""
+
+    def __init__(self, config: Config, parallel: ParallelState):
+        """`config`: of the run; `parallel`: the place of this rank among the critic's."""
+        self.config, self.parallel = config.as_critic(), parallel
+        trainer, critic = self.config.trainer, self.config.critic
+        spec = read_trunk(config.model.path)
+        backends = choose_backends(trainer, device=parallel.device.type, packages=installed())
+        self.chunks = build_model(spec, self.config, backends, device=parallel.device, kind=ValueModel)
+        modules = [unwrap(chunk) for chunk in self.chunks]
+        heads = [module.value_head for module in modules if module.post_process]
+        for head in heads:
+            head.reset(critic.head, config.run.seed)
+        layout = MegatronLayout(spec.table, parallel.sizes)
+        self.weights = Weights(modules, spec, layout, parallel.rank, beside=_heads(modules))
+        self.weights.load(self.config.initial_weights)
+        self.optimizer = build_optimizer(self.config, self.chunks)
+        self.loss = value_loss(clip=critic.value_clip)
+        self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
+        self.pipeline = ValuePipeline(self.chunks, parallel.device)
+        settings = self.chunks[0].config
+        settings.finalize_model_grads_func = sum_gradients
+        settings.grad_scale_func = self.optimizer.scale_loss
+
+    def values(self, batches: list[MicroBatch]) -> list[np.ndarray]:
+        """Value at every position, float32, one array [T] per micro-batch (last stage only)."""
+        parts = self.pipeline.values([self.context.take(batch) for batch in batches])
+        if not self.parallel.last_stage:
+            return []
+        return [
+            self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in zip(parts, batches, strict=True)
+        ]
+
+    def train_step(self, batches: list[MicroBatch], *, step: int) -> dict[str, float]:
+        """Forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry `values` and
+        `returns`. Metrics are those of the whole batch, on the ranks of the last pipeline stage (elsewhere only the
+        optimizer's)."""
+        batches = [self.context.take(batch) for batch in batches]
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        results = self.pipeline.train_values(batches, self.loss)
+        options = self.config.trainer.optimizer
+        rate = learning_rate(options, step, self.config.schedule.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+            group["weight_decay"] = options.weight_decay * group["wd_mult"]
+        success, norm, _ = self.optimizer.step()
+        metrics = {
+            "value/lr": rate,
+            "value/grad_norm": float(norm or 0.0),
+            "value/skipped": float(not success),
+        }
+        if not self.parallel.last_stage:
+            return metrics
+        sums = {name: ("sum", sum(part[name] for part in results)) for name in results[0]}
+        return metrics | reduce(sums, self.parallel.token_group)
+
+    def save(self, path: str) -> None:
+        """Write this rank's part of a checkpoint into `path`."""
+        checkpoint.save(Path(path), self.chunks, self.optimizer)
+
+    def restore(self, path: str, *, same_layout: bool) -> None:
+        """Continue from the checkpoint in `path`."""
+        checkpoint.restore(Path(path), self.chunks, self.optimizer, same_layout=same_layout)
+
+
+def _heads(modules: list[ValueModel]) -> set[str]:
+    """Names of the value head's parameters on this rank, as `Weights` counts chunks."""
+    return {
+        f"{f'{chunk}.' if len(modules) > 1 else ''}value_head.{name}"
+        for chunk, module in enumerate(modules)
+        if module.post_process
+        for name, _ in module.value_head.named_parameters()
+    }

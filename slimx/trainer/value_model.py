@@ -1,0 +1,64 @@
+"""The GPT model whose output is one value per token: a policy's trunk with a value head."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+
+class ValueHead(torch.nn.Module):
+    """A linear map from a hidden state to a number, in fp32 whatever the trunk is, whole on every tensor-parallel
+    rank: `weight` [1, hidden], `bias` [1]."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=torch.float32))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        for parameter in self.parameters():
+            # Each rank sees its own slice of the tokens, so that megatron has to sum the gradients over them.
+            parameter.sequence_parallel = config.sequence_parallel
+
+    @torch.no_grad()
+    def reset(self, start: Literal["zero", "normal"], seed: int) -> None:
+        """Values of the first step, equal on all ranks. normal: deviation 1 / sqrt(hidden + 1) (2009.01325)."""
+        hidden = self.weight.shape[1]
+        drawn = torch.zeros(1, hidden)
+        if start == "normal":
+            drawn.normal_(0.0, (hidden + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
+        self.weight.copy_(drawn)
+        self.bias.zero_()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [...], fp32."""
+        return (hidden.float() @ self.weight[0]) + self.bias
+
+
+class ValueModel(GPTModel):
+    """megatron-core's GPTModel with a `value_head` instead of its output layer. Written for megatron-core 0.16.1."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if self.post_process:
+            # Upstream always makes one; it goes before gradient buffers or an optimizer know it.
+            del self.output_layer
+            self.value_head = ValueHead(config)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """What follows the decoder: values [1, T] from [T, 1, hidden], or from each rank's part of it under sequence
+        parallelism."""
+        if not self.post_process:
+            return hidden_states
+        values = self.value_head(hidden_states)
+        if self.config.sequence_parallel:
+            # The loss is the same on all ranks, so backward each takes the gradient of its own tokens.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values.transpose(0, 1).contiguous()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """For checkpoints. GPTModel's looks for an output layer; the modules' own is all that is needed."""
+        return MegatronModule.sharded_state_dict(self, *args, **kwargs)

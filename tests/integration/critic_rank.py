@@ -1,0 +1,128 @@
+"""One gloo rank of test_critic: a critic without Ray, and a file of what it computed.
+
+    python -m tests.integration.critic_rank JOB.json RANK
+
+It writes what `trainer_rank` writes: `RANK.json`, `RANK.npz` (values by sequence) and gathered tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch, Row, make_rows
+from slimx.data.packing import pack
+from slimx.data.weights import loss_weights
+from tests.integration.trainer_rank import MAX_TOKENS, Rank, demonstrations
+
+STEPS = 12
+"""Of the critic on one batch."""
+CLIP = 0.5
+"""Some values move further than this from the old ones, some do not."""
+
+
+def critic_rows() -> list[Row]:
+    """The demonstrations, with old values and returns that no model said; those of a token depend on its sequence and
+    place alone, so that all layouts train the same."""
+    trajectories = demonstrations(0)
+    rows = make_rows(trajectories, [0.0] * len(trajectories), loss_weights(trajectories, "token"))
+    for number, row in enumerate(rows):
+        random = np.random.default_rng(100 + number)
+        row.values = random.normal(0, 0.6, len(row)).astype(np.float32)
+        row.returns = random.normal(1.0, 1.0, len(row)).astype(np.float32)
+    return rows
+
+
+class CriticRank(Rank):
+    def start(self) -> None:
+        super().start()
+        from slimx.models.trunk import read_trunk
+
+        self.spec = read_trunk(self.job["model"])
+
+    def config(self, *, algorithm: str = "ppo", **trainer: Any) -> Config:
+        return Config.model_validate(
+            {
+                "run": {"dir": str(self.out)},
+                "model": {"path": self.job["model"]},
+                "numerics": {"dtype": self.job.get("dtype", "float32")},
+                "trainer": {**self.job["layout"], **trainer, "max_tokens_per_microbatch": MAX_TOKENS},
+                "rollout": {"prompts": "p"},
+                "schedule": {"steps": STEPS},
+                "algorithm": {"name": "ppo"},
+                "critic": {
+                    "head": "normal",
+                    "value_clip": CLIP,
+                    "optimizer": {"lr": 2e-3, "clip_grad": 0.0},
+                },
+            }
+        )
+
+    def critic(self, **trainer: Any) -> Any:
+        from slimx.trainer.critic import Critic
+
+        return Critic(self.config(**trainer), self.parallel)
+
+    def packed(self, rows: list[Row]) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches."""
+        sizes = self.sizes
+        batch = pack(
+            rows,
+            data_size=sizes.data,
+            max_tokens=MAX_TOKENS,
+            multiple_of=sizes.tensor * sizes.context,
+            sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
+        )
+        assert len(batch.shards[0]) > 1
+        return batch.shards[self.parallel.place.data]
+
+    def first_step(self) -> None:
+        """Values and gradients of one step. Without the distributed optimizer every rank has whole gradients."""
+        critic = self.critic(distributed_optimizer=False)
+        rows = critic_rows()
+        batches = self.packed(rows)
+        for number, (batch, values) in enumerate(zip(batches, critic.values(batches), strict=False)):
+            starts = np.cumsum([0, *batch.lengths])
+            for row, start in zip(batch.rows, starts, strict=False):
+                self.arrays[f"{number}.{row}"] = values[start : start + len(rows[row])]
+        self.said["first_step"] = critic.train_step(batches, step=0)
+        self.write_tensors("gradients", self.gradients(critic))
+        modules = [chunk.module for chunk in critic.chunks]
+        self.said["head"] = {
+            name: parameter.main_grad.flatten().tolist()
+            for module in modules
+            for name, parameter in module.named_parameters()
+            if "value_head" in name
+        }
+
+    def on_one_batch(self) -> None:
+        """Some steps with the distributed optimizer, a checkpoint between them."""
+        critic, batches = self.critic(), self.packed(critic_rows())
+        steps = [critic.train_step(batches, step=step) for step in range(STEPS // 2)]
+        path = self.out / "checkpoint"
+        if self.rank == 0:
+            path.mkdir()
+        self.barrier()
+        critic.save(str(path))
+        rest = range(STEPS // 2, STEPS)
+        steps += [critic.train_step(batches, step=step) for step in rest]
+        critic.restore(str(path), same_layout=True)
+        self.said["steps"] = steps
+        self.said["again"] = [critic.train_step(batches, step=step) for step in rest]
+
+
+def main() -> None:
+    rank = CriticRank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    rank.start()
+    rank.first_step()
+    rank.on_one_batch()
+    rank.finish()
+
+
+if __name__ == "__main__":
+    main()
