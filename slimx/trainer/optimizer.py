@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+import torch
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 from slimx.config.schema import Config, Optimizer
 from slimx.trainer.transformer import DTYPES
@@ -15,22 +23,31 @@ def build_optimizer(config: Config, chunks: list[Any]) -> Any:
     """Adam with fp32 main weights, global-norm clipping and (if configured) state sharded over data-parallel ranks."""
     options = config.trainer.optimizer
     dtype = DTYPES[config.numerics.dtype]
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=options.lr,
-            min_lr=options.min_lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.betas[0],
-            adam_beta2=options.betas[1],
-            adam_eps=options.eps,
-            clip_grad=options.clip_grad,
-            bf16=config.numerics.dtype == "bfloat16",
-            params_dtype=dtype,
-            use_distributed_optimizer=config.trainer.distributed_optimizer,
-        ),
-        chunks,
+    megatron = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
+        adam_eps=options.eps,
+        clip_grad=options.clip_grad,
+        bf16=config.numerics.dtype == "bfloat16",
+        params_dtype=dtype,
+        use_distributed_optimizer=config.trainer.distributed_optimizer,
     )
+    return get_megatron_optimizer(megatron, chunks, config_overrides=_groups(megatron))
+
+
+def _groups(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Which parameters get groups of their own: norms and biases, which are not decayed; and the fp32 ones of a bf16
+    model (a value head). In a group of both dtypes megatron-core 0.16.1's distributed optimizer takes the states of one
+    parameter for another's when it saves: it numbers them in the order of its buffers but keeps fp32 ones first."""
+    overrides = get_standard_config_overrides(config)
+    if config.bf16:
+        single = ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32)
+        overrides[ParamKey(predicate=single)] = {"lr_mult": 1.0}
+    return overrides
 
 
 def learning_rate(options: Optimizer, step: int, steps: int) -> float:

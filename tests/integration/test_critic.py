@@ -1,0 +1,218 @@
+"""A critic computes what transformers' trunk and a linear head compute, in every layout, and learns a fixed batch.
+
+Each layout is one start of real processes that do everything asked below; `critic_rank.py` is one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slimx.layout.ranks import Sizes, coordinates
+from slimx.ports import free_port
+from tests.integration.conftest import ROOT, Weights, perturbed
+from tests.integration.critic_rank import CLIP, STEPS, critic_rows
+from tests.integration.test_trainer_layouts import Oracle, difference, write_model
+
+pytestmark = pytest.mark.integration
+
+LAYOUTS = {
+    "single": {"world_size": 1},
+    "PP2": {"world_size": 2, "pipeline": 2},
+    "EP2xTP2": {"world_size": 4, "tensor": 2, "expert": 2},
+    "DP2": {"world_size": 2},
+    "TP2": {"world_size": 2, "tensor": 2},
+    "CP2xPP2": {"world_size": 4, "context": 2, "pipeline": 2},
+}
+SIZES = {
+    "single": Sizes(),
+    "PP2": Sizes(pipeline=2),
+    "EP2xTP2": Sizes(tensor=2, data=2, expert=2, expert_tensor=2),
+    "DP2": Sizes(data=2),
+    "TP2": Sizes(tensor=2, expert_tensor=2),
+    "CP2xPP2": Sizes(context=2, pipeline=2),
+}
+QUICK = ("single", "PP2", "EP2xTP2")
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+SEVERAL = ALL[1:]
+DEADLINE_S = 120
+
+
+class Ran:
+    """What the ranks of one layout wrote."""
+
+    def __init__(self, directory: Path, sizes: Sizes):
+        self.directory, self.sizes = directory, sizes
+        self.ranks = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(sizes.world)]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """What the last rank said: it belongs to the last pipeline stage, which knows the loss."""
+        return self.ranks[-1]
+
+    def values(self) -> dict[int, np.ndarray]:
+        """By row; every rank that knows a row's values must say the same."""
+        out: dict[int, np.ndarray] = {}
+        for rank in range(self.sizes.world):
+            with np.load(self.directory / f"{rank}.npz") as arrays:
+                for name in arrays:
+                    row = int(name.partition(".")[2])
+                    assert np.array_equal(out.setdefault(row, arrays[name]), arrays[name])
+        return out
+
+    def gradients(self) -> Weights:
+        return load_file(self.directory / "gradients.safetensors")
+
+
+class Laboratory:
+    """Runs each layout once, when it is first asked for."""
+
+    def __init__(self, directory: Path, model: Path):
+        self.directory, self.model = directory, model
+        self._done: dict[str, Ran] = {}
+
+    def __getitem__(self, name: str) -> Ran:
+        if name not in self._done:
+            out = self.directory / name
+            out.mkdir()
+            job = {"model": str(self.model), "layout": LAYOUTS[name], "out": str(out)}
+            job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
+            (out / "job.json").write_text(json.dumps(job))
+            run_ranks(out, SIZES[name].world)
+            self._done[name] = Ran(out, SIZES[name])
+        return self._done[name]
+
+
+def run_ranks(out: Path, world: int) -> None:
+    """Start the ranks and wait; when one fails the others are ended and its words are told."""
+    command = [sys.executable, "-m", "tests.integration.critic_rank", str(out / "job.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks: list[subprocess.Popen] = []
+    try:
+        for rank in range(world):
+            with (out / f"{rank}.log").open("wb") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        [*command, str(rank)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+                    )
+                )
+        end = time.monotonic() + DEADLINE_S
+        while any(process.poll() is None for process in ranks) and time.monotonic() < end:
+            if any(process.poll() for process in ranks):
+                break
+            time.sleep(0.05)
+        for rank, process in enumerate(ranks):
+            assert process.poll() == 0, f"rank {rank}: {process.poll()}\n{(out / f'{rank}.log').read_text()[-3000:]}"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tiny_weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose attention and routing are far from uniform."""
+    return write_model(tmp_path_factory.mktemp("models") / "model", tiny_model, perturbed(tiny_weights, 1, 0.05))
+
+
+@pytest.fixture(scope="module")
+def laboratory(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("critics"), model)
+
+
+class ValueOracle(Oracle):
+    """The trunk in transformers with a linear head in plain torch."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        hidden = self.model.config.hidden_size
+        self.head = torch.nn.Linear(hidden, 1)
+        with torch.no_grad():
+            # As the seed of the run (1) draws it.
+            self.head.weight.normal_(0, (hidden + 1) ** -0.5, generator=torch.Generator().manual_seed(1))
+            self.head.bias.zero_()
+
+    def values(self) -> list[torch.Tensor]:
+        """[n] per row, with gradient."""
+        rows = critic_rows()
+        ids = torch.ones(len(rows), max(map(len, rows)), dtype=torch.int64)
+        for at, row in zip(ids, rows, strict=True):
+            at[: len(row)] = torch.from_numpy(row.tokens)
+        states = self.model.model(ids).last_hidden_state
+        return [value[: len(row)] for value, row in zip(self.head(states)[..., 0], rows, strict=True)]
+
+    def loss(self) -> torch.Tensor:
+        """PPO's clipped value loss over the trained tokens of all rows."""
+        total = torch.zeros(())
+        for row, values in zip(critic_rows(), self.values(), strict=True):
+            old, returns = torch.from_numpy(row.values), torch.from_numpy(row.returns)
+            clipped = old + (values - old).clamp(-CLIP, CLIP)
+            worst = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+            total = total + 0.5 * (torch.from_numpy(row.loss_weight) * worst).sum()
+        return total
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> ValueOracle:
+    oracle = ValueOracle(model)
+    oracle.loss().backward()
+    return oracle
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_values_are_those_of_transformers_trunk_and_a_linear_head(laboratory, oracle, name):
+    found = laboratory[name].values()
+    with torch.no_grad():
+        expected = oracle.values()
+    assert found.keys() == set(range(len(expected)))
+    assert max(value.abs().max() for value in expected) > 0.5, "the values must differ from an untrained head's zeros"
+    for row, values in enumerate(expected):
+        assert np.abs(found[row] - values.numpy()).max() <= 1e-5
+
+
+def test_loss_and_gradients_of_one_rank_are_those_of_transformers_and_torch(laboratory, oracle):
+    single = laboratory["single"]
+    assert single.last["first_step"]["value/loss"] == pytest.approx(oracle.loss().item(), rel=1e-5)
+    assert 0.05 < single.last["first_step"]["value/clip_fraction"] < 0.95
+    wanted = {name: value for name, value in oracle.named(lambda p: p.grad).items() if name != "lm_head.weight"}
+    worst, name = difference(single.gradients(), wanted)
+    assert worst <= 1e-5, name
+    head = single.last["head"]
+    assert head["value_head.weight"] == pytest.approx(oracle.head.weight.grad[0].tolist(), rel=1e-4, abs=1e-6)
+    assert head["value_head.bias"] == pytest.approx(oracle.head.bias.grad.tolist(), rel=1e-5)
+    squares = [p.grad.double().square().sum() for p in (*oracle.model.model.parameters(), *oracle.head.parameters())]
+    assert single.last["first_step"]["value/grad_norm"] == pytest.approx(float(sum(squares)) ** 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_gradients_and_metrics_are_those_of_one_rank(laboratory, name):
+    layout, single = laboratory[name], laboratory["single"]
+    worst, tensor = difference(layout.gradients(), single.gradients())
+    assert worst <= 1e-5, tensor
+    for metric, value in single.last["first_step"].items():
+        assert layout.last["first_step"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
+    for rank, said in enumerate(layout.ranks):
+        last = coordinates(rank, layout.sizes).pipeline == layout.sizes.pipeline - 1
+        assert (said["head"] != {}) == last
+        for tensor, gradient in said["head"].items():
+            expected = single.last["head"][tensor]
+            assert gradient == pytest.approx(expected, rel=1e-4, abs=1e-5 * max(map(abs, expected))), tensor
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_value_loss_falls_on_a_fixed_batch_and_a_restored_critic_repeats_its_steps_bit_for_bit(laboratory, name):
+    losses = [step["value/loss"] for step in laboratory[name].last["steps"]]
+    assert len(losses) == STEPS and losses[-1] < 0.6 * losses[0]
+    assert losses == pytest.approx([step["value/loss"] for step in laboratory["single"].last["steps"]], rel=1e-3)
+    for said in laboratory[name].ranks:
+        assert said["again"] == said["steps"][STEPS // 2 :]
