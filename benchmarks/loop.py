@@ -145,7 +145,8 @@ class BareParts:
         """Take over slimx's last step: its requests, and its micro-batches into the trainers. Not timed."""
         self.requests = bare_engine.requests_of(run.groups)
         self.tokens = sum(len(t.sampled_ids()) for group in run.groups for t in group.trajectories)
-        (batch,) = run.updates(run.groups)
+        (rows,) = run.updates(run.groups)
+        batch = run.packer(rows)
         run.figures.trained = batch.tokens
         await asyncio.gather(
             *(

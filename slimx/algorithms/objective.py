@@ -16,12 +16,15 @@ def make_loss(algorithm: Algorithm) -> Loss:
 
 
 def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
-    """One advantage per trajectory of `group`, in order.
+    """One advantage per trajectory of `group`, in order. For PPO all are 0: a critic's come later, token by token
+    (slimx.algorithms.ppo).
 
     A rollout counts once, however many trajectories it returned: its reward is their mean, and they share its
     advantage."""
     if algorithm.name == "sft":
         return [1.0] * len(group.trajectories)
+    if algorithm.name == "ppo":
+        return [0.0] * len(group.trajectories)
     rewards: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         rewards.setdefault(trajectory.rollout_id, []).append(trajectory.reward)

@@ -92,13 +92,13 @@ class TrainBatch:
     def unpack(self, results: Sequence[Sequence[np.ndarray]], rows: Sequence[Row]) -> list[np.ndarray]:
         """Per-token results of all micro-batches, `results[d][m]` [T, ...], back in the order of the rows that were
         packed: one [n, ...] each."""
-        out: list[np.ndarray | None] = [None] * len(rows)
+        found: dict[int, np.ndarray] = {}
         for shard, of_shard in zip(self.shards, results, strict=True):
             for batch, result in zip(shard, of_shard, strict=True):
                 starts = np.cumsum([0, *batch.lengths])
-                for number, start in zip(batch.rows, starts, strict=False):
-                    out[number] = result[start : start + len(rows[number])]
-        return out
+                for number, start in zip(batch.rows, starts, strict=False):  # a tail is no row
+                    found[number] = result[start : start + len(rows[number])]
+        return [found[number] for number in range(len(rows))]
 
 
 def make_rows(

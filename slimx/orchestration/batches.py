@@ -37,16 +37,15 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
     )
 
 
-def make_updates(
-    config: Config, groups: Sequence[Group], advantages: Callable[[Group], list[float]], packer: Packer
-) -> list[TrainBatch]:
-    """The updates of one step, in order; each group is in one of them, whole."""
+def make_update_rows(
+    config: Config, groups: Sequence[Group], advantages: Callable[[Group], list[float]]
+) -> list[list[Row]]:
+    """The rows of one step's updates, in order; each group is in one of them, whole."""
     out = []
     for part in split_groups(groups, config.schedule.updates_per_step):
         trajectories = [trajectory for group in part for trajectory in group.trajectories]
         values = [value for group in part for value in advantages(group)]
-        weights = loss_weights(trajectories, config.algorithm.aggregation)
-        out.append(packer(make_rows(trajectories, values, weights)))
+        out.append(make_rows(trajectories, values, loss_weights(trajectories, config.algorithm.aggregation)))
     return out
 
 

@@ -15,6 +15,7 @@ from slimx.config.schema import Config
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.timeline import Timeline
+from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.trainer.checkpoint import files
@@ -22,6 +23,8 @@ from slimx.trainer.checkpoint.files import FileRecord
 
 STOP_S = 10.0
 """Seconds in which a save that is being written when the run is stopped may still become complete."""
+CRITIC = "critic"
+"""Path of the critic's part in a checkpoint."""
 _POLL_S = 0.1
 _PORTION = 8 * 2**30
 """Bytes that one rank reads before it tells how far it is."""
@@ -38,8 +41,12 @@ class Checkpoints:
         saves: Saves,
         timeline: Timeline,
         note: Callable[[str], None],
+        critic: CriticGroup | None = None,
     ):
         self.config, self.sizes, self.trainers, self.saves = config, sizes, trainers, saves
+        self.critic = critic
+        self._parts = {".": sizes.world} | ({CRITIC: critic.sizes.world} if critic is not None else {})
+        """Ranks that write each part, by its path in the checkpoint."""
         self.timeline, self.note = timeline, note
         self._writing: asyncio.Task[None] | None = None
 
@@ -51,10 +58,12 @@ class Checkpoints:
         With `checkpoint.asynchronous` the files are written behind the run's back; `check` and `settle` tell how that
         went."""
         await self.settle()
-        partial = self.saves.begin(state.step)
+        partial = self.saves.begin(state.step, list(self._parts))
         # Bytes of this moment: groups go on arriving while the files are written.
         own = await asyncio.to_thread(state.files)
         await self.trainers.save(partial, step=state.step)
+        if self.critic is not None:
+            await self.critic.save(partial / CRITIC, step=state.step)
         self._writing = asyncio.create_task(self._write(partial, own))
         if not self.config.checkpoint.asynchronous:
             await self.settle()
@@ -82,19 +91,26 @@ class Checkpoints:
 
     async def _write(self, partial: Path, own: dict[str, bytes]) -> None:
         with self.timeline.phase("checkpoint", track="checkpoint"):
-            began, ranks = time.monotonic(), range(self.sizes.world)
-            while missing := await asyncio.to_thread(files.unreported, partial, ranks):
-                if time.monotonic() - began > self.config.checkpoint.deadline:
-                    late = ", ".join(f"trainer rank {rank}" for rank in missing)
-                    raise DeadlineError(f"the files of {partial}", self.config.checkpoint.deadline, late)
-                await asyncio.sleep(_POLL_S)
+            end = time.monotonic() + self.config.checkpoint.deadline
+            for part, world in self._parts.items():
+                await self._reported(partial / part, world, end)
             path = await asyncio.to_thread(self._commit, partial, own)
         self.note(f"checkpoint {path}")
 
+    async def _reported(self, directory: Path, world: int, end: float) -> None:
+        """Wait until all ranks have reported in `directory`, until `end` of the monotonic clock."""
+        while missing := await asyncio.to_thread(files.unreported, directory, range(world)):
+            if time.monotonic() > end:
+                late = ", ".join(f"rank {rank}" for rank in missing)
+                raise DeadlineError(f"the files of {directory}", self.config.checkpoint.deadline, late)
+            await asyncio.sleep(_POLL_S)
+
     def _commit(self, partial: Path, own: dict[str, bytes]) -> Path:
         written: dict[str, FileRecord] = {}
-        for rank in range(self.sizes.world):
-            written |= files.read_report(partial, rank).files
+        for part, world in self._parts.items():
+            for rank in range(world):
+                of_rank = files.read_report(partial / part, rank).files
+                written |= {str(Path(part, name)): record for name, record in of_rank.items()}
         return self.saves.commit(partial, own, written)
 
     # Loading ----------------------------------------------------------------------------------------------------------
@@ -106,6 +122,9 @@ class Checkpoints:
             await self._verify(path)
         same = state.layout == layout_of(self.sizes)
         await self.trainers.restore(path, same_layout=same, load_optimizer=options.load_optimizer)
+        if self.critic is not None:
+            same = state.critic == layout_of(self.critic.sizes)
+            await self.critic.restore(path / CRITIC, same_layout=same, load_optimizer=options.load_optimizer)
         if not options.load_optimizer:
             self.note(f"checkpoint.load_optimizer is false: the moments begin anew, only weights come from {path}")
 
@@ -154,22 +173,36 @@ def layout_of(sizes: Sizes) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(sizes)))  # tuples become the lists that run.json gives back
 
 
-def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState) -> None:
+def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, critic: Sizes | None = None) -> None:
     """Whether checkpoint `path` can be continued under this configuration, before anything is started.
 
-    Raises SlimxError naming both layouts, or a file that is missing or has another size."""
+    `critic`: sizes of this run's critic. Raises SlimxError naming both layouts, or a file that is missing or has
+    another size."""
     files.check_sizes(path, files.read_manifest(path))
+    if (state.critic is None) != (critic is None):
+        raise SlimxError(
+            f"{path} holds {'no' if state.critic is None else 'a'} critic, but this run has "
+            f"{'none' if critic is None else 'one'} (algorithm.name={config.algorithm.name}); choose another run.dir, "
+            "with trainer.load to start from weights"
+        )
     if not config.checkpoint.load_optimizer:
         return
-    there, here = state.layout, layout_of(sizes)
+    _check_move(path, "trainer", state.layout, sizes, state.distributed_optimizer, config)
+    if state.critic is not None and critic is not None:
+        _check_move(path, "critic.layout", state.critic, critic, state.distributed_optimizer, config)
+
+
+def _check_move(path: Path, keys: str, there: dict[str, Any], sizes: Sizes, distributed: bool, config: Config) -> None:
+    """Whether the optimizer state of the model that `keys` configure can be moved. Raises SlimxError."""
+    here = layout_of(sizes)
     refused = None
     if (there["expert"] > 1) != (here["expert"] > 1):
-        refused = "between trainer.expert=1 and larger sizes (only among the larger ones)"
-    elif state.distributed_optimizer != config.trainer.distributed_optimizer:
+        refused = f"between {keys}.expert=1 and larger sizes (only among the larger ones)"
+    elif distributed != config.trainer.distributed_optimizer:
         refused = "between trainer.distributed_optimizer=true and false"
     if refused:
         raise SlimxError(
-            f"{path} was written with {_words(there, state.distributed_optimizer)}, this run has "
+            f"{path} was written with {_words(there, distributed)}, this run has "
             f"{_words(here, config.trainer.distributed_optimizer)}: megatron-core does not move optimizer state "
             f"{refused}; keep that, or set checkpoint.load_optimizer=false to go on with new moments"
         )

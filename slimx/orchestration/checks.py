@@ -16,6 +16,7 @@ from slimx.layout.ranks import Sizes
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.megatron_directory import check_fit, is_megatron
+from slimx.models.trunk import read_trunk
 from slimx.orchestration.cluster import device_of
 from slimx.preflight.layout import check_layout
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
@@ -42,6 +43,8 @@ class Prepared:
     tokenizer: Any
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
+    critic: Sizes | None
+    """Of the critic, if there is one; those of the trainers where it shares their ranks."""
 
 
 def check_run(config: Config) -> Prepared:
@@ -53,6 +56,7 @@ def check_run(config: Config) -> Prepared:
     backends = choose_backends(config.trainer, device=device, packages=installed())
     _check_transformer(config, spec, backends, device)
     _check_weights(Path(config.initial_weights), spec)
+    critic = _check_critic(config, backends, device) if config.critic is not None else None
     hooks = load_hooks(config)
     for group in config.rollout.engines:
         model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)
@@ -77,6 +81,11 @@ def check_run(config: Config) -> Prepared:
             "lower one"
         )
     rows = config.rollout.prompts_per_step * config.rollout.group_size // config.schedule.updates_per_step
+    if critic is not None and rows < critic.data:
+        raise SlimxError(
+            f"an update of {rows} rollouts (rollout.prompts_per_step x rollout.group_size / schedule.updates_per_step) "
+            f"cannot feed the critic's {critic.data} data-parallel ranks; lower critic.layout.data"
+        )
     if rows < sizes.data:
         raise SlimxError(
             f"an update of {rows} rollouts (rollout.prompts_per_step x rollout.group_size / schedule.updates_per_step) "
@@ -88,7 +97,27 @@ def check_run(config: Config) -> Prepared:
     if published is not None:
         plans["publish"] = published.plan
     encoding = published.encoding if published is not None else "hf"
-    return Prepared(spec, sizes, plans, backends, encoding, hooks, tokenizer, prompts, eval_prompts)
+    return Prepared(spec, sizes, plans, backends, encoding, hooks, tokenizer, prompts, eval_prompts, critic)
+
+
+def _check_critic(config: Config, backends: Backends, device: str) -> Sizes:
+    """The critic's sizes, if its model can be split like that and its weights fit."""
+    settings, spec = config.as_critic(), read_trunk(config.model.path)
+    try:
+        sizes = check_layout(settings, spec)
+        _check_transformer(settings, spec, backends, device)
+    except SlimxError as error:
+        if config.critic.placement == "shared":
+            raise
+        raise SlimxError(str(error).replace("trainer.", "critic.layout.")) from None
+    weights = Path(settings.initial_weights)
+    if is_megatron(weights):
+        raise SlimxError(
+            f"the critic cannot start from {weights}, which is Megatron-LM's; give a Hugging Face directory in "
+            "critic.load"
+        )
+    CheckpointReader(weights).check(spec.table)
+    return sizes
 
 
 def _check_weights(path: Path, spec: ModelSpec) -> None:

@@ -26,7 +26,9 @@ def start_ray(config: Config, device: str) -> None:
     """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold."""
     engines = sum(group.count * group.ranks for group in config.rollout.engines)
     threads = sum(group.count * group.ranks * group.threads for group in config.rollout.engines)
-    cpus = config.trainer.world_size * config.trainer.threads + threads
+    # Ranks of a critic that shares the trainers' are none of their own.
+    critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
+    cpus = (config.trainer.world_size + critic) * config.trainer.threads + threads
     try:
         if config.cluster.ray_address:
             ray.init(config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -46,15 +48,15 @@ def start_ray(config: Config, device: str) -> None:
         where = config.cluster.ray_address or "on this machine"
         raise SlimxError(f"Ray cannot be started {where}: {' '.join(str(error).split())[:300]}") from error
     share = 0.5 if config.schedule.colocate else 1.0
-    gpus = share * (config.trainer.world_size + engines) if device == "cuda" else 0.0
+    gpus = share * (config.trainer.world_size + engines) + critic if device == "cuda" else 0.0
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
         have = ray.cluster_resources().get(kind, 0.0)
         if have < needed:
             stop_ray()
             raise SlimxError(
                 f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} (trainer.world_size "
-                f"{config.trainer.world_size}, {engines} engine ranks, cluster.device {device}); add nodes or lower "
-                "the sizes"
+                f"{config.trainer.world_size}, {critic} ranks of a critic, {engines} engine ranks, cluster.device "
+                f"{device}); add nodes or lower the sizes"
             )
 
 

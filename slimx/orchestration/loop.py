@@ -5,6 +5,7 @@
                                   v
                             reward hook --> Group   (kept in ticket order until its step trains it)
                                   |
+                                  |  (PPO: critic: values -> advantages)
                                   v  TrainBatch per update: packed, balanced over DP, one object per DP rank
                             trainers: log-probs -> loss -> backward -> optimizer, once per update
                                   |
@@ -27,6 +28,7 @@ import time
 from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.evaluation import evaluate
 from slimx.orchestration.measure import group_metrics, probe_gap, staleness_metrics
+from slimx.orchestration.ppo import estimate_advantages, train_step
 from slimx.orchestration.run import Run
 
 
@@ -41,15 +43,20 @@ async def train(run: Run) -> None:
         with run.phase("generate"):
             batch = await run.watched(run.rollouts.next_batch())
         with run.phase("prepare"):
-            updates = run.updates(batch.groups)
-            metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version) | batch_metrics(updates)
+            rows = run.updates(batch.groups)
+            metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version)
         if schedule.colocate:
             with run.phase("sleep"):
                 await run.engines.sleep()
                 await run.trainers.reload()
+        if run.critic is not None:
+            with run.phase("values"):
+                metrics |= await run.watched(estimate_advantages(run, batch.groups, rows))
+        with run.phase("prepare"):
+            updates = [run.packer(part) for part in rows]
+            metrics |= batch_metrics(updates)
         with run.phase("train"):
-            step = run.trainers.train_step(updates, step=run.step, version=run.version)
-            metrics |= await run.watched(step, training=True)
+            metrics |= await run.watched(train_step(run, rows, updates), training=True)
         run.step += 1
         if schedule.colocate:
             with run.phase("wake"):

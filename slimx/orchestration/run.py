@@ -15,7 +15,7 @@ import numpy as np
 
 from slimx.algorithms.objective import group_advantages
 from slimx.config.schema import Config
-from slimx.data.batch import TrainBatch
+from slimx.data.batch import Row
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
@@ -25,8 +25,9 @@ from slimx.observability.live import LiveTable
 from slimx.observability.samples import Sample
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import Tracker
-from slimx.orchestration.batches import Packer, make_updates
+from slimx.orchestration.batches import Packer, make_update_rows
 from slimx.orchestration.checkpoints import Checkpoints, layout_of
+from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
@@ -74,13 +75,16 @@ class Run:
         saves: Saves,
         records: Records,
         encoding: Encoding = "hf",
+        critic: CriticGroup | None = None,
     ):
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
-        self.packer = packer
+        self.packer, self.critic = packer, critic
         self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
         self.rollouts = RolloutManager(config, source, maker, on_drop=self._drop)
         self.eval_prompts, self.tokenizer, self.records = eval_prompts, tokenizer, records
-        self.checkpoints = Checkpoints(config, sizes, trainers, saves, records.timeline, records.table.note)
+        self.checkpoints = Checkpoints(
+            config, sizes, trainers, saves, records.timeline, records.table.note, critic=critic
+        )
         self.encoding: Encoding = encoding
         self.transport = make_transport(trainers, config, self.directory / "logs")
         self.publisher = None
@@ -142,9 +146,9 @@ class Run:
     # Work
     # ----------------------------------------------------------------------------------------------------------------
 
-    def updates(self, groups: list[Group]) -> list[TrainBatch]:
-        """What the trainers compute for one step's groups, update by update."""
-        return make_updates(self.config, groups, partial(group_advantages, self.config.algorithm), self.packer)
+    def updates(self, groups: list[Group]) -> list[list[Row]]:
+        """The rows that one step's groups give, update by update; with a critic their advantages come later."""
+        return make_update_rows(self.config, groups, partial(group_advantages, self.config.algorithm))
 
     async def publish(self) -> dict[str, float]:
         """Bring the trainers' weights into the engines as version `step`; {} without engines."""
@@ -213,6 +217,7 @@ class Run:
                     version=self.version,
                     layout=layout_of(self.sizes),
                     distributed_optimizer=self.config.trainer.distributed_optimizer,
+                    critic=layout_of(self.critic.sizes) if self.critic is not None else None,
                     rollouts=self.rollouts.state(),
                 )
             )

@@ -4,6 +4,7 @@
         latest_checkpointed_iteration.txt    the newest complete one, for Megatron-LM
         iter_0000040/
             .metadata  common.pt  *.distcp   model, optimizer and random state (torch_dist, as Megatron-LM lays it out)
+            critic/                          the critic of a PPO run, likewise
             slimx/run.json                   step, version, layout, cursor of the prompts
             slimx/tickets.bin                admitted prompts and the groups that are generated but not trained
             slimx/manifest.json              size and digest of every file; written last, then the directory is named
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ class RunState:
     """Whether the optimizer's state was sharded over data-parallel ranks: the two kinds are kept in different forms."""
     rollouts: dict[str, Any]
     """`RolloutManager.state()`."""
+    critic: dict[str, Any] | None = None
+    """Parallel sizes of the critic that the checkpoint holds; None: it holds none."""
 
     def files(self) -> dict[str, bytes]:
         """The state as the files that hold it, by path in the checkpoint."""
@@ -66,21 +70,25 @@ class Saves:
         done = sorted(self._complete())
         return done[-1][1] if done else None
 
-    def begin(self, step: int) -> Path:
-        """An empty directory to write step `step` into; what interrupted saves left is removed."""
+    def begin(self, step: int, parts: Sequence[str] = (".",)) -> Path:
+        """An empty directory to write step `step` into, with room for the reports of each part (a path in it); what
+        interrupted saves left is removed."""
         for left in self.directory.glob("iter_*.partial"):
             shutil.rmtree(left)
         partial = self.directory / f"{iteration_name(step)}.partial"
-        (partial / REPORTS).mkdir(parents=True)
+        for part in parts:
+            (partial / part / REPORTS).mkdir(parents=True)
         return partial
 
     def commit(self, partial: Path, own: dict[str, bytes], written: dict[str, FileRecord]) -> Path:
         """Add the run's `own` files to those that trainers have `written`, make the directory complete under its name,
         and remove checkpoints that are not kept."""
-        shutil.rmtree(partial / REPORTS)
+        for reports in [*partial.glob(REPORTS), *partial.glob(f"*/{REPORTS}")]:
+            shutil.rmtree(reports)
         records = {name: write(partial / name, data) for name, data in own.items()}
         write_manifest(partial, written | records)
-        sync(partial / "slimx")
+        for directory in sorted((path for path in partial.rglob("*") if path.is_dir()), reverse=True):
+            sync(directory)
         sync(partial)
         final = partial.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)

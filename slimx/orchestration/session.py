@@ -17,6 +17,7 @@ from rich.console import Console
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.errors import Interrupted, SlimxError
+from slimx.models.trunk import read_trunk
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.report import write_report
@@ -26,6 +27,7 @@ from slimx.orchestration.batches import make_packer
 from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
+from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.loop import train
 from slimx.orchestration.run import Records, Run, summary
@@ -47,7 +49,7 @@ def run_training(config: Config, console: Console) -> Path:
         if _finished(config, directory, state):
             console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
             return directory
-        check_resume(config, prepared.sizes, resume_from, state)
+        check_resume(config, prepared.sizes, resume_from, state, prepared.critic)
     directory.mkdir(parents=True, exist_ok=True)
     with _only_process_in(directory):
         (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
@@ -132,8 +134,13 @@ async def _session(
         device = device_of(config)
         trainers = TrainerGroup(config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans)
         stack.push_async_exit(_stopping(trainers.stop, table))
-        engines = client = None
+        engines = client = critic = None
         starting = [trainers.start()]
+        if prepared.critic is not None:
+            packer = make_packer(config.as_critic(), read_trunk(config.model.path), prepared.critic)
+            critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
+            stack.push_async_exit(_stopping(critic.stop, table))
+            starting.append(critic.start())
         if config.rollout.engines:
             engines = EngineGroup(config, device, logs, moe=prepared.spec.experts > 0, note=table.note)
             stack.push_async_exit(_stopping(engines.stop, table))
@@ -167,6 +174,7 @@ async def _session(
             saves=saves,
             records=records,
             encoding=prepared.encoding,
+            critic=critic,
         )
         stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch
-from slimx.layout.ranks import Sizes, coordinates
+from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
 from slimx.models.checkpoint_writer import finish_directory, shard_name
+from slimx.orchestration.ranks import RankGroup
 from slimx.orchestration.waiting import gather
 from slimx.reshard.gather import PUBLISHER
 from slimx.reshard.packed import PackedBucket
@@ -23,8 +25,8 @@ from slimx.reshard.plan import Plan
 from slimx.trainer.worker import TrainerWorker
 
 
-class TrainerGroup:
-    """`trainer.world_size` Ray actors, called together, each call with a deadline."""
+class TrainerGroup(RankGroup):
+    """`trainer.world_size` ranks that hold the policy."""
 
     def __init__(
         self,
@@ -37,52 +39,46 @@ class TrainerGroup:
         worker: type = TrainerWorker,
     ):
         """`table`: of the model. `plans`: by which weights leave, "export" and, with engines, "publish"."""
-        self.config, self.sizes, self.table = config, sizes, table
+        gpu = 0.5 if config.schedule.colocate else 1
+        super().__init__("trainer", config, sizes, log_dir, device, worker=worker, gpu=gpu)
+        self.table = table
         self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
-        self.logs = [log_dir / f"trainer-{rank}.log" for rank in range(sizes.world)]
-        share = 0.5 if config.schedule.colocate else 1
-        actor = ray.remote(worker).options(num_cpus=config.trainer.threads, num_gpus=share if device == "cuda" else 0)
-        values = config.model_dump(mode="json")
-        self.actors = [actor.remote(rank, values, str(self.logs[rank]), device) for rank in range(sizes.world)]
 
     async def start(self) -> list[dict[str, Any]]:
-        """Bring all ranks up; their pids and adapters, by rank."""
-        limit = self.config.cluster.start_deadline
-        (where,) = await gather(
-            [self.actors[0].rendezvous.remote()],
-            what="the start of trainer rank 0",
-            holders=["trainer rank 0"],
-            deadline_s=limit,
-            logs=self.logs[:1],
-        )
-        started = await self._all("start", [(where,)] * self.sizes.world, "the start of the trainers", limit)
+        """Bring all ranks up, with the plans by which weights leave; their pids and adapters, by rank."""
+        started = await super().start()
         await self._prepare()
         return started
 
     async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
         """One optimizer step per update, one after the other; the metrics of them all."""
         shards = [list(shards) for shards in zip(*(update.shards for update in updates), strict=True)]
-        results = await self._all("train_step", self._arguments(shards, step, version), f"step {step} of training")
-        return results[self._reporter()]
+        results = await self.call("train_step", self.sharded(shards, step, version), f"step {step} of training")
+        return self.metrics_of(results)
+
+    async def reference_logprobs(self, batch: TrainBatch) -> list[list[np.ndarray]]:
+        """Log-prob of every label under the initial weights, per data-parallel rank and micro-batch."""
+        arguments = self.sharded(batch.shards)
+        return self.by_shard(await self.call("reference_logprobs", arguments, "the reference's log-probs"))
 
     async def measure_gap(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
         """The log-prob gap of `batch` under the present weights; nothing is trained."""
-        results = await self._all(
-            "measure_gap", self._arguments(batch.shards, version), "the measurement of the log-prob gap"
+        results = await self.call(
+            "measure_gap", self.sharded(batch.shards, version), "the measurement of the log-prob gap"
         )
-        return results[self._reporter()]
+        return self.metrics_of(results)
 
     async def save(self, path: Path, *, step: int) -> None:
         """Have all ranks copy their state and start writing it; their reports in `path` tell the rest."""
-        await self._all("save", [(str(path), step)] * self.sizes.world, f"the copy of the state for {path}")
+        await self.call("save", self.same(str(path), step), f"the copy of the state for {path}")
 
     async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
-        arguments = [(str(path), same_layout, load_optimizer)] * self.sizes.world
-        await self._all("restore", arguments, f"loading the checkpoint {path}")
+        arguments = self.same(str(path), same_layout, load_optimizer)
+        await self.call("restore", arguments, f"loading the checkpoint {path}")
 
     async def check_files(self, path: Path, shares: list[bytes]) -> None:
         """Have every rank compare its share of the files in `path` with their records."""
-        await self._all("check_files", [(str(path), share) for share in shares], f"reading the files of {path}")
+        await self.call("check_files", [(str(path), share) for share in shares], f"reading the files of {path}")
 
     async def export(self, directory: Path) -> None:
         """Write the present weights into `directory`, an empty one, as Hugging Face files."""
@@ -103,10 +99,10 @@ class TrainerGroup:
         )
 
     async def offload(self) -> None:
-        await self._all("offload", [()] * self.sizes.world, "the offload of the trainers")
+        await self.call("offload", self.same(), "the offload of the trainers")
 
     async def reload(self) -> None:
-        await self._all("reload", [()] * self.sizes.world, "the reload of the trainers")
+        await self.call("reload", self.same(), "the reload of the trainers")
 
     # Source of weights (slimx.reshard.parties) ------------------------------------------------------------------------
 
@@ -121,16 +117,15 @@ class TrainerGroup:
 
     async def release(self, bucket: int | None = None) -> None:
         if bucket is None:
-            arguments = [("publish", None)] * self.sizes.world
-            await self._all("release_buckets", arguments, "the end of the publication")
+            await self.call("release_buckets", self.same("publish", None), "the end of the publication")
         else:
             await self._publisher("release_buckets", "publish", bucket)
 
     async def _pack(self, name: str, bucket: int) -> PackedBucket:
         """All ranks write their parts of a bucket of plan `name` into the publisher's memory, together."""
         path = await self._publisher("open_bucket", name, bucket)
-        arguments = [(name, bucket, path)] * self.sizes.world
-        shares = await self._all("fill_bucket", arguments, f"the packing of bucket {bucket} ({name})")
+        arguments = self.same(name, bucket, path)
+        shares = await self.call("fill_bucket", arguments, f"the packing of bucket {bucket} ({name})")
         return describe(self.plans[name].form(bucket), path, shares)
 
     async def _prepare(self) -> None:
@@ -138,11 +133,11 @@ class TrainerGroup:
         for name, buckets in self.plans.items():
             on_device = name == "publish" and self.config.publish.on_device
             path = await self._publisher("probe", on_device)
-            reached = await self._all("reaches", [(path,)] * self.sizes.world, "the look for the publisher's memory")
+            reached = await self.call("reaches", self.same(path), "the look for the publisher's memory")
             remote = [rank for rank, here in enumerate(reached) if not here]
             stored = ray.put(buckets.plan.to_bytes())
-            given = (name, stored, remote, on_device)
-            await self._all("prepare", [given] * self.sizes.world, f"the plan of the {name}")
+            given = self.same(name, stored, remote, on_device)
+            await self.call("prepare", given, f"the plan of the {name}")
 
     async def _publisher(self, method: str, *arguments: Any) -> Any:
         (out,) = await gather(
@@ -153,31 +148,3 @@ class TrainerGroup:
             logs=self.logs[PUBLISHER : PUBLISHER + 1],
         )
         return out
-
-    async def stop(self, grace_s: float = 5.0) -> None:
-        """End all ranks; does not raise."""
-        for actor in self.actors:
-            ray.kill(actor)
-
-    def _arguments(self, shards: Sequence[Any], *rest: int) -> list[tuple[Any, ...]]:
-        """Per rank the arguments of a call: its data-parallel shard, stored once for the ranks that share it."""
-        stored: list[ray.ObjectRef] = [ray.put(shard) for shard in shards]
-        return [(stored[coordinates(rank, self.sizes).data], *rest) for rank in range(self.sizes.world)]
-
-    def _reporter(self) -> int:
-        """The rank whose metrics are the whole batch's: the first of the last pipeline stage."""
-        return self.sizes.stage * (self.sizes.pipeline - 1)
-
-    async def _all(
-        self, method: str, arguments: list[tuple[Any, ...]], what: str, deadline_s: float | None = None
-    ) -> list[Any]:
-        references = [
-            getattr(actor, method).remote(*given) for actor, given in zip(self.actors, arguments, strict=True)
-        ]
-        return await gather(
-            references,
-            what=what,
-            holders=[f"trainer rank {rank}" for rank in range(self.sizes.world)],
-            deadline_s=deadline_s or self.config.trainer.deadline,
-            logs=self.logs,
-        )

@@ -13,14 +13,17 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.trunk import read_trunk
-from slimx.trainer import checkpoint
 from slimx.trainer.backends import choose_backends, installed
+from slimx.trainer.checkpoint.load import restore
+from slimx.trainer.checkpoint.save import Saver
+from slimx.trainer.checkpoint.state import full_state
 from slimx.trainer.context import ContextShard
 from slimx.trainer.forward_backward import Pipeline, sum_gradients
 from slimx.trainer.metrics import reduce
 from slimx.trainer.model import build_model, unwrap
 from slimx.trainer.optimizer import build_optimizer, learning_rate
 from slimx.trainer.parallel import ParallelState
+from slimx.trainer.updates import combine
 from slimx.trainer.value_model import ValueModel
 from slimx.trainer.weights import Weights
 
@@ -76,6 +79,12 @@ class Critic:
         self.loss = value_loss(clip=critic.value_clip)
         self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.pipeline = ValuePipeline(self.chunks, parallel.device)
+        self.saver = Saver(
+            rank=parallel.rank,
+            world=parallel.sizes.world,
+            group=parallel.host_group,
+            deadline_s=config.checkpoint.deadline,
+        )
         settings = self.chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = self.optimizer.scale_loss
@@ -89,38 +98,45 @@ class Critic:
             self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in zip(parts, batches, strict=True)
         ]
 
+    def train_updates(self, updates: list[list[MicroBatch]], *, step: int) -> dict[str, float]:
+        """All updates of step `step` (from 0), one optimizer step for each list of micro-batches; the metrics of them
+        all."""
+        done = step * len(updates)
+        return combine([self.train_step(batches, step=done + number) for number, batches in enumerate(updates)])
+
     def train_step(self, batches: list[MicroBatch], *, step: int) -> dict[str, float]:
         """Forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry `values` and
-        `returns`. Metrics are those of the whole batch, on the ranks of the last pipeline stage (elsewhere only the
-        optimizer's)."""
+        `returns`. `step`: optimizer steps done so far, which the learning rate follows. Metrics are those of the whole
+        batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
         batches = [self.context.take(batch) for batch in batches]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = self.pipeline.train_values(batches, self.loss)
         options = self.config.trainer.optimizer
-        rate = learning_rate(options, step, self.config.schedule.steps)
+        rate = learning_rate(options, step, self.config.schedule.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             group["weight_decay"] = options.weight_decay * group["wd_mult"]
         success, norm, _ = self.optimizer.step()
         metrics = {
-            "value/lr": rate,
-            "value/grad_norm": float(norm or 0.0),
-            "value/skipped": float(not success),
+            "critic/lr": rate,
+            "critic/grad_norm": float(norm or 0.0),
+            "critic/skipped": float(not success),
         }
         if not self.parallel.last_stage:
             return metrics
         sums = {name: ("sum", sum(part[name] for part in results)) for name in results[0]}
         return metrics | reduce(sums, self.parallel.token_group)
 
-    def save(self, path: str) -> None:
-        """Write this rank's part of a checkpoint into `path`."""
-        checkpoint.save(Path(path), self.chunks, self.optimizer)
+    def save(self, path: str, *, step: int) -> None:
+        """Copy the state after optimizer step `step` and start writing this rank's part of it into `path`."""
+        state = full_state(self.chunks, self.optimizer, step=step, data_size=self.parallel.sizes.data)
+        self.saver.begin(Path(path), state)
 
-    def restore(self, path: str, *, same_layout: bool) -> None:
+    def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:
         """Continue from the checkpoint in `path`."""
-        checkpoint.restore(Path(path), self.chunks, self.optimizer, same_layout=same_layout)
+        restore(Path(path), self.chunks, self.optimizer, same_layout=same_layout, load_optimizer=load_optimizer)
 
 
 def _heads(modules: list[ValueModel]) -> set[str]:

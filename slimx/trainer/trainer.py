@@ -98,6 +98,11 @@ class Trainer:
             self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in zip(values, batches, strict=True)
         ]
 
+    def reference_logprobs(self, batches: list[MicroBatch]) -> list[np.ndarray]:
+        """Log-prob of every label under the initial weights, as `logprobs`."""
+        with self.weights.switched(self.reference):
+            return self.logprobs(batches)
+
     def measure_gap(self, batches: list[MicroBatch], *, version: int) -> dict[str, float]:
         """The gap metrics of `batches` under the present weights, without training on them."""
         batches = self._local(batches)

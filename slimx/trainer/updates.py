@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LAST = frozenset({"optim/lr"})
+LAST = frozenset({"optim/lr", "critic/lr"})
 """Metrics of which the newest value stands for the step."""
-COUNTS = frozenset({"optim/skipped"})
+COUNTS = frozenset({"optim/skipped", "critic/skipped"})
 """Metrics that count something and add up."""
 
 

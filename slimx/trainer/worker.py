@@ -25,6 +25,8 @@ class TrainerWorker:
         self.rank, self.device = rank, device
         self._values = config
         self._trainer: Any = None
+        self._critic: Any = None
+        self._parallel: Any = None
         self._gatherers: dict[str, Any] = {}
         self._probe: Any = None
 
@@ -43,14 +45,12 @@ class TrainerWorker:
 
         from slimx.config.schema import Config
         from slimx.layout.ranks import sizes_of
-        from slimx.models.families import read_model
         from slimx.trainer.parallel import ParallelState
-        from slimx.trainer.trainer import Trainer
 
         config = Config.model_validate(self._values)
         torch.set_num_threads(config.trainer.threads)
         device = torch.device(self.device)
-        parallel = ParallelState(
+        self._parallel = ParallelState(
             sizes_of(config.trainer),
             rank=self.rank,
             init_method=init_method,
@@ -58,15 +58,29 @@ class TrainerWorker:
             deadline_s=config.trainer.deadline,
             seed=config.run.seed,
         )
-        spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
-        self._trainer = Trainer(config, spec, parallel)
+        self._build(config)
         return {"pid": os.getpid(), "adapters": adapters}
+
+    def _build(self, config: Any) -> None:
+        """The policy, and the critic if it shares these ranks."""
+        from slimx.models.families import read_model
+        from slimx.trainer.trainer import Trainer
+
+        spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
+        self._trainer = Trainer(config, spec, self._parallel)
+        if config.critic is not None and config.critic.placement == "shared":
+            from slimx.trainer.critic import Critic
+
+            self._critic = Critic(config, self._parallel)
 
     def train_step(self, updates: Any, step: int, version: int) -> dict[str, float]:
         return self._trainer.train_updates(updates, step=step, version=version)
 
     def logprobs(self, batches: Any) -> Any:
         return self._trainer.logprobs(batches)
+
+    def reference_logprobs(self, batches: Any) -> Any:
+        return self._trainer.reference_logprobs(batches)
 
     def measure_gap(self, batches: Any, version: int) -> dict[str, float]:
         return self._trainer.measure_gap(batches, version=version)
@@ -82,6 +96,20 @@ class TrainerWorker:
         from slimx.trainer.checkpoint.files import check_digests, decode_records
 
         check_digests(Path(path), decode_records(records))
+
+    # The critic, where these ranks hold one ------------------------------------------------------------------------
+
+    def critic_values(self, batches: Any) -> Any:
+        return self._critic.values(batches)
+
+    def critic_step(self, updates: Any, step: int) -> dict[str, float]:
+        return self._critic.train_updates(updates, step=step)
+
+    def critic_save(self, path: str, step: int) -> None:
+        self._critic.save(path, step=step)
+
+    def critic_restore(self, path: str, same_layout: bool, load_optimizer: bool) -> None:
+        self._critic.restore(path, same_layout=same_layout, load_optimizer=load_optimizer)
 
     # Weights leave by a plan ("publish" or "export"), bucket by bucket ---------------------------------------------
 
@@ -161,8 +189,17 @@ class TrainerWorker:
 
     def stop(self) -> None:
         """Leave the process groups."""
-        if self._trainer is not None:
-            self._trainer.parallel.destroy()
+        if self._parallel is not None:
+            self._parallel.destroy()
+
+
+class CriticWorker(TrainerWorker):
+    """One rank of a critic that has ranks of its own; `config` is that of `Config.as_critic`."""
+
+    def _build(self, config: Any) -> None:
+        from slimx.trainer.critic import Critic
+
+        self._critic = Critic(config, self._parallel)
 
 
 def install_adapters() -> list[str]:

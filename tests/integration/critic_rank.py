@@ -18,6 +18,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, Row, make_rows
 from slimx.data.packing import pack
 from slimx.data.weights import loss_weights
+from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import MAX_TOKENS, Rank, demonstrations
 
 STEPS = 12
@@ -105,12 +106,10 @@ class CriticRank(Rank):
         critic, batches = self.critic(), self.packed(critic_rows())
         steps = [critic.train_step(batches, step=step) for step in range(STEPS // 2)]
         path = self.out / "checkpoint"
-        if self.rank == 0:
-            path.mkdir()
-        self.barrier()
-        critic.save(str(path))
+        begin_save(critic, path, step=STEPS // 2)
         rest = range(STEPS // 2, STEPS)
         steps += [critic.train_step(batches, step=step) for step in rest]
+        finish_save(critic, path)
         critic.restore(str(path), same_layout=True)
         self.said["steps"] = steps
         self.said["again"] = [critic.train_step(batches, step=step) for step in rest]

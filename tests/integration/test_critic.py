@@ -191,7 +191,7 @@ def test_loss_and_gradients_of_one_rank_are_those_of_transformers_and_torch(labo
     assert head["value_head.weight"] == pytest.approx(oracle.head.weight.grad[0].tolist(), rel=1e-4, abs=1e-6)
     assert head["value_head.bias"] == pytest.approx(oracle.head.bias.grad.tolist(), rel=1e-5)
     squares = [p.grad.double().square().sum() for p in (*oracle.model.model.parameters(), *oracle.head.parameters())]
-    assert single.last["first_step"]["value/grad_norm"] == pytest.approx(float(sum(squares)) ** 0.5, rel=1e-5)
+    assert single.last["first_step"]["critic/grad_norm"] == pytest.approx(float(sum(squares)) ** 0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", SEVERAL)

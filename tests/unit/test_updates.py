@@ -12,7 +12,7 @@ from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
-from slimx.orchestration.batches import batch_metrics, make_packer, make_updates, split_groups
+from slimx.orchestration.batches import batch_metrics, make_packer, make_update_rows, split_groups
 from slimx.trainer.updates import combine
 from tests.unit.test_denominators import trajectory
 
@@ -44,15 +44,15 @@ def make_groups(count: int) -> list[Group]:
 def test_each_group_is_in_one_update_whole_and_each_update_has_its_own_denominators(updates, aggregation):
     groups = make_groups(6)
     settings = config(schedule={"updates_per_step": updates}, algorithm={"aggregation": aggregation})
-    made = make_updates(
+    made = make_update_rows(
         settings,
         groups,
         lambda group: [1.0] * len(group.trajectories),
-        lambda rows: pack(rows, data_size=1, max_tokens=64),
     )
     assert len(made) == updates
     seen: list[int] = []
-    for update in made:
+    for rows in made:
+        update = pack(rows, data_size=1, max_tokens=64)
         batches = [batch for shard in update.shards for batch in shard]
         assert sum(b.loss_weight.astype(np.float64).sum() for b in batches) == pytest.approx(1, abs=1e-6)
         tokens = np.concatenate([batch.tokens for batch in batches])
@@ -137,13 +137,9 @@ def test_what_packing_did_is_counted():
     """Two ranks: rows of 5 and 4 positions become 8 each."""
     groups = make_groups(1)
     groups[0].trajectories = [trajectory("g", "a", [1] * 6), trajectory("g", "b", [1] * 5)]
-    updates = make_updates(
-        config(schedule={"updates_per_step": 1}),
-        groups,
-        lambda group: [0.0, 0.0],
-        lambda rows: pack(rows, data_size=2, max_tokens=8, multiple_of=8),
-    )
-    assert batch_metrics(updates) == {
+    settings = config(schedule={"updates_per_step": 1})
+    (rows,) = make_update_rows(settings, groups, lambda group: [0.0, 0.0])
+    assert batch_metrics([pack(rows, data_size=2, max_tokens=8, multiple_of=8)]) == {
         "batch/microbatches": 1.0,
         "batch/padding": 7 / 16,
         "batch/imbalance": pytest.approx(10 / 9 - 1),

@@ -99,7 +99,7 @@ def unreported(directory: Path, ranks: Iterable[int]) -> list[int]:
         if name.endswith(".failed"):
             reason = (directory / REPORTS / name).read_text()
             rank = int(name.removeprefix("rank-").removesuffix(".failed"))
-            raise SlimxError(f"{directory}: trainer rank {rank} could not write its part of the checkpoint ({reason})")
+            raise SlimxError(f"{directory}: rank {rank} could not write its part of the checkpoint ({reason})")
     return [rank for rank in ranks if _report(directory, rank).name not in present]
 
 

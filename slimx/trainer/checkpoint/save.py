@@ -87,7 +87,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
-                raise SlimxError(f"trainer rank {self.rank} is still writing the checkpoint before; see its log")
+                raise SlimxError(f"rank {self.rank} is still writing the checkpoint before; see its log")
 
     def _planned(self, sharded: dict[str, Any]) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
         """This rank's plan, and what it writes by index. A plan that changed on any rank is gathered again."""
@@ -145,7 +145,7 @@ class Saver:
         end = time.monotonic() + self.deadline_s
         while missing := files.unreported(directory, ranks):
             if time.monotonic() > end:
-                late = ", ".join(f"trainer rank {rank}" for rank in missing)
+                late = ", ".join(f"rank {rank}" for rank in missing)
                 raise DeadlineError(f"the files of the checkpoint {directory}", self.deadline_s, late)
             time.sleep(_POLL_S)
 
