@@ -45,8 +45,10 @@ class Checkpoints:
     ):
         self.config, self.sizes, self.trainers, self.saves = config, sizes, trainers, saves
         self.critic = critic
-        self._parts = {".": sizes.world} | ({CRITIC: critic.sizes.world} if critic is not None else {})
-        """Ranks that write each part, by its path in the checkpoint."""
+        self._parts = {".": ("trainer", sizes.world)}
+        """Which ranks write each part and how many, by its path in the checkpoint."""
+        if critic is not None:
+            self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
         self.timeline, self.note = timeline, note
         self._writing: asyncio.Task[None] | None = None
 
@@ -92,22 +94,22 @@ class Checkpoints:
     async def _write(self, partial: Path, own: dict[str, bytes]) -> None:
         with self.timeline.phase("checkpoint", track="checkpoint"):
             end = time.monotonic() + self.config.checkpoint.deadline
-            for part, world in self._parts.items():
-                await self._reported(partial / part, world, end)
+            for part, (holder, world) in self._parts.items():
+                await self._reported(partial / part, holder, world, end)
             path = await asyncio.to_thread(self._commit, partial, own)
         self.note(f"checkpoint {path}")
 
-    async def _reported(self, directory: Path, world: int, end: float) -> None:
+    async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:
         """Wait until all ranks have reported in `directory`, until `end` of the monotonic clock."""
-        while missing := await asyncio.to_thread(files.unreported, directory, range(world)):
+        while missing := await asyncio.to_thread(files.unreported, directory, range(world), holder):
             if time.monotonic() > end:
-                late = ", ".join(f"rank {rank}" for rank in missing)
+                late = ", ".join(f"{holder} rank {rank}" for rank in missing)
                 raise DeadlineError(f"the files of {directory}", self.config.checkpoint.deadline, late)
             await asyncio.sleep(_POLL_S)
 
     def _commit(self, partial: Path, own: dict[str, bytes]) -> Path:
         written: dict[str, FileRecord] = {}
-        for part, world in self._parts.items():
+        for part, (_, world) in self._parts.items():
             for rank in range(world):
                 of_rank = files.read_report(partial / part, rank).files
                 written |= {str(Path(part, name)): record for name, record in of_rank.items()}

@@ -84,6 +84,7 @@ class Critic:
             world=parallel.sizes.world,
             group=parallel.host_group,
             deadline_s=config.checkpoint.deadline,
+            holder="critic" if critic.placement == "own" else "trainer",
         )
         settings = self.chunks[0].config
         settings.finalize_model_grads_func = sum_gradients

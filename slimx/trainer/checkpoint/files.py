@@ -91,15 +91,16 @@ def write_failure(directory: Path, rank: int, reason: str) -> None:
     _publish(_report(directory, rank).with_suffix(".failed"), reason.encode())
 
 
-def unreported(directory: Path, ranks: Iterable[int]) -> list[int]:
-    """Those of `ranks` that are still writing. Raises SlimxError with the reason of a rank that failed."""
+def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -> list[int]:
+    """Those of `ranks` (called `holder` ranks) that are still writing. Raises SlimxError with the reason of a rank that
+    failed."""
     # One look at the directory: a network file system remembers for a while that a single file was not there.
     present = {entry.name for entry in os.scandir(directory / REPORTS)}
     for name in sorted(present):
         if name.endswith(".failed"):
             reason = (directory / REPORTS / name).read_text()
             rank = int(name.removeprefix("rank-").removesuffix(".failed"))
-            raise SlimxError(f"{directory}: rank {rank} could not write its part of the checkpoint ({reason})")
+            raise SlimxError(f"{directory}: {holder} rank {rank} could not write its part of the checkpoint ({reason})")
     return [rank for rank in ranks if _report(directory, rank).name not in present]
 
 

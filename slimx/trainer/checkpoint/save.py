@@ -51,10 +51,12 @@ Content = torch.Tensor | io.BytesIO
 
 
 class Saver:
-    """Writes this rank's part of one checkpoint after the other. `group`: all ranks, on the host."""
+    """Writes this rank's part of one checkpoint after the other. `group`: all ranks, on the host; they are called
+    `holder` ranks."""
 
-    def __init__(self, *, rank: int, world: int, group: dist.ProcessGroup, deadline_s: float):
+    def __init__(self, *, rank: int, world: int, group: dist.ProcessGroup, deadline_s: float, holder: str = "trainer"):
         self.rank, self.world, self.group, self.deadline_s = rank, world, group, deadline_s
+        self.holder = holder
         self._distribution: Any = None
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None
@@ -87,7 +89,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
-                raise SlimxError(f"rank {self.rank} is still writing the checkpoint before; see its log")
+                raise SlimxError(f"{self.holder} rank {self.rank} is still writing the checkpoint before; see its log")
 
     def _planned(self, sharded: dict[str, Any]) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
         """This rank's plan, and what it writes by index. A plan that changed on any rank is gathered again."""
@@ -143,9 +145,9 @@ class Saver:
 
     def _await(self, directory: Path, ranks: range) -> None:
         end = time.monotonic() + self.deadline_s
-        while missing := files.unreported(directory, ranks):
+        while missing := files.unreported(directory, ranks, self.holder):
             if time.monotonic() > end:
-                late = ", ".join(f"rank {rank}" for rank in missing)
+                late = ", ".join(f"{self.holder} rank {rank}" for rank in missing)
                 raise DeadlineError(f"the files of the checkpoint {directory}", self.deadline_s, late)
             time.sleep(_POLL_S)
 
