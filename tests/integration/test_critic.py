@@ -42,7 +42,7 @@ SIZES = {
     "TP2": Sizes(tensor=2, expert_tensor=2),
     "CP2xPP2": Sizes(context=2, pipeline=2),
 }
-QUICK = ("single", "PP2", "EP2xTP2")
+QUICK = ("single", "EP2xTP2")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 SEVERAL = ALL[1:]
 DEADLINE_S = 120

@@ -80,7 +80,7 @@ def test_a_critic_in_ranks_of_its_own_with_another_layout_trains_beside_the_poli
         tmp_path / "own",
         tiny_model,
         task,
-        trainer={"world_size": 1, "deadline": 120, "optimizer": {"lr": 1e-3}},
+        trainer={"world_size": 1, "expert": 1, "deadline": 120, "optimizer": {"lr": 1e-3}},
         critic={**CRITIC, "placement": "own", "layout": {"world_size": 2, "pipeline": 2}},
         schedule={"steps": 3, "updates_per_step": 2},
     )
@@ -93,5 +93,5 @@ def test_a_critic_in_ranks_of_its_own_with_another_layout_trains_beside_the_poli
     assert rows[3]["optim/grad_norm"] > 0
     assert (directory / "logs" / "critic-1.log").exists()
     assert (directory / "checkpoints" / "iter_0000003" / "critic" / ".metadata").is_file()
-    refused = TrainProcess(config, "critic.placement=shared", "critic.layout=null", "schedule.steps=4")
-    assert refused.wait(60) in (0, 2), refused.text()
+    grpo = TrainProcess(config, "algorithm={name: grpo}", "critic=null", "schedule.steps=4")
+    assert grpo.wait(60) == 2 and "iter_0000003 holds a critic, but this run has none" in grpo.text(), grpo.text()
