@@ -10,9 +10,29 @@ def packed_attention(
     """Each sequence attends to itself, causally.
 
     query [T, heads, d], key [T, groups, d], value [T, groups, dv], T = sum(lengths); returns [T, heads * dv].
-    Sequences are laid side by side in a padded batch: padding stands after a sequence's tokens, so that no token of a
-    causal row can see it. The cost follows the longest sequence of the pack times their number.
+    Sequences of similar length (the same power of two) are computed together as a padded batch: one batch of all would
+    cost the longest sequence's square times their number.
     """
+    groups: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        groups.setdefault((length - 1).bit_length(), []).append(number)
+    if len(groups) == 1:
+        return _padded_attention(query, key, value, lengths, scale)
+    places, parts = [], []
+    sequences = torch.arange(sum(lengths), device=query.device).split(lengths)
+    for members in groups.values():
+        place = torch.cat([sequences[number] for number in members])
+        inside = [lengths[number] for number in members]
+        parts.append(_padded_attention(query[place], key[place], value[place], inside, scale))
+        places.append(place)
+    return torch.cat(parts)[torch.cat(places).argsort()]
+
+
+def _padded_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
+) -> torch.Tensor:
+    """`packed_attention` with all sequences side by side in a padded batch: padding stands after a sequence's tokens,
+    so that no token of a causal row can see it."""
     grid = _Grid(lengths, query.device)
     out = F.scaled_dot_product_attention(
         *(grid.lay(x).transpose(1, 2) for x in (query, key, value)), is_causal=True, scale=scale, enable_gqa=True
