@@ -29,10 +29,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from machine import cpu_seconds, surroundings
+from peer import DEADLINE_S, Peer
 from publish_clusters import predicted
 from publish_figures import PER_TENSOR, PublishFigures, describe, describe_model, describe_predictions
 from publish_model import TABLE, TRAINERS, Split, plan_of
-from publish_ranks import DEADLINE_S, ENCODINGS, EngineProcess, Peer, TrainerProcess
+from publish_ranks import ENCODINGS, EngineProcess, TrainerProcess
 
 from slimx.errors import SlimxError
 from slimx.ports import free_port

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
 
 import per_tensor
 import torch
 import torch.distributed as dist
+from peer import DEADLINE_S
 from publish_model import TRAINERS, Split, engine_parameters, held_by, hf_places, plan_of
 
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import SlimxError
 from slimx.preflight.rehearsal import EngineRank
 from slimx.reshard.gather import Gatherer
 from slimx.reshard.manifest import Encoding
@@ -25,7 +23,6 @@ from slimx.reshard.packer import Packer, Share
 ENCODINGS: tuple[Encoding, ...] = ("local", "hf")
 ENGINE = TRAINERS
 """The engine's rank in the processes' gloo group."""
-DEADLINE_S = 120.0
 
 
 class _Groups:
@@ -106,56 +103,3 @@ class EngineProcess:
                 raise SlimxError(f"{name} differs between slimx's way and the per-tensor way")
             if (ours.view(torch.int16) == -1).any():
                 raise SlimxError(f"{name} was not loaded whole")
-
-
-class Peer:
-    """One process as the driver sees it."""
-
-    def __init__(self, kind: type, *arguments: Any):
-        context = mp.get_context("spawn")
-        self.name = f"{kind.__name__} {arguments[0]}"
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, kind, arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ready(self) -> None:
-        """Wait until the process has built what it holds."""
-        self._answer("start")
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Its method's result; whatever it raised."""
-        self._pipe.send((method, arguments))
-        return self._answer(method)
-
-    def stop(self) -> None:
-        self._pipe.close()  # the process ends by itself
-        self.process.join(5)
-        if self.process.is_alive():
-            self.process.kill()
-
-    def _answer(self, what: str) -> Any:
-        if not self._pipe.poll(DEADLINE_S):
-            raise DeadlineError(what, DEADLINE_S, self.name)
-        try:
-            result = self._pipe.recv()
-        except EOFError:
-            raise SlimxError(f"{self.name} ended during {what}; its message stands above") from None
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-
-def _serve(pipe: Connection, kind: type, arguments: tuple[Any, ...]) -> None:
-    """The process's main loop, until the driver closes the pipe."""
-    served = kind(*arguments)
-    pipe.send(None)
-    while True:
-        try:
-            method, given = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(getattr(served, method)(*given))
-        except Exception as error:
-            pipe.send(error)

@@ -1,0 +1,166 @@
+"""What an uneven split of skewed lengths costs: predicted for many ranks, measured on two.
+
+    python benchmarks/balance.py [--rounds 10] [--json FILE]
+
+Four ways of distributing the same rows over data-parallel ranks and micro-batches:
+
+    arrival   equally many rows per rank in the order of arrival: no balancing
+    greedy    longest first to the rank with the fewest tokens
+    tokens    slimx with trainer.balance=tokens
+    flops     slimx with trainer.balance=flops
+
+Predicted: the time of a step over that of perfect balance, by the FLOPs of Qwen3-30B-A3B, for lognormal lengths of mean
+4,096 cut at 32,768, packed into micro-batches of at most 32,768 tokens. Either ranks meet once per step, or they share
+experts and meet in every micro-batch.
+
+Measured: tokens per second of slimx's Trainer on two gloo ranks with the quickstart's model, in turning order. All ways
+train the same rows, new ones in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from balance_model import QWEN3_30B_A3B, WAYS, flops_of, lognormal_lengths
+from balance_rank import LAYOUTS, TrainerRank
+from machine import cpu_seconds, surroundings
+from peer import Peer
+
+from slimx.data.batch import Row
+from slimx.data.packing import lay_out, slowdown
+from slimx.errors import SlimxError
+from slimx.models.flops import SequenceFlops
+from slimx.ports import free_port
+
+ROOT = Path(__file__).parents[1]
+SHORTEST_STEP_S = 1.0
+"""A step takes this long at least: in a shorter one, costs that do not grow with it would tell too much."""
+SEEDS = 20
+"""Draws of lengths behind a predicted figure."""
+ROWS, MEAN, LONGEST, LIMIT = 192, 256, 2048, 4096
+"""Measured: rows of a step; tokens of the mean and of the longest row, and of a micro-batch at most."""
+
+
+def predict(flops: SequenceFlops) -> list[str]:
+    """The table of predicted slowdowns, medians over `SEEDS` draws."""
+    lines = [f"{'ranks meet':<24}{'DP':>4}{'rows/rank':>11}{'sigma':>7}" + "".join(f"{way:>9}" for way in WAYS)]
+    for lockstep, meeting in ((False, "once per step"), (True, "in every micro-batch")):
+        for ranks in (2, 8, 64):
+            for per_rank, sigma in ((8, 0.5), (32, 0.5), (32, 1.0), (32, 1.5)):
+                figures = {way: [] for way in WAYS}
+                for seed in range(SEEDS):
+                    sizes = lognormal_lengths(ranks * per_rank, sigma=sigma, mean=4096, longest=32768, seed=seed)
+                    costs = [flops(size) for size in sizes]
+                    for way, distributed in WAYS.items():
+                        split = distributed(sizes, costs, ranks, 32768, lockstep)
+                        figures[way].append(slowdown(split, costs, lockstep=lockstep))
+                cells = "".join(f"{np.median(values):>9.3f}" for values in figures.values())
+                lines.append(f"{meeting:<24}{ranks:>4}{per_rank:>11}{sigma:>7.1f}{cells}")
+    return lines
+
+
+def make_row(length: int, random: np.random.Generator) -> Row:
+    """`length` tokens, all trained."""
+    tokens = random.integers(1, 100, length + 1)
+    zeros = np.zeros(length, np.float32)
+    return Row(
+        tokens=tokens[:-1],
+        labels=tokens[1:],
+        loss_weight=np.full(length, 1e-5, np.float32),
+        advantages=zeros,
+        rollout_logprobs=zeros,
+        versions=np.full(length, -1),
+        temperature=1.0,
+        routed_experts=None,
+    )
+
+
+def measure(layout: str, model: str, sigma: float, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Per way: tokens per second and predicted slowdown, round by round; a first round is not counted."""
+    hf = json.loads((Path(model) / "config.json").read_text())
+    flops, lockstep = flops_of(hf), layout == "EP2"
+    init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    peers = [Peer(TrainerRank, rank, layout, model, init_method) for rank in range(2)]
+    out: dict[str, dict[str, list[float]]] = {way: {"tokens/s": [], "predicted": [], "seconds": []} for way in WAYS}
+    try:
+        for peer in peers:
+            peer.ready()
+        with ThreadPoolExecutor(len(peers)) as threads:
+            for number in range(rounds + 1):
+                sizes = lognormal_lengths(ROWS, sigma=sigma, mean=MEAN, longest=LONGEST, seed=number)
+                rows = [make_row(size, np.random.default_rng(number)) for size in sizes]
+                costs = [flops(size) for size in sizes]
+                names = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
+                for way in names:
+                    split = WAYS[way](sizes, costs, 2, LIMIT, lockstep)
+                    shards = lay_out(rows, split)
+                    seconds = max(threads.map(lambda peer, shard: peer.call("step", shard), peers, shards))
+                    if number:
+                        out[way]["seconds"].append(seconds)
+                        out[way]["tokens/s"].append(sum(sizes) / seconds)
+                        out[way]["predicted"].append(slowdown(split, costs, lockstep=lockstep))
+            list(threads.map(lambda peer: peer.call("stop"), peers))
+    finally:
+        for peer in peers:
+            peer.stop()
+    return out
+
+
+def describe(layout: str, sigma: float, figures: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Medians by way, and each way's speed over that of no balancing, round by round."""
+    base = {name: np.array(values) for name, values in figures["arrival"].items()}
+    lines = []
+    for way, values in figures.items():
+        ratios = np.array(values["tokens/s"]) / base["tokens/s"]
+        low, middle, high = np.percentile(ratios, [25, 50, 75])
+        promised = np.median(base["predicted"] / np.array(values["predicted"]))
+        seconds, speed = np.median(values["seconds"]), np.median(values["tokens/s"])
+        measured = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"{layout:<8}{sigma:>6.1f}  {way:<9}{seconds:>8.2f}{speed:>10,.0f}{measured:>26}{promised:>11.2f}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="tokens per second against length skew, with and without balancing")
+    parser.add_argument("--rounds", type=int, default=10, help="measured rounds; in each all ways train the same rows")
+    parser.add_argument("--json", type=Path, help="file that gets every single figure")
+    arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error(f"--rounds is {arguments.rounds}: a median and its spread need 2 at least")
+    print("\n".join(predict(flops_of(QWEN3_30B_A3B))))
+    print()
+    titles = f"{'step s':>8}{'tokens/s':>10}{'over arrival (quartiles)':>26}{'predicted':>11}"
+    print(f"{'layout':<8}{'sigma':>6}  {'way':<9}{titles}")
+    began, others = time.perf_counter(), cpu_seconds()
+    figures = {}
+    with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
+        model = str(Path(directory) / "model")
+        make = [sys.executable, str(ROOT / "tools/quickstart/make_model.py"), "--out", model]
+        subprocess.run(make, check=True, stdout=sys.stderr)
+        for layout in LAYOUTS:
+            for sigma in (0.5, 1.0):
+                found = figures[f"{layout} {sigma}"] = measure(layout, model, sigma, arguments.rounds)
+                print("\n".join(describe(layout, sigma, found)), flush=True)
+                if (shortest := min(np.median(values["seconds"]) for values in found.values())) < SHORTEST_STEP_S:
+                    raise SlimxError(f"a step took {shortest:.2f} s; raise ROWS until it takes {SHORTEST_STEP_S} s")
+    busy = (cpu_seconds() - others) / (time.perf_counter() - began)
+    where = surroundings("slimx", "torch", "megatron-core")
+    print(f"\nother processes used {busy:.2f} cores meanwhile; {where}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"where": where, "others": busy, "figures": figures}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SlimxError as error:
+        sys.exit(f"benchmarks/balance.py: {error}")

@@ -1,0 +1,65 @@
+"""A process of a benchmark, driven through a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slimx.errors import DeadlineError, SlimxError
+
+DEADLINE_S = 120.0
+"""For one call."""
+
+
+class Peer:
+    """One process as the driver sees it."""
+
+    def __init__(self, kind: type, *arguments: Any):
+        context = mp.get_context("spawn")
+        self.name = f"{kind.__name__} {arguments[0]}"
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, kind, arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        """Wait until the process has built what it holds."""
+        self._answer("start")
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Its method's result; whatever it raised."""
+        self._pipe.send((method, arguments))
+        return self._answer(method)
+
+    def stop(self) -> None:
+        self._pipe.close()  # the process ends by itself
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+
+    def _answer(self, what: str) -> Any:
+        if not self._pipe.poll(DEADLINE_S):
+            raise DeadlineError(what, DEADLINE_S, self.name)
+        try:
+            result = self._pipe.recv()
+        except EOFError:
+            raise SlimxError(f"{self.name} ended during {what}; its message stands above") from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+def _serve(pipe: Connection, kind: type, arguments: tuple[Any, ...]) -> None:
+    """The process's main loop, until the driver closes the pipe."""
+    served = kind(*arguments)
+    pipe.send(None)
+    while True:
+        try:
+            method, given = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(getattr(served, method)(*given))
+        except Exception as error:
+            pipe.send(error)
