@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 Parts = list[list[int]]
 """Indices of the items of each part, ascending; every item is in exactly one part."""
@@ -25,35 +25,26 @@ def heaviest(costs: Sequence[float], split: Parts) -> float:
 
 def greedy(costs: Sequence[float], parts: int) -> Parts:
     """Longest first, each to the lightest part (Graham 1969)."""
-    return _placed(costs, parts, lambda index, part: True)
+    split = greedy_with_room(costs, [0] * len(costs), parts, 0)
+    assert split is not None, "items of no size fit everywhere"
+    return split
 
 
 def greedy_with_room(costs: Sequence[float], sizes: Sequence[int], parts: int, limit: int) -> Parts | None:
     """As `greedy`, but each to the lightest part whose total of `sizes` stays within `limit`; None if there is none."""
-    used = [0] * parts
-
-    def fits(index: int, part: int) -> bool:
-        if used[part] + sizes[index] > limit:
-            return False
-        used[part] += sizes[index]
-        return True
-
-    return _placed(costs, parts, fits)
-
-
-def _placed(costs: Sequence[float], parts: int, take: Callable[[int, int], bool]) -> Parts | None:
-    """Longest first, each to the lightest part that takes it (`take(index, part)`); None if no part does."""
     split: Parts = [[] for _ in range(parts)]
+    used = [0] * parts
     heap = [(0.0, 0, part) for part in range(parts)]  # cost, number of items, part
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         full = []
-        while heap and not take(index, heap[0][2]):
+        while heap and used[heap[0][2]] + sizes[index] > limit:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         cost, count, part = heap[0]
         heapq.heapreplace(heap, (cost + costs[index], count + 1, part))
         split[part].append(index)
+        used[part] += sizes[index]
         for entry in full:
             heapq.heappush(heap, entry)
     return [sorted(part) for part in split]
