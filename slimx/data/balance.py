@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 Parts = list[list[int]]
 """Indices of the items of each part, ascending; every item is in exactly one part."""
+DIFFERENCED = 2**22
+"""Items x parts up to which differencing is worth its time: a second there, and with so many items greedy is close."""
 
 
 def balance(costs: Sequence[float], parts: int) -> Parts:
@@ -14,7 +16,10 @@ def balance(costs: Sequence[float], parts: int) -> Parts:
 
     Differencing is usually several times closer to equal, but on some inputs greedy's heaviest part is lighter, and the
     heaviest part is what everyone waits for. With as many items as parts or more, and positive costs, no part is empty.
+    Beyond `DIFFERENCED` greedy stands alone.
     """
+    if len(costs) * parts > DIFFERENCED:
+        return greedy(costs, parts)
     return min((differencing(costs, parts), greedy(costs, parts)), key=lambda split: heaviest(costs, split))
 
 
