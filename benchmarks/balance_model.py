@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slimx.data.balance import greedy
-from slimx.data.packing import Split, distribute, first_fit
+from slimx.data.packing import Split, best_fit, distribute
 from slimx.models import qwen3_moe
 from slimx.models.flops import SequenceFlops, sequence_flops
 
@@ -60,7 +60,7 @@ def greedy_tokens(sizes: Sequence[int], costs: Sequence[float], ranks: int, limi
     split: Split = []
     for shard in greedy(sizes, ranks):
         own = [sizes[i] for i in shard]
-        count = len(first_fit(own, limit))
+        count = len(best_fit(own, limit))
         while any(sum(own[i] for i in part) > limit for part in greedy(own, count)):
             count += 1
         split.append([[shard[i] for i in part] for part in greedy(own, count)])
