@@ -38,7 +38,8 @@ class DeviceGatherer:
         if bucket not in self._held:
             if not self._free:
                 self._free.append(self._allocate(bucket))
-            self._held[bucket] = self._free.pop()
+            self._held[bucket] = memory = self._free.pop()
+            memory.clear()  # of another bucket's bytes: padding is zero, and no rank writes it
         return self._held[bucket].path
 
     def fill(self, bucket: int, path: str) -> Share:

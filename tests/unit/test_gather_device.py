@@ -51,7 +51,7 @@ def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, DeviceG
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD, timeout=deadline
     )
     try:
-        packer = Packer(plan(bucket_bytes=60_000), rank, torch.load(directory / f"{rank}.pt"))
+        packer = Packer(plan(), rank, torch.load(directory / f"{rank}.pt"))
         gatherer = DeviceGatherer(packer, remote=REMOTE, group=dist.group.WORLD)
         for bucket in [*range(packer.plan.count)] * 2:
             path = [gatherer.open(bucket) if rank == PUBLISHER else None]

@@ -66,6 +66,12 @@ class DeviceMemory:
         """uint8 [size]; the memory must outlive it."""
         return tensor_at(self.address, self.size, self.device)
 
+    def clear(self) -> None:
+        """Make all of it zero; returns when it is, for other processes wait for no stream of this one."""
+        with torch.cuda.device(self.device):
+            self.bytes.zero_()
+            torch.cuda.current_stream().synchronize()
+
     def close(self) -> None:
         """Free it. Nobody else may have it open."""
         self._free()
