@@ -12,8 +12,8 @@ from slimx.algorithms.kl import k3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Per-token tensors of one micro-batch, each [T]; log-probs are of the label under softmax(logits /
-    temperature)."""
+    """Per-token tensors of one micro-batch, each [T]; log-probs are of the label under softmax(logits / temperature),
+    over the tokens that top-k and top-p kept when it was sampled."""
 
     logprobs: torch.Tensor
     """The policy's, with gradient."""
@@ -21,8 +21,15 @@ class LossInputs:
     """Loss weight; sums to 1 over all micro-batches and data-parallel ranks of an update; 0 where not trained."""
     advantages: torch.Tensor
     old_logprobs: torch.Tensor
-    """Of the policy that sampled (the engine's)."""
+    """What the ratio compares with: the engine's, or the trainer's own before the step (algorithm.old_logprobs)."""
+    rollout_logprobs: torch.Tensor | None = None
+    """The engine's; None: `old_logprobs` are."""
     reference_logprobs: torch.Tensor | None = None
+    """Of the initial weights (algorithm.reference)."""
+    teacher_logprobs: torch.Tensor | None = None
+    """Of another checkpoint (algorithm.teacher)."""
+    entropy: torch.Tensor | None = None
+    """Of the distribution that each label is from, in nats, with gradient."""
 
 
 Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -52,9 +59,13 @@ def policy_loss(*, clip_low: float, clip_high: float, kl_coef: float = 0.0) -> L
             metrics = {
                 "loss/policy": policy.detach(),
                 "loss/clip_fraction": (weight * (ratio * inputs.advantages > surrogate)).sum(),
-                # The tokens come from the rollout's policy: KL(rollout || policy), k3 with its roles accordingly.
-                "kl/rollout": (weight * k3(torch.zeros_like(difference), difference)).sum(),
+                "kl/rollout": (weight * _kl_from_rollout(inputs, trained)).sum(),
             }
+            if inputs.entropy is not None:
+                metrics["policy/entropy"] = (weight * inputs.entropy).sum()
+            if inputs.teacher_logprobs is not None:
+                teacher = torch.where(trained, inputs.teacher_logprobs, inputs.logprobs)
+                metrics["kl/teacher"] = (weight * k3(inputs.logprobs, teacher)).sum()
         if inputs.reference_logprobs is not None:
             reference = torch.where(trained, inputs.reference_logprobs, inputs.logprobs.detach())
             kl = (weight * k3(inputs.logprobs, reference)).sum()
@@ -64,3 +75,10 @@ def policy_loss(*, clip_low: float, clip_high: float, kl_coef: float = 0.0) -> L
         return total, metrics
 
     return loss
+
+
+def _kl_from_rollout(inputs: LossInputs, trained: torch.Tensor) -> torch.Tensor:
+    """KL(rollout || policy) per token: the tokens come from the rollout's policy, and k3 has its roles accordingly."""
+    rollout = inputs.old_logprobs if inputs.rollout_logprobs is None else inputs.rollout_logprobs
+    difference = torch.where(trained, inputs.logprobs - rollout, 0.0)
+    return k3(torch.zeros_like(difference), difference)

@@ -22,6 +22,9 @@ from pydantic import (
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
 
+MAX_SUPPORT = 4096
+"""Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
+
 
 class Section(BaseModel):
     """A section refuses keys that it does not know."""
@@ -125,6 +128,11 @@ class Trainer(Section):
         description="what DP ranks and micro-batches get equal amounts of: tokens, or FLOPs by the model's sizes "
         "(a n + b n^2 for a sequence of n tokens)",
     )
+    logprob_chunk_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens of a rank whose logits exist at once, in forward and backward; null: as many as make 256 "
+        "MiB of fp32 logits, at least 128",
+    )
     attention: Literal["auto", "flash", "fused", "unfused"] = Field(
         "auto",
         description="kernel of the attention: flash (flash-attn), fused (cuDNN), unfused (Transformer Engine's own, or "
@@ -184,8 +192,10 @@ class Trainer(Section):
 
 class Sampling(Section):
     temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 is greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus mass kept")
-    top_k: int = Field(-1, ge=-1, description="candidates kept; -1: all")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description=f"nucleus mass kept, of at most {MAX_SUPPORT} candidates"
+    )
+    top_k: int = Field(-1, ge=-1, description=f"candidates kept, at most {MAX_SUPPORT}; -1: all")
     max_new_tokens: PositiveInt = Field(1024, description="tokens sampled per turn, at most")
     stop_token_ids: tuple[int, ...] = Field((), description="extra ids that end a turn (the model's eos always does)")
 
@@ -194,6 +204,11 @@ class Sampling(Section):
         if self.top_k == 0:
             raise ValueError(
                 "rollout.sampling.top_k is 0, which keeps no candidate; use -1 for all or a positive count"
+            )
+        if self.top_k > MAX_SUPPORT:
+            raise ValueError(
+                f"rollout.sampling.top_k is {self.top_k}, but engines report at most {MAX_SUPPORT} kept candidates per "
+                "token, which the trainer needs; lower it or use -1 for all"
             )
         return self
 
@@ -296,9 +311,25 @@ class Algorithm(Section):
     kl_reward_coef: float = Field(
         0.0, ge=0, description="ppo: weight of log policy - log reference, taken from each trained token's reward"
     )
+    teacher: str | None = Field(
+        None,
+        description="Hugging Face directory of a model of the same architecture, whose log-probs of the rollouts are "
+        "measured (kl/teacher; one more forward pass, one more copy of the weights in host memory); null: none",
+    )
+    old_logprobs: Literal["rollout", "recompute"] = Field(
+        "rollout",
+        description="log-probs that the ratio compares with: rollout: the engine's; recompute: the trainer's own, of "
+        "the weights before the step (one more forward pass)",
+    )
 
     @model_validator(mode="after")
     def _kl(self) -> Algorithm:
+        for key, default in (("teacher", None), ("old_logprobs", "rollout")):
+            if self.name == "sft" and getattr(self, key) != default:
+                raise ValueError(
+                    f"algorithm.{key} is {getattr(self, key)} but algorithm.name is sft, whose loss has no use for it; "
+                    "leave it out"
+                )
         if self.kl_coef > 0 and not self.reference:
             raise ValueError(
                 "algorithm.kl_coef is positive but algorithm.reference is false; set algorithm.reference=true"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slimx.data.records import Trajectory
+from slimx.data.support import Support
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,6 +39,8 @@ class Row:
     """float32 [n]: a critic's, before the step's first update; None where there is no critic."""
     returns: np.ndarray | None = None
     """float32 [n]: what the critic should have said; 0 where not trained."""
+    support: Support | None = None
+    """n positions: the tokens from which each label was sampled; None: all of them, everywhere."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -74,6 +77,8 @@ class MicroBatch:
     """float32 [T]; None if no row has any."""
     returns: np.ndarray | None = None
     """float32 [T]; None if no row has any."""
+    support: Support | None = None
+    """T positions; None if no row has any."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,6 +123,7 @@ def make_rows(
                 versions=trajectory.versions()[1:],
                 temperature=float(trajectory.sampling.get("temperature") or 1.0),
                 routed_experts=trajectory.routed_experts,
+                support=None if trajectory.support is None else trajectory.support.take(np.arange(1, len(tokens))),
             )
         )
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from math import lcm
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from slimx.data.balance import balance, greedy_with_room
 from slimx.data.batch import MicroBatch, Row, TrainBatch
+from slimx.data.support import Support
 from slimx.errors import SlimxError
 
 Split = list[list[list[int]]]
@@ -196,4 +198,16 @@ def _pack_rows(all_rows: Sequence[Row], numbers: list[int], multiple_of: int, se
         rows=numbers,
         values=optional("values"),
         returns=optional("returns"),
+        support=_joined_support(rows, lengths),
     )
+
+
+def _joined_support(rows: Sequence[Row], lengths: Sequence[int]) -> Support | None:
+    """The rows' supports at their places; rows without one, and padding, are not restricted."""
+    if all(row.support is None for row in rows):
+        return None
+    parts: list[Support] = []
+    for row, length in zip_longest(rows, lengths):  # a tail has no row of its own
+        held = row.support if row is not None else None
+        parts += [held, Support.everything(length - len(held))] if held is not None else [Support.everything(length)]
+    return Support.join(parts)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from slimx.data.support import Support
+
 SCHEMA_VERSION = 1
 
 Source = Literal["prompt", "sampled", "inserted"]
@@ -73,6 +75,9 @@ class Trajectory:
     """Cover [0, L) without gaps, in order."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """temperature, top_p, top_k, seed."""
+    support: Support | None = None
+    """L positions: the tokens that top-k and top-p kept where a token was sampled under them; `logprobs` are over
+    these. None: nothing was ever cut away."""
     routed_experts: np.ndarray | None = None
     """uint8 or uint16 [L-1, moe_layers, k]: logical expert ids by the engine, per input position."""
     reward: float | None = None
@@ -97,6 +102,8 @@ class Trajectory:
                 f"trajectory {self.id}: routed_experts has {len(self.routed_experts)} rows for {length} tokens, "
                 f"expected {length - 1}"
             )
+        if self.support is not None:
+            self._check_support(self.support)
         position = 0
         for span in self.spans:
             if span.start != position or span.stop <= span.start:
@@ -106,6 +113,19 @@ class Trajectory:
             position = span.stop
         if position != length:
             raise ValueError(f"trajectory {self.id}: spans cover {position} of {length} tokens")
+
+    def _check_support(self, support: Support) -> None:
+        if len(support) != len(self.token_ids):
+            raise ValueError(
+                f"trajectory {self.id}: support has {len(support)} positions for {len(self.token_ids)} tokens"
+            )
+        missing = support.missing(self.token_ids)
+        if len(missing):
+            at = int(missing[0])
+            raise ValueError(
+                f"trajectory {self.id}: token {at} (id {self.token_ids[at]}) is not among the {support.counts[at]} "
+                "tokens that top-k and top-p kept there (support)"
+            )
 
     @property
     def oldest_version(self) -> int | None:

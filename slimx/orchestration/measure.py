@@ -48,5 +48,6 @@ async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
     for row, trajectory in zip(rows, trajectories, strict=True):
         scores = await run.client.score(trajectory.token_ids, return_routed_experts=row.routed_experts is not None)
         row.rollout_logprobs, row.routed_experts, row.temperature = scores.logprobs, scores.routed_experts, 1.0
+        row.support = None  # an engine scores over the whole vocabulary
         row.versions = np.where(row.loss_weight > 0, scores.version, -1).astype(np.int64)
     return await run.trainers.measure_gap(run.packer(rows), version=run.version)

@@ -18,6 +18,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from slimx.config.schema import MAX_SUPPORT
+from slimx.data.support import Support
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.control import message_of, parse_body
 
@@ -56,7 +58,7 @@ class Completion:
     token_ids: np.ndarray
     """int32 [n]: the sampled tokens, with the end token if one was sampled."""
     logprobs: np.ndarray
-    """float32 [n]: under softmax(logits / temperature), before top-p and top-k; greedy counts as temperature 1."""
+    """float32 [n]: under softmax(logits / temperature) over the tokens of `support`; greedy counts as temperature 1."""
     versions: list[tuple[int, int, int]]
     """(start, stop, version): runs of tokens sampled by one weight version, covering [0, n)."""
     finish_reason: str
@@ -69,6 +71,8 @@ class Completion:
     """Wall time of the request."""
     temperature: float = 1.0
     """At which it was sampled, and which `logprobs` are of."""
+    support: Support | None = None
+    """n positions: the tokens that top-k and top-p kept; None where neither was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,13 @@ NO_ENGINE = 503
 
 
 async def _nothing() -> None: ...
+
+
+def _restricts(sampling: dict[str, Any]) -> bool:
+    """Whether top-k or top-p cut candidates away. A greedy request has none to cut: its log-probs are those of the
+    whole vocabulary at temperature 1."""
+    cuts = sampling.get("top_k", -1) > 0 or sampling.get("top_p", 1.0) < 1.0
+    return cuts and sampling.get("temperature", 1.0) > 0
 
 
 class GenerationClient:
@@ -137,7 +148,9 @@ class GenerationClient:
     ) -> Completion:
         """Sample a continuation of `token_ids` [prompt]. The same seed and weights give the same tokens.
 
-        `sampling`: temperature, top_p, top_k, max_new_tokens, stop_token_ids, ... (`SAMPLING`).
+        `sampling`: temperature, top_p, top_k, max_new_tokens, stop_token_ids, ... (`SAMPLING`). Under top-p alone
+        at most `MAX_SUPPORT` candidates are sampled from: what the engine kept comes back as `support`, and must be
+        bounded.
         """
         if unknown := sorted(sampling.keys() - SAMPLING):
             why = (
@@ -147,27 +160,38 @@ class GenerationClient:
             )
             raise SlimxError(f"sampling parameter {unknown[0]} is not supported by the engines; {why}")
         start = time.monotonic()
-        parameters = {**sampling, "sampling_seed": seed}
-        meta = await self._post(self._body(token_ids, parameters, return_routed_experts))
+        parameters, fields = {**sampling, "sampling_seed": seed}, {}
+        restricted = _restricts(sampling)
+        if restricted:
+            # SGLang's own log-probs are over the whole vocabulary, whatever top-k and top-p cut away.
+            fields["return_sampling_mask"] = True
+            if parameters.get("top_k", -1) < 1:
+                parameters["top_k"] = min(MAX_SUPPORT, self.shape.vocab_size)
+        if return_routed_experts:
+            fields["return_routed_experts"] = True
+        meta = await self._post(self._body(token_ids, parameters, fields))
         sampled = meta["output_token_logprobs"]
         count = len(sampled)
+        support, logprobs = None, [entry[0] for entry in sampled]
+        if restricted:
+            support, logprobs = self._support(meta, count)
         return Completion(
             token_ids=np.array([entry[1] for entry in sampled], np.int32),
-            logprobs=np.array([entry[0] for entry in sampled], np.float32),
+            logprobs=np.array(logprobs, np.float32),
             versions=self._versions(meta, count),
             finish_reason=(meta["finish_reason"] or {"type": "abort"})["type"],
             routed_experts=self._experts(meta, len(token_ids) + count - 1) if return_routed_experts else None,
             cached_tokens=meta["cached_tokens"],
             seconds=time.monotonic() - start,
             temperature=float(sampling.get("temperature", 1.0)),
+            support=support,
         )
 
     async def score(self, token_ids: Sequence[int], return_routed_experts: bool = False) -> Scores:
         """Log-probs of `token_ids` [L] themselves; nothing is sampled."""
-        body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, return_routed_experts) | {
-            "logprob_start_len": 0
-        }
-        meta = await self._post(body)
+        fields = {"return_routed_experts": True} if return_routed_experts else {}
+        body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, fields)
+        meta = await self._post(body | {"logprob_start_len": 0})
         scored = meta["input_token_logprobs"]
         if [entry[1] for entry in scored] != list(token_ids):
             raise SlimxError(f"{self.url} scored {len(scored)} tokens that are not the {len(token_ids)} asked for")
@@ -177,7 +201,8 @@ class GenerationClient:
             routed_experts=self._experts(meta, len(token_ids) - 1) if return_routed_experts else None,
         )
 
-    def _body(self, token_ids: Sequence[int], parameters: dict[str, Any], experts: bool) -> dict[str, Any]:
+    def _body(self, token_ids: Sequence[int], parameters: dict[str, Any], fields: dict[str, bool]) -> dict[str, Any]:
+        """`fields`: of the request, which the router would drop."""
         ids = [int(token) for token in token_ids]
         if not ids or min(ids) < 0 or max(ids) >= self.shape.vocab_size:
             wrong = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
@@ -186,8 +211,8 @@ class GenerationClient:
                 f"{what} cannot be generated from; ids are 0 to {self.shape.vocab_size - 1}: check the tokenizer"
             )
         body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": False}
-        # As a label, because the router drops the field itself; the slimx plugin in the server sets it again.
-        return body | ({"custom_labels": {"slimx": json.dumps({"return_routed_experts": True})}} if experts else {})
+        # As a label, because the router drops the fields themselves; the slimx plugin in the server sets them again.
+        return body | ({"custom_labels": {"slimx": json.dumps(fields)}} if fields else {})
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The `meta_info` of one /generate request.
@@ -226,6 +251,18 @@ class GenerationClient:
                 return response.status, parse_body(await response.text())
         except aiohttp.ClientError as error:
             return 0, {"text": f"{type(error).__name__}: {error}"}
+
+    def _support(self, meta: dict[str, Any], count: int) -> tuple[Support, list[float]]:
+        """What top-k and top-p kept at each of `count` sampled tokens, and each token's log-prob among these."""
+        kept = meta.get("output_token_sampling_mask") or []
+        logprobs = meta.get("output_token_sampling_logprobs") or []
+        if len(kept) != count or len(logprobs) != count:
+            raise SlimxError(
+                f"{self.url} returned the tokens kept by top-k and top-p for {len(kept)} of {count} sampled tokens; "
+                "start the engine with the slimx plugin"
+            )
+        ids = np.array([token for row in kept for token in row], np.int32)
+        return Support(ids=ids, counts=np.array([len(row) for row in kept], np.int32)), logprobs
 
     def _versions(self, meta: dict[str, Any], count: int) -> list[tuple[int, int, int]]:
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from slimx.data.records import Span, Status, Trajectory
+from slimx.data.support import Support
 from slimx.errors import SlimxError
 from slimx.rollout.client import Completion
 
@@ -37,6 +38,7 @@ class Draft:
         self._logprobs: list[float] = [float("nan")] * len(self._ids)
         self._trained: list[int] = [0] * len(self._ids)
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
+        self._supports = [Support.everything(len(self._ids))]
         self._routes: np.ndarray | None = None
         self._finish: str | None = None
 
@@ -62,6 +64,7 @@ class Draft:
             self._spans.append(
                 Span(start=start + first, stop=start + last, source="sampled", turn=self.turn, version=version)
             )
+        self._supports.append(_support_of(completion))
         # A completion reports the experts of all its input positions: the last one covers the earlier turns too.
         self._routes = completion.routed_experts
         self._finish = completion.finish_reason
@@ -76,7 +79,12 @@ class Draft:
         self._ids += [int(token) for token in token_ids]
         self._logprobs += [float("nan")] * len(token_ids)
         self._trained += [int(train)] * len(token_ids)
+        self._supports.append(Support.everything(len(token_ids)))
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
+
+    @property
+    def _restricted(self) -> bool:
+        return any(len(support.ids) for support in self._supports)
 
     def finish(self, *, metadata: dict[str, Any] | None = None) -> Trajectory:
         """The trajectory. Untrained tokens after the last sampled one teach nothing and have no routes: they are left
@@ -100,9 +108,14 @@ class Draft:
             logprobs=np.array(self._logprobs[:end], np.float32),
             spans=spans,
             sampling=self.sampling,
+            support=Support.join(self._supports).take(np.arange(end)) if self._restricted else None,
             routed_experts=self._routes,
             status=_STATUS.get(self._finish or "stop", "completed"),
             finish_reason=self._finish,
             timings=self.timings,
             metadata=metadata or {},
         )
+
+
+def _support_of(completion: Completion) -> Support:
+    return Support.everything(len(completion.token_ids)) if completion.support is None else completion.support

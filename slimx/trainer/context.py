@@ -29,7 +29,7 @@ class ContextShard:
             for field in fields(batch)
             if isinstance(value := getattr(batch, field.name), np.ndarray)
         }
-        return replace(batch, **cut)
+        return replace(batch, **cut, support=None if batch.support is None else batch.support.take(index))
 
     def whole(self, part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """All ranks' parts of a per-token tensor, in the order of the pack: [T / size, ...] -> [T, ...]. Collective, no

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -13,7 +13,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slimx.algorithms.losses import Loss, LossInputs
 from slimx.data.batch import MicroBatch
-from slimx.trainer.logprobs import label_logprobs
+from slimx.trainer.logprobs import KeptTokens, Targets
+
+
+class TokenScores(NamedTuple):
+    """Of every label of one micro-batch, each fp32 [T]."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    """Of the distribution that the label is from, in nats."""
 
 
 def sum_gradients(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -33,35 +41,38 @@ class Pipeline:
         self.chunks, self.device = chunks, device
         self._run = get_forward_backward_func()
 
-    def logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probs of every label, one [T] per micro-batch; empty except on the last pipeline stage."""
+    def scores(self, batches: list[MicroBatch]) -> list[TokenScores]:
+        """Log-probs and entropies under the present weights, one pair per micro-batch; empty except on the last
+        pipeline stage."""
 
-        def collect(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            values = self._label_logprobs(batch, logits)
-            return values.sum(), torch.zeros((), dtype=torch.int), values
+        def collect(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, TokenScores]:
+            return output[0].sum(), torch.zeros((), dtype=torch.int), TokenScores(*output)
 
         with torch.no_grad():
             return self._schedule(batches, collect, forward_only=True)
 
     def train(
-        self, batches: list[MicroBatch], loss: Loss, reference: list[torch.Tensor] | None
+        self, batches: list[MicroBatch], loss: Loss, others: Sequence[Mapping[str, torch.Tensor]]
     ) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Accumulate gradients; per micro-batch the loss's metrics and the policy's log-probs [T] (last stage only)."""
+        """Accumulate gradients; per micro-batch the loss's metrics and the policy's log-probs [T] (last stage only).
+
+        `others`: fields of `LossInputs` by name, per micro-batch: what earlier forward passes brought (last stage
+        only)."""
         number = iter(range(len(batches)))
 
-        def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            index = next(number)
-            values = self._label_logprobs(batch, logits)
-            total, metrics = loss(
-                LossInputs(
-                    logprobs=values,
-                    weight=self._tensor(batch.loss_weight),
-                    advantages=self._tensor(batch.advantages),
-                    old_logprobs=self._tensor(batch.rollout_logprobs),
-                    reference_logprobs=reference[index] if reference else None,
-                )
-            )
-            return total, torch.zeros((), dtype=torch.int), (metrics, values.detach())
+        def compute(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            logprobs, entropy = output
+            rollout = self._tensor(batch.rollout_logprobs)
+            given = {
+                "logprobs": logprobs,
+                "entropy": entropy,
+                "weight": self._tensor(batch.loss_weight),
+                "advantages": self._tensor(batch.advantages),
+                "old_logprobs": rollout,
+                "rollout_logprobs": rollout,
+            }
+            total, metrics = loss(LossInputs(**{**given, **others[next(number)]}))
+            return total, torch.zeros((), dtype=torch.int), (metrics, logprobs.detach())
 
         return self._schedule(batches, compute, forward_only=False)
 
@@ -91,20 +102,21 @@ class Pipeline:
             max_seqlen_q=max(batch.lengths),
             max_seqlen_kv=max(batch.lengths),
         )
+        support = None if batch.support is None else KeptTokens(batch.support, self.device)
+        targets = Targets(
+            labels=self._tensor(batch.labels), temperature=self._tensor(batch.temperature), support=support
+        )
         # What layers of multi-token prediction, if there are any, learn from (slimx.trainer.policy_model).
-        predicted = {"labels": batch.labels, "loss_mask": batch.loss_weight} if training else {}
+        learned = {"loss_mask": self._tensor(batch.loss_weight).unsqueeze(0)} if training else {}
         output = model(
             self._tensor(batch.tokens).unsqueeze(0),
             positions.to(self.device).unsqueeze(0),
             None,
             packed_seq_params=packed,
-            **{name: self._tensor(values).unsqueeze(0) for name, values in predicted.items()},
+            labels=targets,
+            **learned,
         )
         return output, partial(loss, batch)
-
-    def _label_logprobs(self, batch: MicroBatch, logits: torch.Tensor) -> torch.Tensor:
-        """logits [1, T, vocab / TP]."""
-        return label_logprobs(logits[0], self._tensor(batch.labels), self._tensor(batch.temperature))
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

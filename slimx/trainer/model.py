@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -30,13 +33,15 @@ def build_model(
     """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded; more than one
     with virtual pipeline stages only."""
     transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
+    options = {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens} if kind is PolicyModel else {}
+    make = partial(kind, **options)
     return [
         DistributedDataParallel(
             transformer,
             DistributedDataParallelConfig(
                 use_distributed_optimizer=config.trainer.distributed_optimizer, grad_reduce_in_fp32=True
             ),
-            _build_chunk(kind, spec, transformer, chunk if config.trainer.virtual_pipeline > 1 else None, device),
+            _build_chunk(make, spec, transformer, chunk if config.trainer.virtual_pipeline > 1 else None, device),
             disable_bucketing=chunk > 0,
         )
         for chunk in range(config.trainer.virtual_pipeline)
@@ -44,7 +49,7 @@ def build_model(
 
 
 def _build_chunk(
-    kind: type[PolicyModel] | type[ValueModel],
+    make: Callable[..., PolicyModel | ValueModel],
     spec: ModelSpec,
     transformer: TransformerConfig,
     chunk: int | None,
@@ -56,7 +61,7 @@ def _build_chunk(
         mtp = with_prediction_layers(
             get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
         )
-    model = kind(
+    model = make(
         transformer,
         layers,
         mtp_block_spec=mtp,

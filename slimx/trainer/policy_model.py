@@ -1,4 +1,4 @@
-"""The GPT model whose output is logits, also where it has layers of multi-token prediction (MTP)."""
+"""The GPT model whose output is log-probs, also where it has layers of multi-token prediction (MTP)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,35 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+
+from slimx.trainer.logprobs import Targets, chunk_tokens, label_logprobs
 
 
 class PolicyModel(GPTModel):
     """megatron-core's GPTModel for policy training.
 
-    Upstream's wants labels wherever there are MTP layers, and returns losses instead of logits when it gets them. This
-    one returns logits [1, T, vocab / TP] always; labels and weights only add the MTP loss to the backward pass.
+    Upstream's returns logits, or the losses of labels. This one takes `Targets` in the place of labels and returns
+    their log-probs and entropies, a pair of fp32 tensors [T]; the logits exist for a chunk of tokens at a time
+    (`slimx.trainer.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to the backward pass.
     Written for megatron-core 0.16.1.
     """
+
+    def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, **kwargs: Any):
+        """`logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`."""
+        super().__init__(*args, **kwargs)
+        self._chunk = logprob_chunk_tokens
 
     def _postprocess(
         self,
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        labels: torch.Tensor | None,
+        labels: Targets,
         rotary_pos_emb: Any,
         rotary_pos_cos: Any,
         rotary_pos_sin: Any,
@@ -31,12 +43,13 @@ class PolicyModel(GPTModel):
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
-    ) -> torch.Tensor:
-        """What follows the decoder; `loss_mask` [1, T] holds the weight of each label [1, T] (0: not trained)."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """What follows the decoder; `loss_mask` [1, T] holds the weight of each label (0: not trained)."""
         if not self.post_process:
             return hidden_states
-        output = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if self.mtp_process and labels is not None:
+        tied = self.share_embeddings_and_output_weights
+        head = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.mtp_process and loss_mask is not None:
             # The MTP layers learn to follow the policy and leave it alone: its hidden states, its embedding and its
             # output layer get no gradient from them. Recomputation keeps the graph of a layer only if its input wants a
             # gradient, so this one does, and nobody reads it.
@@ -52,13 +65,22 @@ class PolicyModel(GPTModel):
                 packed_seq_params=packed_seq_params,
                 embedding=lambda **inputs: self.embedding(**inputs).detach(),
             )
-            head = (self.output_layer.weight if output is None else output).detach()
+            wanted = labels.labels.unsqueeze(0)
             for states in predicted.chunk(1 + self.config.mtp_num_layers)[1:]:
-                labels, _ = roll_tensor(labels, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
+                wanted, _ = roll_tensor(wanted, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
                 loss_mask, _ = roll_tensor(loss_mask, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
-                logits, _ = self.output_layer(states, weight=head)
-                loss = loss_mask * self.compute_language_model_loss(labels, logits)
+                logprobs, _ = self._logprobs(states, head.detach(), Targets(labels=wanted[0]))
                 scale = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
-                hidden_states = MTPLossAutoScaler.apply(hidden_states, scale * loss)
-        logits, _ = self.output_layer(hidden_states, weight=output)
-        return logits.transpose(0, 1).contiguous()
+                hidden_states = MTPLossAutoScaler.apply(hidden_states, -scale * loss_mask[0] * logprobs)
+        return self._logprobs(hidden_states, head, labels)
+
+    def _logprobs(
+        self, hidden_states: torch.Tensor, head: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states [T, 1, h], or [T / TP, 1, h] under sequence parallelism; head [V / TP, h]."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk_tokens(self._chunk, len(head)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from slimx.trainer.metrics import gap_metrics, reduce
 from slimx.trainer.model import build_model, unwrap
 from slimx.trainer.optimizer import build_optimizer, learning_rate
 from slimx.trainer.parallel import ParallelState
+from slimx.trainer.passes import ForwardPasses, Holder
 from slimx.trainer.routes import RouteRecorder, within_sequence
 from slimx.trainer.updates import combine
 from slimx.trainer.weights import Weights
@@ -39,11 +41,11 @@ class Trainer:
         modules = [unwrap(chunk) for chunk in self.chunks]
         self.weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
         self._load_weights(Path(config.initial_weights))
-        self.reference = self.weights.snapshot() if config.algorithm.reference else None
         self.optimizer = build_optimizer(config, self.chunks)
         self.loss = make_loss(config.algorithm)
         self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.pipeline = Pipeline(self.chunks, parallel.device)
+        self.passes = ForwardPasses(self.pipeline, self.weights, config.algorithm)
         self.routes = RouteRecorder(modules, parallel.tensor_group)
         self.saver = Saver(
             rank=parallel.rank,
@@ -56,29 +58,36 @@ class Trainer:
         settings.grad_scale_func = self.optimizer.scale_loss
 
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
-        """All updates of step `step` (from 0), one optimizer step for each list of micro-batches; the metrics of them
-        all. The log-prob gap is the first update's: at the others these weights are no longer the engines'."""
-        done = step * len(updates)
-        return combine(
-            [
-                self.train_step(batches, step=done + number, version=None if number else version)
-                for number, batches in enumerate(updates)
-            ]
-        )
+        """All updates of step `step` (from 0), one optimizer step for each list of micro-batches of this data-parallel
+        rank; the metrics of them all, on the ranks of the last pipeline stage (elsewhere only the optimizer's).
 
-    def train_step(self, batches: list[MicroBatch], *, step: int, version: int | None) -> dict[str, float]:
-        """Forward, backward and one optimizer step on this data-parallel rank's micro-batches.
+        `version` is the weight version that the engines hold now. The log-prob gap is measured on its tokens in the
+        first update: at the others these weights are no longer the engines'."""
+        local, done = [self._local(batches) for batches in updates], step * len(updates)
+        # All of them before the first update: other weights come once, and recomputed log-probs are of the old policy.
+        others = iter(self.passes.before_updates([batch for batches in local for batch in batches]))
+        metrics = []
+        for number, batches in enumerate(local):
+            known = list(islice(others, len(batches)))
+            metrics.append(self._update(batches, known, step=done + number, version=None if number else version))
+        return combine(metrics)
 
-        `step`: optimizer steps done so far, which the learning rate follows. `version` is the weight version that the
-        engines hold now: the log-prob gap is measured on its tokens (None: these weights are no engine's). Metrics
-        are those of the whole batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
-        batches = self._local(batches)
-        reference = self._reference_logprobs(batches)
+    def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
+        """A step of one update."""
+        return self.train_updates([batches], step=step, version=version)
+
+    def _update(
+        self, batches: list[MicroBatch], others: list[dict[str, torch.Tensor]], *, step: int, version: int | None
+    ) -> dict[str, float]:
+        """Forward, backward and one optimizer step.
+
+        `batches`: this rank's tokens; `others`: what other forward passes brought. `step`: optimizer steps done so far,
+        which the learning rate follows. `version` None: these weights are no engine's."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.routes.recording():
-            results = self.pipeline.train(batches, self.loss, reference)
+            results = self.pipeline.train(batches, self.loss, others)
         metrics = self._metrics(batches, results, version)
         rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates)
         for group in self.optimizer.param_groups:
@@ -89,26 +98,31 @@ class Trainer:
         metrics |= {"optim/lr": rate, "optim/grad_norm": float(norm or 0.0), "optim/skipped": float(not success)}
         return metrics
 
-    def logprobs(self, batches: list[MicroBatch]) -> list[np.ndarray]:
-        """Log-prob of every label under the present weights, one array [T] per micro-batch (last stage only)."""
-        values = self.pipeline.logprobs(self._local(batches))
+    def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[dict[str, np.ndarray]]:
+        """`logprobs` and `entropy` of every label under the present weights, or those of the reference or the teacher:
+        one dictionary of arrays [T] per micro-batch (last stage only)."""
+        values = self.passes.scores(self._local(batches), under=under)
         if not self.parallel.last_stage:
             return []
         return [
-            self.context.whole(part, batch.lengths).cpu().numpy() for part, batch in zip(values, batches, strict=True)
+            {name: self.context.whole(part, b.lengths).cpu().numpy() for name, part in scores._asdict().items()}
+            for scores, b in zip(values, batches, strict=True)
         ]
+
+    def logprobs(self, batches: list[MicroBatch]) -> list[np.ndarray]:
+        """Log-prob of every label under the present weights, one array [T] per micro-batch (last stage only)."""
+        return [scores["logprobs"] for scores in self.scores(batches)]
 
     def reference_logprobs(self, batches: list[MicroBatch]) -> list[np.ndarray]:
         """Log-prob of every label under the initial weights, as `logprobs`."""
-        with self.weights.switched(self.reference):
-            return self.logprobs(batches)
+        return [scores["logprobs"] for scores in self.scores(batches, under="reference")]
 
     def measure_gap(self, batches: list[MicroBatch], *, version: int) -> dict[str, float]:
         """The gap metrics of `batches` under the present weights, without training on them."""
         batches = self._local(batches)
         with self.routes.recording():
-            values = self.pipeline.logprobs(batches)
-        return self._metrics(batches, [({}, v) for v in values], version)
+            scores = self.pipeline.scores(batches)
+        return self._metrics(batches, [({}, each.logprobs) for each in scores], version)
 
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after optimizer step `step` and start writing this rank's part of it into `path`."""
@@ -137,12 +151,6 @@ class Trainer:
             load_weights(fit.path, self.chunks, per_layer=fit.per_layer)
         else:
             self.weights.load(str(path))
-
-    def _reference_logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor] | None:
-        if self.reference is None:
-            return None
-        with self.weights.switched(self.reference):
-            return self.pipeline.logprobs(batches)
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """Whether a token or one before it in its sequence differs, for this rank's tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,9 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec
+
+HostCopy = dict[str, torch.Tensor]
+"""Values of every parameter, and of the buffers that the weight table names, by local name."""
 
 
 class Weights:
@@ -29,6 +32,7 @@ class Weights:
         """`chunks`: this rank's modules, one unless pipeline stages are interleaved. `beside`: names of parameters that
         no checkpoint has (a value head); they are left alone."""
         self.spec = spec
+        self._present: HostCopy | None = None
         self.held: list[Part] = layout.held(rank)
         names = {held.name for held in self.held}
         # Several chunks form a list of modules, and their names begin with its index.
@@ -51,31 +55,66 @@ class Weights:
     @torch.no_grad()
     def load(self, path: str) -> None:
         """Fill the parameters from the safetensors in `path`; only the slices that this rank holds are read."""
+        self._read(path, self.parameters)
+
+    @torch.no_grad()
+    def copy_of(self, path: str) -> HostCopy:
+        """The weights in `path` in host memory (pinned on CUDA); the present ones stay as they are."""
+        out = self._host_copy()
+        self._read(path, out)
+        return out
+
+    @torch.no_grad()
+    def snapshot(self) -> HostCopy:
+        """A copy of the present weights in host memory (pinned on CUDA)."""
+        out = self._host_copy()
+        for name, parameter in self.parameters.items():
+            out[name].copy_(parameter)
+        return out
+
+    @contextmanager
+    def switching(self) -> Iterator[Callable[[HostCopy], None]]:
+        """Gives a function that puts a copy's values in the parameters' own memory; afterwards the present values are
+        back, bit for bit. The optimizer's fp32 weights are not touched.
+
+        The present values wait in host memory that is allocated once and kept for the next time. They go there at the
+        first switch only, so that several copies in a row cost one journey each and the present values two.
+        """
+        away = False
+
+        def switch(copy: HostCopy) -> None:
+            nonlocal away
+            if not away:
+                if self._present is None:
+                    self._present = self._host_copy()
+                _copy(self.parameters, self._present)
+                away = True
+            _copy(copy, self.parameters)
+
+        try:
+            yield switch
+        finally:
+            if away:
+                _copy(self._present, self.parameters)
+
+    def _host_copy(self) -> HostCopy:
+        return {
+            name: torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+            for name, parameter in self.parameters.items()
+        }
+
+    def _read(self, path: str, into: Mapping[str, torch.Tensor]) -> None:
         reader = CheckpointReader(path)
         reader.check(self.spec.table)
         for held in self.held:
-            local = self.parameters[held.name].view(matrix(held.shape))
+            local = into[held.name].view(matrix(held.shape))
             for rect in held.rects:
                 target = local[rect.local_row : rect.local_row + rect.rows, rect.local_col : rect.local_col + rect.cols]
                 target.copy_(reader.read(held.sources[rect.source], rect))
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """A copy of the present weights in host memory (pinned on CUDA)."""
-        out = {}
-        for name, parameter in self.parameters.items():
-            host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
-            out[name] = host.copy_(parameter.detach())
-        return out
 
-    @contextmanager
-    @torch.no_grad()
-    def switched(self, other: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Run the block with `other`'s values in the parameters' own memory, then put the present ones back."""
-        present = self.snapshot()
-        for name, parameter in self.parameters.items():
-            parameter.copy_(other[name], non_blocking=True)
-        try:
-            yield
-        finally:
-            for name, parameter in self.parameters.items():
-                parameter.copy_(present[name], non_blocking=True)
+@torch.no_grad()
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    """By name. On CUDA all copies are in the order of one stream, in which the kernels that read them are too."""
+    for name, tensor in source.items():
+        target[name].copy_(tensor, non_blocking=True)

@@ -87,7 +87,7 @@ class Rank:
         batches = packed.shards[self.parallel.place.data]
         self.write_forward(trainer, unwrap(trainer.chunks[0]), batches)
         if case["mtp"] and sizes.pipeline == 1:
-            self.write_prediction(trainer, unwrap(trainer.chunks[0]), batches[0])
+            self.write_prediction(trainer, batches[0])
         trainer.train_step(batches, step=0, version=0)
         self.write_gradients("gradients", trainer)
         self.write("after", trainer.weights.parameters)
@@ -95,9 +95,9 @@ class Rank:
             self.write_restored(trainer)
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
-        arrays, logits = {}, self.recorded_logits(model)
+        arrays, logits = {}, self.recorded_logits(model, model.decoder)
         with trainer.routes.recording():
-            trainer.pipeline.logprobs(batches)
+            trainer.pipeline.scores(batches)
         differs = trainer.routes.differing(batches).split([len(batch.tokens) for batch in batches])
         for number, batch in enumerate(batches):
             arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels")}
@@ -105,10 +105,13 @@ class Rank:
         arrays |= {f"logits.{number}": values.numpy() for number, values in enumerate(logits)}
         np.savez(self.out / f"{self.case}.{self.rank}.npz", **arrays)
 
-    def write_prediction(self, trainer: Any, model: Any, batch: MicroBatch) -> None:
+    def write_prediction(self, trainer: Any, batch: MicroBatch) -> None:
         """Logits of the MTP layer, and the gradients that its loss alone gives."""
         import torch
         from megatron.core.packed_seq_params import PackedSeqParams
+
+        from slimx.trainer.logprobs import Targets
+        from slimx.trainer.model import unwrap
 
         bounds = torch.tensor([0, *batch.lengths]).cumsum(0).to(torch.int32)
         longest = max(batch.lengths)
@@ -119,12 +122,14 @@ class Rank:
             torch.from_numpy(getattr(batch, key))[None] for key in ("tokens", "labels", "loss_weight")
         )
         chunk = trainer.chunks[0]
+        model = unwrap(chunk)
         chunk.zero_grad_buffer()
-        recorded = self.recorded_logits(model)
-        output = chunk(
-            tokens, torch.zeros_like(tokens), None, packed_seq_params=packed, labels=labels, loss_mask=weight
+        recorded = self.recorded_logits(model, model.mtp)
+        targets = Targets(labels=labels[0])
+        logprobs, _ = chunk(
+            tokens, torch.zeros_like(tokens), None, packed_seq_params=packed, labels=targets, loss_mask=weight
         )
-        (output * 0).sum().backward()
+        (logprobs * 0).sum().backward()
         chunk.config.finalize_model_grads_func([chunk])
         arrays = {"tokens": batch.tokens, "labels": batch.labels, "weight": batch.loss_weight, "lengths": batch.lengths}
         np.savez(self.out / f"{self.case}.mtp.{self.rank}.npz", logits=recorded[0].numpy(), **arrays)
@@ -143,21 +148,27 @@ class Rank:
         trainer.restore(str(path), same_layout=True)
         self.write("restored", trainer.weights.parameters)
 
-    def recorded_logits(self, model: Any) -> list[Any]:
-        """A list that grows with the whole vocabulary's logits [T, vocab] at every call of the output layer."""
+    def recorded_logits(self, model: Any, part: Any) -> list[Any]:
+        """A list that grows with the whole vocabulary's logits [T, vocab] of what `part` of the model gives, at every
+        call; of an MTP block those of its (first) prediction. The model itself never holds them."""
         import torch
         import torch.distributed as dist
 
         recorded: list[torch.Tensor] = []
 
-        def record(_: Any, __: Any, output: Any) -> None:
-            part = output[0].detach()[:, 0].contiguous()
+        def whole(part: torch.Tensor, axis: int) -> torch.Tensor:
             parts = [torch.empty_like(part) for _ in range(self.parallel.sizes.tensor)]
-            dist.all_gather(parts, part, group=self.parallel.tensor_group)
-            recorded.append(torch.cat(parts, -1))
+            dist.all_gather(parts, part.contiguous(), group=self.parallel.tensor_group)
+            return torch.cat(parts, axis)
+
+        def record(_: Any, __: Any, output: Any) -> None:
+            states = output.detach()[:, 0]
+            if part is not model.decoder:
+                states = states.chunk(2)[1]
+            recorded.append(whole(whole(states, 0) @ model.output_layer.weight.detach().t(), 1))
 
         if self.parallel.last_stage:
-            model.output_layer.register_forward_hook(record)
+            part.register_forward_hook(record)
         return recorded
 
     def write_gradients(self, kind: str, trainer: Any) -> None:

@@ -1,0 +1,61 @@
+"""Forward passes over the same micro-batches under several sets of weights: policy, reference, teacher."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from slimx.config.schema import Algorithm
+from slimx.data.batch import MicroBatch
+from slimx.errors import SlimxError
+from slimx.trainer.forward_backward import Pipeline, TokenScores
+from slimx.trainer.weights import HostCopy, Weights
+
+Holder = Literal["policy", "reference", "teacher"]
+
+
+class ForwardPasses:
+    """Scores under several sets of weights, which take turns in the memory of the policy's parameters."""
+
+    def __init__(self, pipeline: Pipeline, weights: Weights, algorithm: Algorithm):
+        """Take the copies that `algorithm` asks for. `weights` are the initial ones."""
+        self._pipeline, self._weights = pipeline, weights
+        self._recompute = algorithm.old_logprobs == "recompute"
+        self._copies: dict[str, HostCopy] = {}
+        if algorithm.reference:
+            self._copies["reference"] = weights.snapshot()
+        if algorithm.teacher:
+            self._copies["teacher"] = weights.copy_of(algorithm.teacher)
+
+    def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
+        """Log-probs and entropies of every label, per micro-batch; empty except on the last pipeline stage.
+
+        Collective. Raises SlimxError if the run holds no such weights.
+        """
+        if under == "policy":
+            return self._pipeline.scores(batches)
+        if under not in self._copies:
+            raise SlimxError(f"this run has no {under}; set algorithm.{under}")
+        with self._weights.switching() as switch:
+            switch(self._copies[under])
+            return self._pipeline.scores(batches)
+
+    def before_updates(self, batches: list[MicroBatch]) -> list[dict[str, torch.Tensor]]:
+        """What a loss wants to know before the policy moves: fields of `LossInputs` by name, per micro-batch.
+
+        Collective; on the ranks of the last pipeline stage, elsewhere nothing.
+        """
+        fields: dict[str, list[TokenScores]] = {}
+        if self._recompute:
+            fields["old_logprobs"] = self._pipeline.scores(batches)
+        with self._weights.switching() as switch:
+            for name, copy in self._copies.items():
+                switch(copy)
+                fields[f"{name}_logprobs"] = self._pipeline.scores(batches)
+        if not fields:
+            return [{} for _ in batches]
+        return [
+            {name: scores.logprobs for name, scores in zip(fields, each, strict=True)}
+            for each in zip(*fields.values(), strict=True)
+        ]

@@ -1,0 +1,148 @@
+"""Chunked log-probs and entropies against plain torch over whole logits. Tensor parallelism is in
+tests/integration/test_forward_passes.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slimx.data.support import Support
+from slimx.trainer.logprobs import SMALLEST_CHUNK, KeptTokens, Targets, chunk_tokens, label_logprobs
+
+TOKENS, WIDTH, VOCABULARY = 53, 24, 97
+CHUNKS = (1, 7, 53, 64)
+
+
+def problem(dtype: torch.dtype = torch.float32, *, restricted: bool = False):
+    """Hidden states, weight, targets (every third position without a restriction) and two directions of gradient."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_()
+    weight = (torch.randn(VOCABULARY, WIDTH) / 3).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (TOKENS,))
+    support = None
+    if restricted:
+        random = np.random.default_rng(0)
+        rows = []
+        for position, label in enumerate(labels.tolist()):
+            others = random.permutation([token for token in range(VOCABULARY) if token != label])
+            rows.append([] if position % 3 == 0 else [label, *others[: random.integers(0, 9)]])
+        support = Support(
+            ids=np.array([token for row in rows for token in row], np.int32),
+            counts=np.array([len(row) for row in rows], np.int32),
+        )
+    temperature = torch.rand(TOKENS) + 0.5
+    return hidden, weight, labels, temperature, support, torch.randn(TOKENS), torch.randn(TOKENS)
+
+
+def plain(hidden, weight, labels, temperature, support):
+    """log_softmax and entropy of whole logits, in the dtype given."""
+    logits = (hidden @ weight.t()).float() if hidden.dtype != torch.float64 else hidden @ weight.t()
+    logits = logits / temperature[:, None]
+    if support is not None:
+        kept = torch.zeros(logits.shape, dtype=torch.bool)
+        kept[support.positions(), support.ids] = True
+        kept[support.counts == 0] = True
+        logits = logits.masked_fill(~kept, -torch.inf)
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs.isinf(), 0.0)).sum(-1)
+    return logprobs.gather(1, labels[:, None])[:, 0], entropy
+
+
+def chunked(hidden, weight, labels, temperature, support, chunk):
+    kept = None if support is None else KeptTokens(support, hidden.device)
+    targets = Targets(labels=labels, temperature=temperature, support=kept)
+    return label_logprobs(hidden, weight, targets, group=None, chunk=chunk)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_values_and_gradients_are_those_of_whole_logits(chunk, restricted):
+    """Against plain torch in fp32, and no further from fp64 than the rounding of fp32 logits explains."""
+    hidden, weight, labels, temperature, support, up, sideways = problem(restricted=restricted)
+    values = chunked(hidden, weight, labels, temperature, support, chunk)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    same, truth = ((hidden, weight), temperature, 1e-6), (exact, temperature.double(), 3e-6)
+    for inputs, divisor, limit in (same, truth):
+        wanted = plain(*inputs, labels, divisor, support)
+        for found, expected in zip(values, wanted, strict=True):
+            assert relative(found, expected) <= limit
+        # Each output alone, then both: a loss without an entropy bonus gives no gradient for the entropy at all.
+        for loss in (
+            lambda v: (up * v[0]).sum(),
+            lambda v: (sideways * v[1]).sum(),
+            lambda v: (up * v[0] - sideways * v[1]).sum(),
+        ):
+            found = torch.autograd.grad(loss(values), (hidden, weight), retain_graph=True)
+            expected = torch.autograd.grad(loss(wanted), inputs, retain_graph=True)
+            assert max(relative(f, e) for f, e in zip(found, expected, strict=True)) <= limit
+
+
+def test_in_bfloat16_chunks_are_as_near_to_the_truth_as_one_product():
+    hidden, weight, labels, temperature, _, up, _ = problem(torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    truth = torch.autograd.grad((up * plain(*exact, labels, temperature.double(), None)[0]).sum(), exact)
+    whole = torch.autograd.grad((up * plain(hidden, weight, labels, temperature, None)[0]).sum(), (hidden, weight))
+    values = chunked(hidden, weight, labels, temperature, None, 8)
+    assert [value.dtype for value in values] == [torch.float32] * 2
+    parts = torch.autograd.grad((up * values[0]).sum(), (hidden, weight))
+    for part, one, expected in zip(parts, whole, truth, strict=True):
+        assert part.dtype == torch.bfloat16
+        assert (part - expected).norm() <= 1.2 * (one - expected).norm()
+
+
+def test_a_frozen_output_layer_gets_no_gradient_and_the_hidden_states_get_theirs():
+    hidden, weight, labels, temperature, _, up, _ = problem()
+    frozen = weight.detach()
+    (found,) = torch.autograd.grad((up * chunked(hidden, frozen, labels, temperature, None, 16)[0]).sum(), hidden)
+    (expected,) = torch.autograd.grad((up * plain(hidden, frozen, labels, temperature, None)[0]).sum(), hidden)
+    assert relative(found, expected) <= 1e-6
+
+
+def test_no_tensor_of_all_tokens_and_all_logits_is_made_in_either_pass():
+    hidden, weight, labels, temperature, support, up, sideways = problem(restricted=True)
+    largest = 0
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Largest():
+        logprobs, entropy = chunked(hidden, weight, labels, temperature, support, 4)
+        torch.autograd.backward((up * logprobs + sideways * entropy).sum())
+    assert largest <= max(4 * VOCABULARY, WIDTH * VOCABULARY, TOKENS * WIDTH) < TOKENS * VOCABULARY
+
+
+def test_a_single_kept_token_is_certain():
+    hidden, weight, labels, temperature, _, _, _ = problem()
+    only = Support(ids=labels.numpy().astype(np.int32), counts=np.ones(TOKENS, np.int32))
+    logprobs, entropy = chunked(hidden, weight, labels, temperature, only, 16)
+    assert not logprobs.any() and not entropy.any()
+    (gradient,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), hidden)
+    assert not gradient.any()
+
+
+def test_the_automatic_chunk_is_bounded_in_bytes_and_not_too_small_for_a_product():
+    assert chunk_tokens(300, 32768) == 300
+    assert chunk_tokens(None, 32768) == 2048
+    assert chunk_tokens(None, 2**24) == SMALLEST_CHUNK
+
+
+def test_positions_of_a_support_are_taken_and_joined_with_their_own_tokens():
+    support = Support(ids=np.array([5, 6, 7, 8, 9], np.int32), counts=np.array([0, 2, 3, 0], np.int32))
+    taken = support.take(np.array([2, 0, 1, 2]))
+    assert taken.counts.tolist() == [3, 0, 2, 3] and taken.ids.tolist() == [7, 8, 9, 5, 6, 7, 8, 9]
+    joined = Support.join([Support.everything(2), support])
+    assert joined.counts.tolist() == [0, 0, 0, 2, 3, 0] and joined.positions().tolist() == [3, 3, 4, 4, 4]
+    assert support.missing(np.array([1, 6, 9, 1])).tolist() == []
+    assert support.missing(np.array([1, 7, 6, 1])).tolist() == [1, 2]
+    with pytest.raises(ValueError, match="counts 3 token ids and holds 2"):
+        Support(ids=np.zeros(2, np.int32), counts=np.array([3], np.int32))
