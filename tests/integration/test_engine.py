@@ -114,6 +114,31 @@ async def test_tokens_come_with_logprobs_versions_and_experts(
         np.testing.assert_array_equal(np.sort(routed), routes_of(oracle, ids, shape.top_k))
 
 
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.6}, {"top_k": 1}])
+async def test_under_top_k_and_top_p_the_kept_tokens_come_back_and_logprobs_are_over_them(
+    engine: Engine, tiny_weights: Weights, oracle: Qwen3MoeForCausalLM, shape: ModelShape, cut: dict
+) -> None:
+    weights = perturbed(tiny_weights, 5)  # far from uniform
+    await publish(engine, weights, 5)
+    async with GenerationClient(engine.spec.url, shape) as client:
+        completion = await client.generate(PROMPT, {**SAMPLING, **cut}, seed=3, return_routed_experts=True)
+    ids = [*PROMPT, *completion.token_ids.tolist()]
+    oracle.load_state_dict(fused(oracle, weights))
+    with torch.no_grad():
+        rows = oracle(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1] / SAMPLING["temperature"]
+    kept = np.split(completion.support.ids, np.cumsum(completion.support.counts)[:-1])
+    cut_away = 0.0
+    for row, token, logprob, tokens in zip(rows, completion.token_ids, completion.logprobs, kept, strict=True):
+        probs, order = row.softmax(-1).sort(descending=True)
+        ranks = torch.arange(len(row))
+        within = (probs.cumsum(0) - probs <= cut.get("top_p", 1.0)) & (ranks < cut.get("top_k", len(row)))
+        assert set(tokens.tolist()) == set(order[within].tolist()) and token in tokens
+        assert logprob == pytest.approx((row[token] - row[tokens.tolist()].logsumexp(0)).item(), abs=1e-5)
+        cut_away = max(cut_away, 1 - probs[within].sum().item())
+    assert cut_away > 0.05, "something must have been cut away"
+    assert completion.routed_experts is not None
+
+
 async def test_a_seed_repeats_its_tokens(engine: Engine, tiny_weights: Weights, shape: ModelShape) -> None:
     await publish(engine, tiny_weights, 1)
     async with GenerationClient(engine.spec.url, shape) as client:
@@ -277,7 +302,8 @@ async def test_the_router_sends_to_registered_engines_only(
             with pytest.raises(SlimxError, match=f"POST {router.url}/generate answered 503"):
                 await client.generate(PROMPT, SAMPLING, 1)
             await router.add(engine.spec.url)
-            assert (await client.generate(PROMPT, SAMPLING, 1, True)).routed_experts is not None
+            completion = await client.generate(PROMPT, {**SAMPLING, "top_k": 5}, 1, True)
+            assert completion.routed_experts is not None and completion.support is not None
             # A request in flight survives the removal of its worker.
             running = asyncio.create_task(client.generate(PROMPT, {**SAMPLING, "max_new_tokens": 200}, 1))
             await asyncio.sleep(0.2)
