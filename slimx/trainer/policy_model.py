@@ -21,7 +21,8 @@ class PolicyModel(GPTModel):
 
     Upstream's returns logits, or the losses of labels. This one takes `Targets` in the place of labels and returns
     their log-probs and entropies, a pair of fp32 tensors [T]; the logits exist for a chunk of tokens at a time
-    (`slimx.trainer.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to the backward pass.
+    (`slimx.trainer.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to the backward pass. Without
+    targets it returns all logits [1, T, V / TP], as upstream's does without labels.
     Written for megatron-core 0.16.1.
     """
 
@@ -35,7 +36,7 @@ class PolicyModel(GPTModel):
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        labels: Targets,
+        labels: Targets | None,
         rotary_pos_emb: Any,
         rotary_pos_cos: Any,
         rotary_pos_sin: Any,
@@ -49,6 +50,8 @@ class PolicyModel(GPTModel):
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         head = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if labels is None:
+            return self.output_layer(hidden_states, weight=head)[0].transpose(0, 1).contiguous()
         if self.mtp_process and loss_mask is not None:
             # The MTP layers learn to follow the policy and leave it alone: its hidden states, its embedding and its
             # output layer get no gradient from them. Recomputation keeps the graph of a layer only if its input wants a

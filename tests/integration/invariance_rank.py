@@ -36,11 +36,13 @@ def config(job: dict[str, Any], model: dict[str, Any]) -> Config:
                 **job["trainer"],
                 # Every rank then holds whole gradients.
                 "distributed_optimizer": False,
+                # Several chunks, of which the last is not full.
+                "logprob_chunk_tokens": 24,
                 "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
                 "megatron": {"mtp_num_layers": model["mtp"]} if model["mtp"] else {},
             },
             "rollout": {"prompts": "p"},
-            "algorithm": {"name": "grpo", "reference": True, "kl_coef": 0.5},
+            "algorithm": {"name": "grpo", "reference": True, "kl_coef": 0.5, "teacher": model["teacher"]},
         }
     )
 

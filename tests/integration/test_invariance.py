@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.data.support import Support
 from slimx.models.families import read_model
 from slimx.ports import free_port
 from tests.integration.conftest import Weights
@@ -77,7 +78,8 @@ GROUPS = 4
 
 
 def rollouts(seed: int) -> list[Group]:
-    """Groups of 2 to 5 rollouts of 8 to 48 tokens; some of an older version than the engines'."""
+    """Groups of 2 to 5 rollouts of 8 to 48 tokens; some of an older version than the engines', some sampled from 9
+    tokens."""
     random, groups = np.random.default_rng(seed), []
     for number in range(GROUPS):
         trajectories = []
@@ -88,18 +90,26 @@ def rollouts(seed: int) -> list[Group]:
                 Span(start=prompt, stop=length, source="sampled", version=VERSION - index % 2),
             ]
             logprobs = np.where(np.arange(length) < prompt, np.nan, random.normal(-4.8, 0.1, length))
+            tokens = random.integers(1, 128, length).astype(np.int32)  # id 0 is padding
+            kept = None
+            if index == 1:
+                logprobs += np.log(128 / 9)
+                others = np.stack([random.permutation(np.setdiff1d(np.arange(128), token))[:8] for token in tokens])
+                ids = np.concatenate([tokens[:, None], others], 1)[prompt:]
+                counts = np.where(np.arange(length) < prompt, 0, 9)
+                kept = Support(ids=ids.reshape(-1).astype(np.int32), counts=counts.astype(np.int32))
             trajectories.append(
                 Trajectory(
                     id=f"{number}.{index}",
                     rollout_id=f"{number}.{index}",
                     group_id=str(number),
                     index=index,
-                    # Id 0 is padding.
-                    token_ids=random.integers(1, 128, length).astype(np.int32),
+                    token_ids=tokens,
                     loss_mask=(np.arange(length) >= prompt).astype(np.uint8),
                     logprobs=logprobs.astype(np.float32),
                     spans=spans,
                     sampling={"temperature": 0.8},
+                    support=kept,
                     reward=float(random.normal()),
                 )
             )
@@ -135,6 +145,7 @@ class Laboratory:
                     "name": name,
                     "path": str(write_model(directory / name, hf, mtp, seed)),
                     "policy": str(write_model(directory / f"{name}-policy", hf, mtp, seed + 10)),
+                    "teacher": str(write_model(directory / f"{name}-teacher", hf, mtp, seed + 20)),
                     "groups": str(directory / f"{name}.groups"),
                     "mtp": mtp,
                 }

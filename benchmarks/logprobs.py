@@ -1,0 +1,93 @@
+"""Peak memory and time of log-probs in chunks beside log-probs of whole logits, forward and backward.
+
+    python benchmarks/logprobs.py [--tokens 8192] [--vocabulary 32768] [--hidden 512] [--rounds 5]
+
+Both sides run in this process, in turns, on the same hidden states and output weight, without a model around them. The
+peak is that of the process's resident memory above what it held when the side began, from the kernel
+(/proc/self/clear_refs resets it). The plain side is what one writes first: log_softmax of the logits in fp32, gather.
+The chunked one also gives the entropy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from machine import surroundings
+
+from slimx.trainer.logprobs import Targets, chunk_tokens, label_logprobs
+
+MIB = 2**20
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Log-probs [T] from all logits at once."""
+    logits = (hidden @ weight.t()).float() / targets.temperature[:, None]
+    return logits.log_softmax(-1).gather(1, targets.labels[:, None])[:, 0]
+
+
+def chunked(chunk: int) -> Callable[[torch.Tensor, torch.Tensor, Targets], torch.Tensor]:
+    return lambda hidden, weight, targets: label_logprobs(hidden, weight, targets, group=None, chunk=chunk)[0]
+
+
+def status(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+def measure(side: Callable, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> tuple[int, float]:
+    """Peak bytes above the start, and seconds, of one forward and backward pass."""
+    gc.collect()
+    hidden.grad = weight.grad = None
+    Path("/proc/self/clear_refs").write_text("5")
+    held, began = status("VmRSS"), time.perf_counter()
+    side(hidden, weight, targets).sum().backward()
+    return status("VmHWM") - held, time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chunks", type=int, nargs="*", default=[512, 2048])
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    hidden = torch.randn(options.tokens, options.hidden).requires_grad_()
+    weight = (torch.randn(options.vocabulary, options.hidden) / options.hidden**0.5).requires_grad_()
+    targets = Targets(
+        labels=torch.randint(0, options.vocabulary, (options.tokens,)), temperature=torch.full((options.tokens,), 0.7)
+    )
+    sides: dict[str, Callable] = {"plain": plain} | {f"chunks of {n}": chunked(n) for n in options.chunks}
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in sides}
+    for number in range(options.rounds + 1):
+        for name, side in sides.items():
+            result = measure(side, hidden, weight, targets)
+            if number:  # the first round touches fresh memory
+                found[name].append(result)
+    whole = 4 * options.tokens * options.vocabulary / MIB
+    print(surroundings("torch"))
+    print(
+        f"{options.tokens} tokens, vocabulary {options.vocabulary}, hidden {options.hidden}, fp32, {options.rounds} "
+        f"rounds; logits {whole:.0f} MiB, gradients of both inputs {(hidden.nbytes + weight.nbytes) / MIB:.0f} MiB; "
+        f"chunk of trainer.logprob_chunk_tokens=null: {chunk_tokens(None, options.vocabulary)}\n"
+    )
+    print(f"{'':16}{'peak MiB':>10}{'of plain':>10}{'seconds':>10}{'of plain (median, range)':>28}")
+    base = statistics.median(peak for peak, _ in found["plain"])
+    for name, results in found.items():
+        peak = statistics.median(peak for peak, _ in results)
+        ratios = [mine / other for (_, mine), (_, other) in zip(results, found["plain"], strict=True)]
+        seconds = statistics.median(seconds for _, seconds in results)
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"{name:16}{peak / MIB:>10.0f}{peak / base:>10.2f}{seconds:>10.2f}{spread:>28}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""One gloo rank of test_forward_passes: passes under three sets of weights, and a step of two updates.
+
+    python -m tests.integration.forward_passes_rank JOB.json RANK
+
+The last rank writes `scores.npz` (per micro-batch and weights), `losses.npz` (what the loss was given) and `said.json`;
+all together `gradients.safetensors` of a step of one update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimx.algorithms.objective import group_advantages
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch, make_rows
+from slimx.data.codec import load_groups
+from slimx.data.weights import loss_weights
+from slimx.orchestration.batches import make_packer
+from tests.integration.gathering import write_tensors
+
+HOLDERS = ("policy", "reference", "teacher")
+KL = 0.5
+
+
+class Rank:
+    def __init__(self, job: dict[str, Any], rank: int):
+        self.job, self.rank, self.out = job, rank, Path(job["out"])
+        self.said: dict[str, Any] = {}
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        from slimx.trainer.worker import install_adapters
+
+        install_adapters()
+        import torch
+
+        torch.set_num_threads(1)
+        from slimx.layout.ranks import sizes_of
+        from slimx.models.families import read_model
+        from slimx.trainer.parallel import ParallelState
+
+        self.config = Config.model_validate(
+            {
+                "run": {"dir": job["out"]},
+                "model": {"path": job["reference"]},
+                "numerics": {"dtype": "float32"},
+                "trainer": {
+                    **job["layout"],
+                    "distributed_optimizer": False,
+                    "max_tokens_per_microbatch": 80,
+                    "logprob_chunk_tokens": 13,
+                    "optimizer": {"lr": 1e-2, "clip_grad": 0.0},
+                },
+                "rollout": {"prompts": "p"},
+                "algorithm": {
+                    "name": "grpo",
+                    "reference": True,
+                    "kl_coef": KL,
+                    "teacher": job["teacher"],
+                    "old_logprobs": "recompute",
+                },
+            }
+        )
+        self.sizes = sizes_of(self.config.trainer)
+        self.spec = read_model(job["reference"])
+        self.parallel = ParallelState(
+            self.sizes,
+            rank=rank,
+            init_method=job["init_method"],
+            device=torch.device("cpu"),
+            deadline_s=60,
+            seed=1,
+        )
+
+    @property
+    def reports(self) -> bool:
+        return self.rank == self.sizes.world - 1
+
+    def trainer(self) -> Any:
+        """Reference and teacher taken, then moved to the policy's weights."""
+        from slimx.trainer.trainer import Trainer
+
+        trainer = Trainer(self.config, self.spec, self.parallel)
+        trainer.weights.load(self.job["policy"])
+        return trainer
+
+    def batches(self) -> list[MicroBatch]:
+        groups = load_groups(self.job["groups"])
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        advantages = [value for group in groups for value in group_advantages(self.config.algorithm, group)]
+        rows = make_rows(trajectories, advantages, loss_weights(trajectories, "token"))
+        batch = make_packer(self.config, self.spec, self.sizes)(rows)
+        return batch.shards[self.parallel.place.data]
+
+    def passes(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """Scores under all weights, twice; what is there before is there afterwards, the optimizer's state too."""
+        before = {name: tensor.detach().clone() for name, tensor in trainer.weights.parameters.items()}
+        arrays = {}
+        for turn in range(2):
+            for holder in HOLDERS:
+                for number, scores in enumerate(trainer.scores(batches, under=holder)):
+                    arrays |= {f"{holder}.{name}.{number}.{turn}": values for name, values in scores.items()}
+        self.said["changed"] = [
+            name for name, tensor in trainer.weights.parameters.items() if not before[name].equal(tensor)
+        ]
+        for number, batch in enumerate(batches):
+            arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels")}
+            arrays[f"lengths.{number}"] = np.array(batch.lengths)
+        if self.reports:
+            np.savez(self.out / "scores.npz", **arrays)
+
+    def gradients(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """Of one update."""
+        self.said["step"] = trainer.train_step(batches, step=0, version=0)
+        tensors = {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()}
+        write_tensors(self.out / "gradients.safetensors", tensors, self.spec, self.parallel)
+
+    def two_updates(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """The same micro-batches twice: what the loss is given in each of the updates."""
+        given: list[Any] = []
+        loss = trainer.loss
+
+        def recorded(inputs: Any) -> Any:
+            given.append(inputs)
+            return loss(inputs)
+
+        trainer.loss = recorded
+        trainer.train_updates([batches, batches], step=0, version=0)
+        names = ("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs", "entropy")
+        arrays = {f"{name}.{n}": getattr(x, name).detach().numpy() for n, x in enumerate(given) for name in names}
+        if self.reports:
+            np.savez(self.out / "losses.npz", **arrays)
+
+    def finish(self) -> None:
+        if self.reports:
+            (self.out / "said.json").write_text(json.dumps(self.said))
+        self.parallel.host_group.barrier().wait()
+        self.parallel.destroy()
+
+
+def main() -> None:
+    rank = Rank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    batches = rank.batches()
+    trainer = rank.trainer()
+    rank.passes(trainer, batches)
+    rank.gradients(trainer, batches)
+    rank.two_updates(rank.trainer(), batches)
+    rank.finish()
+
+
+if __name__ == "__main__":
+    main()
