@@ -20,6 +20,7 @@ from slimx.models.trunk import read_trunk
 from slimx.orchestration.cluster import device_of
 from slimx.preflight.layout import check_layout
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
+from slimx.preflight.teacher import check_teacher
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
 from slimx.rollout.hooks import Hooks, load_hooks
@@ -57,6 +58,8 @@ def check_run(config: Config) -> Prepared:
     _check_transformer(config, spec, backends, device)
     _check_weights(Path(config.initial_weights), spec)
     critic = _check_critic(config, backends, device) if config.critic is not None else None
+    if config.algorithm.teacher:
+        check_teacher(config.algorithm.teacher, spec)
     hooks = load_hooks(config)
     for group in config.rollout.engines:
         model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)

@@ -312,3 +312,22 @@ def test_supervised_trajectories_need_no_reward():
     for trajectory in group.trajectories:
         trajectory.reward = None
     assert group_advantages(Algorithm(name="sft"), group) == [1.0, 1.0, 1.0]
+
+
+def test_what_is_measured_compares_with_the_engine_the_teacher_and_the_entropy_and_changes_no_gradient():
+    """The ratio is that to the old log-probs, whoever they are of; the KL to the rollout is that to the engine."""
+    inputs = random_inputs(3)
+    n = len(inputs.weight)
+    engine, teacher, entropy = (torch.randn(n, dtype=inputs.weight.dtype) for _ in range(3))
+    fields = {name: getattr(inputs, name) for name in ("logprobs", "weight", "advantages", "old_logprobs")}
+    loss = policy_loss(clip_low=0.2, clip_high=0.2)
+    bare, _ = loss(LossInputs(**fields))
+    total, metrics = loss(
+        LossInputs(**fields, rollout_logprobs=engine, teacher_logprobs=teacher, entropy=entropy.requires_grad_())
+    )
+    assert torch.equal(total, bare) and not any(metric.requires_grad for metric in metrics.values())
+    logprobs, weight = inputs.logprobs.detach(), inputs.weight
+    gap, other = logprobs - engine, teacher - logprobs
+    assert metrics["kl/rollout"].item() == pytest.approx((weight * (gap.exp() - gap - 1)).sum().item(), rel=1e-6)
+    assert metrics["kl/teacher"].item() == pytest.approx((weight * (other.exp() - other - 1)).sum().item(), rel=1e-6)
+    assert metrics["policy/entropy"].item() == pytest.approx((weight * entropy).sum().item(), rel=1e-6)

@@ -136,6 +136,7 @@ def test_a_missing_key_is_named_with_the_way_to_set_it(command, file):
         ("numerics.dtype=float16", "numerics.dtype is 'float16': input should be 'float32' or 'bfloat16'"),
         ("schedule.max_staleness=2", "schedule.max_staleness is 2"),
         ("rollout.sampling.top_k=0", "rollout.sampling.top_k is 0, which keeps no candidate"),
+        ("rollout.sampling.top_k=5000", "but engines report at most 4096 kept candidates per token"),
         ("algorithm.kl_coef=0.1", "set algorithm.reference=true"),
         ("rollout.engines=[]", "algorithm.name is grpo but rollout.engines is empty"),
         ("rollout.engines=[{name: a}, {name: a}]", "give each group its own name"),

@@ -81,6 +81,29 @@ async def test_lost_requests_are_sent_again_and_mistakes_are_not() -> None:
             await client.generate([1], {}, seed=1)
 
 
+async def test_what_top_k_and_top_p_kept_is_asked_for_where_they_cut_and_must_cover_every_token() -> None:
+    kept = {"output_token_sampling_mask": [[4, 7], [3]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+    runner, url, bodies = await serve([(200, meta(**kept)), (200, meta(**kept)), (200, meta())])
+    try:
+        async with GenerationClient(url, ModelShape(10)) as client:
+            for number, cut in enumerate(({"top_k": 5}, {"top_p": 0.9, "temperature": 0.7})):
+                completion = await client.generate([1], cut, seed=1)
+                assert completion.support.counts.tolist() == [2, 1] and completion.support.ids.tolist() == [4, 7, 3]
+                assert completion.logprobs.tolist() == [-0.25, 0.0]
+                asked = json.loads(bodies[number]["custom_labels"]["slimx"])
+                assert asked == {"return_sampling_mask": True}
+            # SGLang reports a bounded number only: under top-p alone the whole small vocabulary.
+            assert [body["sampling_params"]["top_k"] for body in bodies] == [5, 10]
+            for whole in ({}, {"top_k": -1, "top_p": 1.0}, {"top_k": 5, "top_p": 0.5, "temperature": 0.0}):
+                completion = await client.generate([1], whole, seed=1)
+                assert completion.support is None and completion.logprobs.tolist() == [-1.5, -0.5]
+                assert "custom_labels" not in bodies[-1]
+            with pytest.raises(SlimxError, match="kept by top-k and top-p for 0 of 2 sampled tokens"):
+                await client.generate([1], {"top_k": 5}, seed=1)
+    finally:
+        await runner.cleanup()
+
+
 # Several ranks --------------------------------------------------------------------------------------------------------
 
 Answer = Callable[[str, dict[str, Any], int], dict[str, Any]]

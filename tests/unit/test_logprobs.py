@@ -134,15 +134,3 @@ def test_the_automatic_chunk_is_bounded_in_bytes_and_not_too_small_for_a_product
     assert chunk_tokens(300, 32768) == 300
     assert chunk_tokens(None, 32768) == 2048
     assert chunk_tokens(None, 2**24) == SMALLEST_CHUNK
-
-
-def test_positions_of_a_support_are_taken_and_joined_with_their_own_tokens():
-    support = Support(ids=np.array([5, 6, 7, 8, 9], np.int32), counts=np.array([0, 2, 3, 0], np.int32))
-    taken = support.take(np.array([2, 0, 1, 2]))
-    assert taken.counts.tolist() == [3, 0, 2, 3] and taken.ids.tolist() == [7, 8, 9, 5, 6, 7, 8, 9]
-    joined = Support.join([Support.everything(2), support])
-    assert joined.counts.tolist() == [0, 0, 0, 2, 3, 0] and joined.positions().tolist() == [3, 3, 4, 4, 4]
-    assert support.missing(np.array([1, 6, 9, 1])).tolist() == []
-    assert support.missing(np.array([1, 7, 6, 1])).tolist() == [1, 2]
-    with pytest.raises(ValueError, match="counts 3 token ids and holds 2"):
-        Support(ids=np.zeros(2, np.int32), counts=np.array([3], np.int32))
