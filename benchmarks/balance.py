@@ -14,7 +14,8 @@ Predicted: the time of a step over that of perfect balance, by the FLOPs of Qwen
 experts and meet in every micro-batch.
 
 Measured: tokens per second of slimx's Trainer on two gloo ranks with the quickstart's model, in turning order. All ways
-train the same rows, new ones in each round.
+train the same rows, new ones in each round. The CPU seconds of the busiest rank are shown too: other processes on the
+machine hardly change them.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ SHORTEST_STEP_S = 1.0
 """A step takes this long at least: in a shorter one, costs that do not grow with it would tell too much."""
 SEEDS = 20
 """Draws of lengths behind a predicted figure."""
-ROWS, MEAN, LONGEST, LIMIT = 192, 256, 2048, 4096
+ROWS, MEAN, LONGEST, LIMIT = 32, 768, 6144, 6144
 """Measured: rows of a step; tokens of the mean and of the longest row, and of a micro-batch at most."""
+MEASURED = ("arrival", "tokens", "flops")
+"""Ways that are measured, the first of them the one that the others are compared with."""
 
 
 def predict(flops: SequenceFlops) -> list[str]:
@@ -84,12 +87,15 @@ def make_row(length: int, random: np.random.Generator) -> Row:
 
 
 def measure(layout: str, model: str, sigma: float, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Per way: tokens per second and predicted slowdown, round by round; a first round is not counted."""
+    """Per way and round: tokens per second, the step's seconds, CPU seconds of the rank that computed longest, predicted
+    slowdown; a first round is not counted."""
     hf = json.loads((Path(model) / "config.json").read_text())
     flops, lockstep = flops_of(hf), layout == "EP2"
     init_method = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     peers = [Peer(TrainerRank, rank, layout, model, init_method) for rank in range(2)]
-    out: dict[str, dict[str, list[float]]] = {way: {"tokens/s": [], "predicted": [], "seconds": []} for way in WAYS}
+    out: dict[str, dict[str, list[float]]] = {
+        way: {"tokens/s": [], "predicted": [], "seconds": [], "cpu": []} for way in MEASURED
+    }
     try:
         for peer in peers:
             peer.ready()
@@ -98,13 +104,15 @@ def measure(layout: str, model: str, sigma: float, rounds: int) -> dict[str, dic
                 sizes = lognormal_lengths(ROWS, sigma=sigma, mean=MEAN, longest=LONGEST, seed=number)
                 rows = [make_row(size, np.random.default_rng(number)) for size in sizes]
                 costs = [flops(size) for size in sizes]
-                names = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
-                for way in names:
+                turn = number % len(MEASURED)
+                for way in MEASURED[turn:] + MEASURED[:turn]:
                     split = WAYS[way](sizes, costs, 2, LIMIT, lockstep)
                     shards = lay_out(rows, split)
-                    seconds = max(threads.map(lambda peer, shard: peer.call("step", shard), peers, shards))
+                    took = list(threads.map(lambda peer, shard: peer.call("step", shard), peers, shards))
+                    seconds, busiest = np.max(took, axis=0).tolist()
                     if number:
                         out[way]["seconds"].append(seconds)
+                        out[way]["cpu"].append(busiest)
                         out[way]["tokens/s"].append(sum(sizes) / seconds)
                         out[way]["predicted"].append(slowdown(split, costs, lockstep=lockstep))
             list(threads.map(lambda peer: peer.call("stop"), peers))
@@ -115,16 +123,20 @@ def measure(layout: str, model: str, sigma: float, rounds: int) -> dict[str, dic
 
 
 def describe(layout: str, sigma: float, figures: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Medians by way, and each way's speed over that of no balancing, round by round."""
-    base = {name: np.array(values) for name, values in figures["arrival"].items()}
+    """Medians by way, and by how much each is faster than no balancing, round by round: on the clock, by the CPU
+    seconds of the busiest rank (which other processes hardly change, and which know no waiting), as predicted."""
+    base = {name: np.array(values) for name, values in figures[MEASURED[0]].items()}
     lines = []
     for way, values in figures.items():
         ratios = np.array(values["tokens/s"]) / base["tokens/s"]
         low, middle, high = np.percentile(ratios, [25, 50, 75])
         promised = np.median(base["predicted"] / np.array(values["predicted"]))
+        busiest = np.median(base["cpu"] / np.array(values["cpu"]))
         seconds, speed = np.median(values["seconds"]), np.median(values["tokens/s"])
         measured = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"{layout:<8}{sigma:>6.1f}  {way:<9}{seconds:>8.2f}{speed:>10,.0f}{measured:>26}{promised:>11.2f}")
+        lines.append(
+            f"{layout:<8}{sigma:>6.1f}  {way:<9}{seconds:>8.2f}{speed:>10,.0f}{measured:>26}{busiest:>9.2f}{promised:>11.2f}"
+        )
     return lines
 
 
@@ -137,7 +149,7 @@ def main() -> int:
         parser.error(f"--rounds is {arguments.rounds}: a median and its spread need 2 at least")
     print("\n".join(predict(flops_of(QWEN3_30B_A3B))))
     print()
-    titles = f"{'step s':>8}{'tokens/s':>10}{'over arrival (quartiles)':>26}{'predicted':>11}"
+    titles = f"{'step s':>8}{'tokens/s':>10}{'over arrival (quartiles)':>26}{'by CPU':>9}{'predicted':>11}"
     print(f"{'layout':<8}{'sigma':>6}  {'way':<9}{titles}")
     began, others = time.perf_counter(), cpu_seconds()
     figures = {}

@@ -52,12 +52,12 @@ class TrainerRank:
         )
         self.trainer = Trainer(config, read_model(model), self.parallel)
 
-    def step(self, batches: list[MicroBatch]) -> float:
-        """Seconds of one training step from the moment when both ranks are ready for it."""
+    def step(self, batches: list[MicroBatch]) -> tuple[float, float]:
+        """Seconds of one training step from the moment when both ranks are ready for it, and of this rank's CPU."""
         self.parallel.host_group.barrier().wait()
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         self.trainer.train_step(batches, step=0, version=0)
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - busy
 
     def stop(self) -> None:
         self.parallel.destroy()
