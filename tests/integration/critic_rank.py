@@ -21,6 +21,7 @@ from slimx.data.weights import loss_weights
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import MAX_TOKENS, Rank, demonstrations
 
+QWEN, DEEPSEEK = "Qwen3-MoE", "DeepSeek-V3"
 STEPS = 12
 """Of the critic on one batch."""
 CLIP = 0.5
@@ -40,10 +41,16 @@ def critic_rows() -> list[Row]:
 
 
 class CriticRank(Rank):
+    """`job["models"]`: checkpoints by family; `job["model"]` is the one in use."""
+
     def start(self) -> None:
+        self.job["model"] = self.job["models"][QWEN]
         super().start()
+
+    def use(self, family: str) -> None:
         from slimx.models.trunk import read_trunk
 
+        self.family, self.job["model"] = family, self.job["models"][family]
         self.spec = read_trunk(self.job["model"])
 
     def config(self, *, algorithm: str = "ppo", **trainer: Any) -> Config:
@@ -82,16 +89,20 @@ class CriticRank(Rank):
         assert len(batch.shards[0]) > 1
         return batch.shards[self.parallel.place.data]
 
-    def first_step(self) -> None:
-        """Values and gradients of one step. Without the distributed optimizer every rank has whole gradients."""
+    def first_step(self) -> Any:
+        """Values and one step."""
         critic = self.critic(distributed_optimizer=False)
         rows = critic_rows()
         batches = self.packed(rows)
         for number, (batch, values) in enumerate(zip(batches, critic.values(batches), strict=False)):
             starts = np.cumsum([0, *batch.lengths])
             for row, start in zip(batch.rows, starts, strict=False):
-                self.arrays[f"{number}.{row}"] = values[start : start + len(rows[row])]
-        self.said["first_step"] = critic.train_step(batches, step=0)
+                self.arrays[f"{self.family}.{number}.{row}"] = values[start : start + len(rows[row])]
+        self.said[f"{self.family}.step"] = critic.train_step(batches, step=0)
+        return critic
+
+    def write_gradients(self, critic: Any) -> None:
+        """Without the distributed optimizer every rank has whole gradients."""
         self.write_tensors("gradients", self.gradients(critic))
         modules = [chunk.module for chunk in critic.chunks]
         self.said["head"] = {
@@ -118,8 +129,11 @@ class CriticRank(Rank):
 def main() -> None:
     rank = CriticRank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
     rank.start()
-    rank.first_step()
+    rank.use(QWEN)
+    rank.write_gradients(rank.first_step())
     rank.on_one_batch()
+    rank.use(DEEPSEEK)
+    rank.first_step()
     rank.finish()
 
 

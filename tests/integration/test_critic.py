@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.ports import free_port
 from tests.integration.conftest import ROOT, Weights, perturbed
-from tests.integration.critic_rank import CLIP, STEPS, critic_rows
+from tests.integration.critic_rank import CLIP, DEEPSEEK, QWEN, STEPS, critic_rows
+from tests.integration.deepseek_v3_oracle import MODELS
+from tests.integration.deepseek_v3_oracle import Oracle as DeepseekOracle
 from tests.integration.test_trainer_layouts import Oracle, difference, write_model
 
 pytestmark = pytest.mark.integration
@@ -60,13 +62,13 @@ class Ran:
         """What the last rank said: it belongs to the last pipeline stage, which knows the loss."""
         return self.ranks[-1]
 
-    def values(self) -> dict[int, np.ndarray]:
+    def values(self, family: str) -> dict[int, np.ndarray]:
         """By row; every rank that knows a row's values must say the same."""
         out: dict[int, np.ndarray] = {}
         for rank in range(self.sizes.world):
             with np.load(self.directory / f"{rank}.npz") as arrays:
-                for name in arrays:
-                    row = int(name.partition(".")[2])
+                for name in (name for name in arrays if name.startswith(f"{family}.")):
+                    row = int(name.rpartition(".")[2])
                     assert np.array_equal(out.setdefault(row, arrays[name]), arrays[name])
         return out
 
@@ -77,15 +79,16 @@ class Ran:
 class Laboratory:
     """Runs each layout once, when it is first asked for."""
 
-    def __init__(self, directory: Path, model: Path):
-        self.directory, self.model = directory, model
+    def __init__(self, directory: Path, models: dict[str, Path]):
+        self.directory = directory
+        self.models = {family: str(path) for family, path in models.items()}
         self._done: dict[str, Ran] = {}
 
     def __getitem__(self, name: str) -> Ran:
         if name not in self._done:
             out = self.directory / name
             out.mkdir()
-            job = {"model": str(self.model), "layout": LAYOUTS[name], "out": str(out)}
+            job = {"models": self.models, "layout": LAYOUTS[name], "out": str(out)}
             job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
             (out / "job.json").write_text(json.dumps(job))
             run_ranks(out, SIZES[name].world)
@@ -119,28 +122,18 @@ def run_ranks(out: Path, world: int) -> None:
             process.wait()
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model: Path, tiny_weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose attention and routing are far from uniform."""
-    return write_model(tmp_path_factory.mktemp("models") / "model", tiny_model, perturbed(tiny_weights, 1, 0.05))
+class ValueOracle:
+    """A trunk in transformers with a linear head in plain torch."""
 
-
-@pytest.fixture(scope="module")
-def laboratory(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("critics"), model)
-
-
-class ValueOracle(Oracle):
-    """The trunk in transformers with a linear head in plain torch."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        hidden = self.model.config.hidden_size
-        self.head = torch.nn.Linear(hidden, 1)
+    def __init__(self, model: torch.nn.Module):
+        hidden = model.config.hidden_size
+        self.trunk, self.head = model.model, torch.nn.Linear(hidden, 1)
         with torch.no_grad():
             # As the seed of the run (1) draws it.
             self.head.weight.normal_(0, (hidden + 1) ** -0.5, generator=torch.Generator().manual_seed(1))
             self.head.bias.zero_()
+        model.zero_grad()
+        self.loss().backward()
 
     def values(self) -> list[torch.Tensor]:
         """[n] per row, with gradient."""
@@ -148,8 +141,8 @@ class ValueOracle(Oracle):
         ids = torch.ones(len(rows), max(map(len, rows)), dtype=torch.int64)
         for at, row in zip(ids, rows, strict=True):
             at[: len(row)] = torch.from_numpy(row.tokens)
-        states = self.model.model(ids).last_hidden_state
-        return [value[: len(row)] for value, row in zip(self.head(states)[..., 0], rows, strict=True)]
+        values = self.head(self.trunk(ids).last_hidden_state)[..., 0]
+        return [value[: len(row)] for value, row in zip(values, rows, strict=True)]
 
     def loss(self) -> torch.Tensor:
         """PPO's clipped value loss over the trained tokens of all rows."""
@@ -161,37 +154,56 @@ class ValueOracle(Oracle):
             total = total + 0.5 * (torch.from_numpy(row.loss_weight) * worst).sum()
         return total
 
+    def gradient_norm(self) -> float:
+        parameters = (*self.trunk.parameters(), *self.head.parameters())
+        return float(sum(p.grad.double().square().sum() for p in parameters if p.grad is not None)) ** 0.5
+
+
+class Models:
+    """The checkpoints, whose attention and routing are far from uniform, and what they say."""
+
+    def __init__(self, directory: Path, tiny_model: Path, tiny_weights: Weights):
+        path = write_model(directory / "qwen", tiny_model, perturbed(tiny_weights, 1, 0.05))
+        self.qwen = Oracle(path)
+        # With a layer of multi-token prediction, which a critic leaves in the checkpoint.
+        deepseek = DeepseekOracle(directory / "deepseek", 0, MODELS["V3"])
+        self.paths = {QWEN: path, DEEPSEEK: deepseek.path}
+        self.oracles = {QWEN: ValueOracle(self.qwen.model), DEEPSEEK: ValueOracle(deepseek.model)}
+
 
 @pytest.fixture(scope="module")
-def oracle(model: Path) -> ValueOracle:
-    oracle = ValueOracle(model)
-    oracle.loss().backward()
-    return oracle
+def models(tiny_model: Path, tiny_weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"), tiny_model, tiny_weights)
 
 
+@pytest.fixture(scope="module")
+def laboratory(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("critics"), models.paths)
+
+
+@pytest.mark.parametrize("family", [QWEN, DEEPSEEK])
 @pytest.mark.parametrize("name", ALL)
-def test_values_are_those_of_transformers_trunk_and_a_linear_head(laboratory, oracle, name):
-    found = laboratory[name].values()
+def test_values_and_loss_are_those_of_transformers_trunk_and_a_linear_head(laboratory, models, name, family):
+    found, oracle = laboratory[name].values(family), models.oracles[family]
     with torch.no_grad():
-        expected = oracle.values()
+        expected, loss = oracle.values(), oracle.loss().item()
     assert found.keys() == set(range(len(expected)))
     assert max(value.abs().max() for value in expected) > 0.5, "the values must differ from an untrained head's zeros"
     for row, values in enumerate(expected):
         assert np.abs(found[row] - values.numpy()).max() <= 1e-5
+    step = laboratory[name].last[f"{family}.step"]
+    assert step["value/loss"] == pytest.approx(loss, rel=1e-5) and 0.05 < step["value/clip_fraction"] < 0.95
+    assert step["critic/grad_norm"] == pytest.approx(oracle.gradient_norm(), rel=1e-4)
 
 
-def test_loss_and_gradients_of_one_rank_are_those_of_transformers_and_torch(laboratory, oracle):
-    single = laboratory["single"]
-    assert single.last["first_step"]["value/loss"] == pytest.approx(oracle.loss().item(), rel=1e-5)
-    assert 0.05 < single.last["first_step"]["value/clip_fraction"] < 0.95
-    wanted = {name: value for name, value in oracle.named(lambda p: p.grad).items() if name != "lm_head.weight"}
-    worst, name = difference(single.gradients(), wanted)
+def test_gradients_of_one_rank_are_those_of_transformers_and_torch(laboratory, models):
+    single, head = laboratory["single"], models.oracles[QWEN].head
+    trunk = {name: value for name, value in models.qwen.named(lambda p: p.grad).items() if name != "lm_head.weight"}
+    worst, name = difference(single.gradients(), trunk)
     assert worst <= 1e-5, name
-    head = single.last["head"]
-    assert head["value_head.weight"] == pytest.approx(oracle.head.weight.grad[0].tolist(), rel=1e-4, abs=1e-6)
-    assert head["value_head.bias"] == pytest.approx(oracle.head.bias.grad.tolist(), rel=1e-5)
-    squares = [p.grad.double().square().sum() for p in (*oracle.model.model.parameters(), *oracle.head.parameters())]
-    assert single.last["first_step"]["critic/grad_norm"] == pytest.approx(float(sum(squares)) ** 0.5, rel=1e-5)
+    found = single.last["head"]
+    assert found["value_head.weight"] == pytest.approx(head.weight.grad[0].tolist(), rel=1e-4, abs=1e-6)
+    assert found["value_head.bias"] == pytest.approx(head.bias.grad.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -199,8 +211,8 @@ def test_gradients_and_metrics_are_those_of_one_rank(laboratory, name):
     layout, single = laboratory[name], laboratory["single"]
     worst, tensor = difference(layout.gradients(), single.gradients())
     assert worst <= 1e-5, tensor
-    for metric, value in single.last["first_step"].items():
-        assert layout.last["first_step"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
+    for metric, value in single.last[f"{QWEN}.step"].items():
+        assert layout.last[f"{QWEN}.step"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
     for rank, said in enumerate(layout.ranks):
         last = coordinates(rank, layout.sizes).pipeline == layout.sizes.pipeline - 1
         assert (said["head"] != {}) == last
