@@ -53,6 +53,12 @@ RL_COLUMNS = (
     Column(title="publish", key="time/publish", format=".1f"),
 )
 
+PPO_COLUMNS = (
+    *RL_COLUMNS[:3],
+    Column(title="expl. var", key="value/explained_variance", format=".3f"),
+    *RL_COLUMNS[3:],
+)
+
 SFT_COLUMNS = (
     Column(title="step", key="step", format=".0f"),
     Column(title="loss", key="loss/sft", format=".4f"),

@@ -16,9 +16,8 @@ from slimx.layout.ranks import Sizes
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.megatron_directory import check_fit, is_megatron
-from slimx.models.trunk import read_trunk
 from slimx.orchestration.cluster import device_of
-from slimx.preflight.layout import check_layout
+from slimx.preflight.layout import check_critic_layout, check_layout, critic_keys
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
 from slimx.preflight.teacher import check_teacher
 from slimx.reshard.manifest import Encoding
@@ -105,14 +104,10 @@ def check_run(config: Config) -> Prepared:
 
 def _check_critic(config: Config, backends: Backends, device: str) -> Sizes:
     """The critic's sizes, if its model can be split like that and its weights fit."""
-    settings, spec = config.as_critic(), read_trunk(config.model.path)
-    try:
-        sizes = check_layout(settings, spec)
+    settings = config.as_critic()
+    spec, sizes = check_critic_layout(config)
+    with critic_keys(config):
         _check_transformer(settings, spec, backends, device)
-    except SlimxError as error:
-        if config.critic.placement == "shared":
-            raise
-        raise SlimxError(str(error).replace("trainer.", "critic.layout.")) from None
     weights = Path(settings.initial_weights)
     if is_megatron(weights):
         raise SlimxError(

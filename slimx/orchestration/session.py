@@ -19,7 +19,7 @@ from slimx.data.prompts import PromptSource
 from slimx.errors import Interrupted, SlimxError
 from slimx.models.trunk import read_trunk
 from slimx.observability.jsonl import JsonlFile
-from slimx.observability.live import RL_COLUMNS, SFT_COLUMNS, LiveTable
+from slimx.observability.live import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.report import write_report
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import make_tracker
@@ -125,7 +125,7 @@ async def _session(
                 config.schedule.steps,
                 done,
                 console,
-                RL_COLUMNS if config.rollout.engines else SFT_COLUMNS,
+                PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.engines else SFT_COLUMNS,
             )
         )
         records = _open_records(config, directory, table, done + 1 if done else 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
+from slimx.models.trunk import read_trunk
 
 
 def check_layout(config: Config, spec: ModelSpec) -> Sizes:
@@ -31,3 +35,22 @@ def check_layout(config: Config, spec: ModelSpec) -> Sizes:
             )
     check_coverage(spec.table.checkpoint(), MegatronLayout(spec.table, sizes).parts())
     return sizes
+
+
+def check_critic_layout(config: Config) -> tuple[ModelSpec, Sizes]:
+    """The critic's trunk and its sizes. Raises SlimxError as `check_layout` does, naming the keys that belong to it."""
+    spec = read_trunk(config.model.path)
+    with critic_keys(config):
+        return spec, check_layout(config.as_critic(), spec)
+
+
+@contextmanager
+def critic_keys(config: Config) -> Iterator[None]:
+    """What is refused in the block was found in the critic's view of the `trainer` section: name the keys that the user
+    wrote."""
+    try:
+        yield
+    except SlimxError as error:
+        if config.critic is None or config.critic.placement == "shared":
+            raise
+        raise SlimxError(str(error).replace("trainer.", "critic.layout.")) from None

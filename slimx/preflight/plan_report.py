@@ -19,7 +19,7 @@ from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec, read_model
-from slimx.preflight.layout import check_layout
+from slimx.preflight.layout import check_critic_layout, check_layout
 from slimx.preflight.link_model import Links, Stages, Traffic, Trial, gb300_nvlink, h100_infiniband, predict, traffic_of
 from slimx.preflight.publication import PublicationPlan, engine_sizes, publication_plan
 from slimx.reshard.manifest import Encoding
@@ -93,6 +93,12 @@ class PlanReport:
     largest_rank: int
     """Elements of the parameters on the trainer rank that holds most of them."""
     device: str
+    critic: Sizes | None
+    """PPO's critic; None: there is none."""
+    critic_own: bool
+    """Whether it has ranks of its own beside the trainer's."""
+    critic_largest_rank: int
+    """As `largest_rank`, of the critic."""
     engines: tuple[EngineGroup, ...]
     publication: PublicationFigures | None
     """None for a run without engines."""
@@ -114,6 +120,7 @@ def plan_report(config: Config) -> PlanReport:
     Raises SlimxError for whatever would refuse the run at that stage."""
     spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
     sizes = check_layout(config, spec)
+    trunk, critic = check_critic_layout(config) if config.critic is not None else (None, None)
     # A plan is for the machine of the run, which this one need not be.
     device = "cuda" if config.cluster.device == "auto" else config.cluster.device
     began = time.perf_counter()
@@ -129,6 +136,9 @@ def plan_report(config: Config) -> PlanReport:
         trainer=sizes,
         largest_rank=_largest_rank(spec, sizes),
         device=device,
+        critic=critic,
+        critic_own=config.critic is not None and config.critic.placement == "own",
+        critic_largest_rank=_largest_rank(trunk, critic) if trunk is not None and critic is not None else 0,
         engines=groups,
         publication=_figures(config, published, traffic, seconds) if published else None,
         traffic=traffic,
@@ -214,6 +224,12 @@ def describe(report: PlanReport) -> list[str]:
         f"trainer     {report.trainer.world} ranks: {_trainer(report.trainer)}; the fullest holds "
         f"{_count(report.largest_rank, 2)} parameters",
     ]
+    if report.critic is not None:
+        where = f"{report.critic.world} ranks of its own" if report.critic_own else "in the trainer's ranks"
+        lines.append(
+            f"critic      {where}: {_trainer(report.critic)}; the fullest holds "
+            f"{_count(report.critic_largest_rank, 2)} more parameters"
+        )
     for group in report.engines:
         lines.append(f"engines     {group.name}: {group.count} x {group.sizes.world} ranks: {_engine(group.sizes)}")
     if (figures := report.publication) is None:

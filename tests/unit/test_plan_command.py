@@ -285,3 +285,23 @@ def test_a_cluster_that_is_too_small_is_told_instead_of_a_figure(plan, monkeypat
 
 def test_sizes_have_the_unit_that_fits():
     assert [plan_report._size(n) for n in (512, 2e6, 3.5e9, 1.25e12)] == ["512 bytes", "2.00 MB", "3.50 GB", "1.25 TB"]
+
+
+def test_a_critic_is_split_and_counted_without_the_output_layer(plan):
+    ppo = ("algorithm.name=ppo", "critic={placement: own, layout: {world_size: 2, pipeline: 2}}")
+    code, text = plan(SHALLOW, *RUN_30B, *ppo)
+    assert code == 0, text
+    line = next(line for line in text.splitlines() if line.startswith("critic"))
+    assert "2 ranks of its own: tensor 1 x pipeline 2 x data 1" in line
+    report = json.loads(plan(SHALLOW, *RUN_30B, *ppo, "--json")[1])
+    vocabulary, norm = SHALLOW["vocab_size"] * SHALLOW["hidden_size"], SHALLOW["hidden_size"]
+    layer = (report["parameters"] - 2 * vocabulary - norm) / 2
+    assert report["critic_largest_rank"] == layer + vocabulary, "a layer and the embedding"
+
+
+def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
+    ppo = ("algorithm.name=ppo", "critic={placement: own, layout: {world_size: 3, expert: 3}}")
+    code, text = plan(SHALLOW, *RUN_30B, *ppo)
+    assert code == 2, text
+    assert "critic.layout.expert=3 does not divide the 128 experts" in text
+    assert text.rstrip().endswith("the nearest that does is critic.layout.expert=2")
