@@ -42,14 +42,14 @@ class CriticGroup:
 
     async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Value at every position, one [n] per row."""
-        rows = _without_routes(rows)
+        rows = _bare(rows)
         batch = self.packer(rows)
         results = await self.ranks.call("critic_values", self.ranks.sharded(batch.shards), "the critic's values")
         return batch.unpack(self.ranks.by_shard(results), rows)
 
     async def train_step(self, updates: Sequence[Sequence[Row]], *, step: int) -> dict[str, float]:
         """One optimizer step per update on rows with `values` and `returns`; the metrics of them all."""
-        batches = [self.packer(_without_routes(rows)) for rows in updates]
+        batches = [self.packer(_bare(rows)) for rows in updates]
         shards = [list(shards) for shards in zip(*(batch.shards for batch in batches), strict=True)]
         results = await self.ranks.call("critic_step", self.ranks.sharded(shards, step), f"step {step} of the critic")
         return self.ranks.metrics_of(results)
@@ -63,6 +63,6 @@ class CriticGroup:
         await self.ranks.call("critic_restore", arguments, f"loading the critic {path}")
 
 
-def _without_routes(rows: Sequence[Row]) -> list[Row]:
-    """The engine's experts are the policy's: the critic has routers of its own, and the arrays are large."""
-    return [replace(row, routed_experts=None) for row in rows]
+def _bare(rows: Sequence[Row]) -> list[Row]:
+    """Without what only a policy reads: the engine's experts (a critic has routers of its own) and kept tokens."""
+    return [replace(row, routed_experts=None, support=None) for row in rows]
