@@ -393,3 +393,16 @@ def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(comma
     with pytest.raises(Started):
         command.run(file, f"run.dir={tmp_path}/old", "run.resume=never")
     assert "run.json or tickets.bin is damaged" in command.refuses(file, f"run.dir={tmp_path}/old")
+
+
+@pytest.mark.parametrize(
+    ("critic", "told"),
+    [
+        ("{load: absent}", "absent: no model.safetensors"),
+        ("{placement: own, layout: {world_size: 16, data: 16}}", "cannot feed the critic's 16 data-parallel ranks"),
+        ("{placement: own, layout: {world_size: 3, tensor: 3}}", "critic.layout.tensor=3 does not divide"),
+    ],
+)
+def test_a_critic_that_cannot_start_is_refused_before_anything_does(command, file, critic, told):
+    small = ("rollout.prompts_per_step=2", "rollout.group_size=4")
+    assert told in command.refuses(file, "algorithm.name=ppo", f"critic={critic}", *small)
