@@ -41,12 +41,12 @@ def pack(
 
     Raises SlimxError naming the row that alone exceeds `max_tokens`.
     """
-    sizes = [_rounded(len(row), sequence_multiple) for row in rows]
+    sizes = [padded(len(row), sequence_multiple) for row in rows]
     if max(sizes) > max_tokens:
         length = max(len(row) for row in rows) + 1
-        padded = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""
+        note = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""
         raise SlimxError(
-            f"a trajectory of {length} tokens{padded} does not fit trainer.max_tokens_per_microbatch={max_tokens}; "
+            f"a trajectory of {length} tokens{note} does not fit trainer.max_tokens_per_microbatch={max_tokens}; "
             f"raise it or lower rollout.sampling.max_new_tokens"
         )
     if len(rows) < data_size:
@@ -90,9 +90,9 @@ def distribute(
     if not lockstep:
         shards = balance(costs, data_size)
         count = max(len(best_fit([sizes[i] for i in shard], max_tokens)) for shard in shards)
-        count = _rounded(count, count_multiple)
+        count = padded(count, count_multiple)
         return [_microbatches(shard, sizes, costs, count, max_tokens) for shard in shards]
-    count = _rounded(-(-len(best_fit(sizes, max_tokens)) // data_size), count_multiple)
+    count = padded(-(-len(best_fit(sizes, max_tokens)) // data_size), count_multiple)
     parts = _microbatches(range(len(sizes)), sizes, costs, count * data_size, max_tokens)
     split: Split = [[] for _ in range(data_size)]
     totals = [0.0] * data_size
@@ -152,15 +152,15 @@ def _microbatches(
     return [[rows[i] for i in sorted(part)] for part in parts]
 
 
-def _rounded(number: int, multiple: int) -> int:
-    """The next multiple of `multiple`."""
+def padded(number: int, multiple: int) -> int:
+    """`number`, or the next multiple of `multiple` above it."""
     return -(-number // multiple) * multiple
 
 
 def _pack_rows(all_rows: Sequence[Row], numbers: list[int], multiple_of: int, sequence_multiple: int) -> MicroBatch:
     """One micro-batch of rows `numbers`; without any it is `multiple_of` tokens of padding."""
     rows = [all_rows[number] for number in numbers]
-    lengths = [_rounded(len(row), sequence_multiple) for row in rows]
+    lengths = [padded(len(row), sequence_multiple) for row in rows]
     tail = -sum(lengths) % multiple_of or (multiple_of if not rows else 0)
     if tail:
         lengths.append(tail)

@@ -216,6 +216,29 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
             ["rollout.prompts_per_step=1", "rollout.group_size=1", "trainer.world_size=2"],
             "cannot feed 2 data-parallel",
         ),
+        (
+            ["schedule.updates_per_step=4", "rollout.prompts_per_step=4", "rollout.group_size=1", "trainer.data=2"]
+            + ["trainer.world_size=2"],
+            "an update of 1 rollouts",
+        ),
+        (
+            [
+                "rollout.max_prompt_tokens=60",
+                "rollout.sampling.max_new_tokens=8",
+                "trainer.max_tokens_per_microbatch=66",
+            ],
+            "a rollout may have 68 tokens (rollout.max_prompt_tokens + rollout.sampling.max_new_tokens), which "
+            "trainer.max_tokens_per_microbatch=66 does not hold; set it to 67 at least",
+        ),
+        (
+            [
+                "rollout.max_prompt_tokens=60",
+                "rollout.sampling.max_new_tokens=8",
+                "trainer.max_tokens_per_microbatch=67",
+            ]
+            + ["trainer.context=2", "trainer.world_size=2"],
+            "set it to 68 at least",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_with_its_numbers(command, file, overrides, told):
