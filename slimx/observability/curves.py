@@ -45,7 +45,14 @@ PANELS = (
             Series(key="eval/accuracy", label="held-out accuracy", sparse=True),
         ),
     ),
-    Panel(title="Loss", series=(Series(key="loss/policy", label="policy"), Series(key="loss/sft", label="supervised"))),
+    Panel(
+        title="Loss",
+        series=(
+            Series(key="loss/policy", label="policy"),
+            Series(key="loss/sft", label="supervised"),
+            Series(key="value/loss", label="critic"),
+        ),
+    ),
     Panel(title="KL to the reference", series=(Series(key="kl/reference", label="KL"),)),
     Panel(
         title="Log-prob gap, trainer to engine",
@@ -59,8 +66,13 @@ PANELS = (
             Series(key="gap/tokens_other_routes", label="explained by other routes"),
         ),
     ),
-    Panel(title="Gradient norm", series=(Series(key="optim/grad_norm", label="norm"),)),
-    Panel(title="Learning rate", series=(Series(key="optim/lr", label="rate"),)),
+    Panel(
+        title="Gradient norm",
+        series=(Series(key="optim/grad_norm", label="norm"), Series(key="critic/grad_norm", label="critic")),
+    ),
+    Panel(
+        title="Learning rate", series=(Series(key="optim/lr", label="rate"), Series(key="critic/lr", label="critic"))
+    ),
     Panel(
         title="Staleness, versions",
         series=(Series(key="staleness/mean", label="mean"), Series(key="staleness/max", label="max")),
