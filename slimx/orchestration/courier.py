@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
+from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.waiting import ActorDied, first_line, gather
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
@@ -106,16 +106,19 @@ class CourierHandle:
         self._actor = courier
         self.incarnation += 1
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
-        """One of Courier's methods. Raises TransportLost if it died; `start` brings another one."""
+    async def ask(self, method: str, *arguments: Any, deadline_s: float | None = None) -> Any:
+        """One of Courier's methods, in twice the time of a step of a publication unless `deadline_s` is given.
+
+        Raises TransportLost if it died, or did not answer and so was ended; `start` brings another one.
+        """
         if (actor := self._actor) is None:
             raise TransportLost("the courier beside trainer rank 0 does not run; publish again")
         try:
             reference = getattr(actor, method).remote(*arguments)
-            return await self._answer(reference, method, 2 * self.config.publish.step_deadline)
-        except ActorDied as error:
+            return await self._answer(reference, method, deadline_s or 2 * self.config.publish.step_deadline)
+        except (ActorDied, DeadlineError) as error:
             if self._actor is actor:
-                self._actor = None
+                await self.stop()
             raise TransportLost(first_line(error)) from None
 
     async def _answer(self, reference: Any, what: str, deadline_s: float) -> Any:
@@ -129,8 +132,9 @@ class CourierHandle:
         return out
 
     async def stop(self) -> None:
-        if self._actor is not None:
-            ray.kill(self._actor)
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor)
 
 
 def _place(worker: Any) -> tuple[str, str | None]:

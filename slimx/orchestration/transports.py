@@ -27,6 +27,9 @@ from slimx.reshard.parties import ReceiverLost
 from slimx.reshard.transports.collective import Backend, ChannelError
 from slimx.reshard.transports.disk import Stored, newest
 
+PATIENCE = 0.8
+"""Of the deadline of a step, the share after which the courier is asked why nothing has come."""
+
 
 class Trainers(Protocol):
     """The trainers, and the actors of their ranks."""
@@ -132,6 +135,7 @@ class ChannelTransport(_CourierTransport):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
+        self.step_deadline_s = self.courier.config.publish.step_deadline
         self._connected: dict[str, tuple[int, int]] = {}
         """By engine the incarnations, of the courier and its own, between which there is a channel."""
 
@@ -139,23 +143,31 @@ class ChannelTransport(_CourierTransport):
         ends = self.courier.incarnation, engine.incarnation
         if self._connected.get(engine.name) == ends:
             return
-        async with self._blaming():
+        async with self._blaming(engine, "the meeting"):
             meeting = await self.courier.ask("open", engine.name, manifest.membership_epoch, self.backend)
             await asyncio.gather(self.courier.ask("join", engine.name), engine.join(meeting))
         self._connected[engine.name] = ends
 
     async def deliver(self, engine: EngineHandle, packed: PackedBucket, bucket: int) -> None:
-        async with self._blaming():
+        async with self._blaming(engine, f"bucket {bucket}"):
             await asyncio.gather(self.courier.ask("send", engine.name, packed), engine.stage_received(packed, bucket))
 
     @asynccontextmanager
-    async def _blaming(self) -> AsyncIterator[None]:
-        """A channel that broke is its engine's fault, unless the courier is gone: then that is what is raised."""
+    async def _blaming(self, engine: EngineHandle, what: str) -> AsyncIterator[None]:
+        """A channel that broke, or is late, is its engine's fault, unless the courier is gone, or does not answer
+        either: then that is what is raised. All within the deadline of one step."""
+        patience = PATIENCE * self.step_deadline_s
         try:
-            yield
-        except ChannelError as error:
-            await self.courier.ask("ready")
-            raise ReceiverLost(str(error)) from None
+            async with asyncio.timeout(patience):
+                yield
+        except TimeoutError:
+            error = f"engine {engine.name} did not answer {what} of the {self.backend} channel within {patience:.0f} s"
+        except ChannelError as broken:
+            error = str(broken)
+        else:
+            return
+        await self.courier.ask("ready", deadline_s=(1 - PATIENCE) / 2 * self.step_deadline_s)
+        raise ReceiverLost(error)
 
 
 class GlooTransport(ChannelTransport):

@@ -1,4 +1,4 @@
-"""A courier that dies is told from a channel that breaks: the first is nobody's fault, the second its engine's."""
+"""A courier that dies or hangs is told from a channel that breaks: the one is nobody's fault, the other an engine's."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ class FakeCourier:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self.fails: dict[str, Exception] = {}
+        self.hangs: set[str] = set()
 
     def __getattr__(self, method: str) -> SimpleNamespace:
         async def answer() -> str:
+            await asyncio.sleep(60 if method in self.hangs else 0)
             if method in self.fails:
                 raise self.fails[method]
             return "meeting" if method == "open" else ""
@@ -65,6 +67,14 @@ def config(tmp_path: Path, transport: str = "gloo") -> Any:
         publish=SimpleNamespace(directory=None, step_deadline=5, transport=transport),
         rollout=SimpleNamespace(health=SimpleNamespace(restarts=2), engines=[]),
     )
+
+
+@pytest.fixture(autouse=True)
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The actors that were ended."""
+    out: list[Any] = []
+    monkeypatch.setattr(ray, "kill", out.append)
+    return out
 
 
 @pytest.fixture
@@ -112,6 +122,16 @@ async def test_a_channel_that_breaks_because_the_courier_died_is_no_engines_faul
         await transport.deliver(engine, BUCKET, 0)
     with pytest.raises(TransportLost, match="does not run; publish again"):
         await transport.connect(engine, MANIFEST)
+
+
+@pytest.mark.parametrize(("courier_lives", "kind"), [(True, ReceiverLost), (False, TransportLost)])
+async def test_a_late_bucket_is_its_engines_fault_unless_the_courier_hangs(stand, killed, courier_lives, kind):
+    transport, courier, engine = stand
+    transport.step_deadline_s = 0.4
+    courier.hangs |= {"send"} if courier_lives else {"send", "ready"}
+    with pytest.raises(kind, match="engine e0 did not answer bucket 0" if courier_lives else "ready of the courier"):
+        await transport.deliver(engine, BUCKET, 0)
+    assert killed == ([] if courier_lives else [courier])
 
 
 async def test_a_courier_that_dies_again_and_again_ends_the_run(stand, tmp_path):
