@@ -20,7 +20,9 @@ async def estimate_advantages(run: Run, groups: Sequence[Group], updates: Sequen
     if run.config.algorithm.kl_reward_coef:
         batch = run.packer(rows)
         reference = batch.unpack(await run.trainers.reference_logprobs(batch), rows)
-    return assign_advantages(run.config.algorithm, rows, scores, await run.critic.values(rows), reference)
+    values = await run.critic.values(rows)
+    # A second for a million tokens, in which the loop has engines to watch.
+    return await asyncio.to_thread(assign_advantages, run.config.algorithm, rows, scores, values, reference)
 
 
 async def train_step(run: Run, rows: Sequence[Sequence[Row]], batches: list[TrainBatch]) -> dict[str, float]:
@@ -29,16 +31,17 @@ async def train_step(run: Run, rows: Sequence[Sequence[Row]], batches: list[Trai
     `rows` and `batches` are the same updates. While the critic warms up the policy is only measured."""
     if run.critic is None:
         return await run.trainers.train_step(batches, step=run.step, version=run.version)
-    if run.step < run.config.critic.warmup_steps:
-        policy = run.trainers.measure_gap(batches[0], version=run.version)
-    else:
-        policy = run.trainers.train_step(batches, step=run.step, version=run.version)
-    critic = run.critic.train_step(rows, step=run.step)
     if run.critic.own is not None:
-        first, second = await _at_once(policy, critic)
+        policy, critic = await _at_once(_policy_step(run, batches), run.critic.train_step(rows, step=run.step))
     else:
-        first, second = await policy, await critic
-    return first | second
+        policy, critic = await _policy_step(run, batches), await run.critic.train_step(rows, step=run.step)
+    return policy | critic
+
+
+async def _policy_step(run: Run, batches: list[TrainBatch]) -> dict[str, float]:
+    if run.step < run.config.critic.warmup_steps:
+        return await run.trainers.measure_gap(batches[0], version=run.version)
+    return await run.trainers.train_step(batches, step=run.step, version=run.version)
 
 
 async def _at_once(*work: Coroutine[Any, Any, dict[str, float]]) -> list[dict[str, float]]:
