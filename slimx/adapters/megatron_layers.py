@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import optimizer
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
@@ -29,18 +30,18 @@ from slimx.numerics.norm import rms_norm
 
 
 def install() -> bool:
-    """Give megatron.core these layers and a fused-shape Adam if Transformer Engine is absent; says whether it did."""
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        megatron_without_te.install()
-        gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchSpecProvider, Norm
+    """Give megatron.core these layers, and a fused-shape Adam unless apex has one, where there is no CUDA or no
+    Transformer Engine; says whether it did."""
+    if torch.cuda.is_available() and HAVE_TE:
+        return False
+    megatron_without_te.install()
+    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchSpecProvider, Norm
+    if optimizer.USING_PYTORCH_OPTIMIZER or not torch.cuda.is_available():
         # torch's AdamW keeps a step per parameter; the distributed optimizer can save such a state but not load it.
         optimizer.Adam = optimizer.distrib_optimizer.Adam = Adam
         optimizer.USING_PYTORCH_OPTIMIZER = False
         optimizer.distrib_optimizer.HAVE_APEX_OR_TE = optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
-        return True
-    return False
+    return True
 
 
 class Norm(torch.nn.Module):

@@ -16,10 +16,11 @@ def install() -> None:
 
 
 def _router() -> None:
-    """moe_utils.router_gating_linear reads te_general_gemm, which a failed import leaves unbound."""
+    """moe_utils.router_gating_linear reads te_general_gemm, which a failed import leaves unbound (and which, where the
+    import succeeds, has no CPU)."""
     from megatron.core.transformer.moe import moe_utils
 
-    vars(moe_utils).setdefault("te_general_gemm", None)
+    moe_utils.te_general_gemm = None
 
 
 def _latent_attention() -> None:

@@ -24,6 +24,8 @@ class Backends:
     """Name of megatron-core's AttnBackend; auto leaves the choice to Transformer Engine."""
     dispatcher: Literal["alltoall", "flex"]
     flex_backend: Literal["deepep", "hybridep"]
+    transformer_engine: bool
+    """Whether the layers are Transformer Engine's; else plain torch's of the same shape."""
     gradient_accumulation_fusion: bool
     """Whether the weight gradient's matrix product adds into the fp32 gradient itself."""
     reasons: tuple[str, ...]
@@ -48,11 +50,23 @@ def choose_backends(trainer: Trainer, *, device: str, packages: Collection[str])
     else:
         why_dispatcher = "moe.dispatcher alltoall: as configured"
     reasons = (why_attention, why_dispatcher, why_fusion)
-    return Backends(attention, dispatcher, trainer.moe.flex_backend, fusion, reasons)
+    return Backends(
+        attention=attention,
+        dispatcher=dispatcher,
+        flex_backend=trainer.moe.flex_backend,
+        transformer_engine=has_engine(device, packages),
+        gradient_accumulation_fusion=fusion,
+        reasons=reasons,
+    )
+
+
+def has_engine(device: str, packages: Collection[str]) -> bool:
+    """Whether Transformer Engine computes the layers: on the CPU it cannot, though it be installed."""
+    return device == "cuda" and "transformer_engine" in packages
 
 
 def _attention(asked: Attention, device: str, packages: Collection[str]) -> tuple[Attention, str]:
-    engine = device == "cuda" and "transformer_engine" in packages
+    engine = has_engine(device, packages)
     if asked == "auto":
         if engine:
             return "auto", "attention: Transformer Engine chooses its fastest kernel for each shape"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -14,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slimx.algorithms.losses import Loss, LossInputs
 from slimx.data.batch import MicroBatch
 from slimx.trainer.logprobs import KeptTokens, Targets
+from slimx.trainer.transfer import to_device
 
 
 class TokenScores(NamedTuple):
@@ -94,7 +96,7 @@ class Pipeline:
         batch = next(batches)
         # Only learned position embeddings would read them; rotary ones go by the bounds of the sequences.
         positions = torch.zeros(len(batch.tokens), dtype=torch.int64)
-        bounds = torch.tensor([0, *batch.lengths]).cumsum(0).to(torch.int32).to(self.device)
+        bounds = self._tensor(np.cumsum([0, *batch.lengths], dtype=np.int32))
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -119,4 +121,4 @@ class Pipeline:
         return output, partial(loss, batch)
 
     def _tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from slimx.errors import SlimxError
 from slimx.layout.ranks import Coordinates, Sizes, coordinates
 
 
@@ -23,6 +24,10 @@ class ParallelState:
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=deadline_s)
         dist.init_process_group(backend, init_method=init_method, world_size=sizes.world, rank=rank, timeout=timeout)
+        # Weights that leave through host memory are gathered by gloo on every device.
+        self.host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        if backend == "nccl":
+            self._check_devices()
         parallel_state.initialize_model_parallel(
             sizes.tensor,
             sizes.pipeline,
@@ -32,9 +37,19 @@ class ParallelState:
             expert_tensor_parallel_size=sizes.expert_tensor,
             distributed_timeout_minutes=max(1, int(deadline_s // 60)),
         )
-        # Weights that leave through host memory are gathered by gloo on every device.
-        self.host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         model_parallel_cuda_manual_seed(seed)
+
+    def _check_devices(self) -> None:
+        """Refuse two ranks on one GPU before NCCL's first collective, which would fail without saying which."""
+        mine = str(torch.cuda.get_device_properties(self.device).uuid)
+        devices: list[str] = [""] * self.sizes.world
+        dist.all_gather_object(devices, mine, group=self.host_group)
+        first = devices.index(mine)
+        if first != self.rank:
+            raise SlimxError(
+                f"trainer ranks {first} and {self.rank} were given the same GPU ({mine}), and NCCL wants one for each; "
+                "lower trainer.world_size to the number of GPUs, or set schedule.colocate=false"
+            )
 
     @property
     def last_stage(self) -> bool:

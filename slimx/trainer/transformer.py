@@ -17,14 +17,6 @@ from slimx.trainer.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Kernels of apex or Transformer Engine that a machine without CUDA has not.
-_NO_FUSION = {
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "moe_permute_fusion": False,
-}
 
 
 def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:
@@ -61,7 +53,7 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         # Skipping initialisation (perform_initialization=False) would leave the parameters unmarked as tensor
         # parallel, and the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,
-        **(_NO_FUSION if cpu else {}),
+        **_fusion_fields(spec, backends),
     }
     check_megatron_fields(trainer.megatron, kind)
     if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
@@ -93,6 +85,18 @@ def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[st
         stages[-1] += ["mtp"] * spec.table.mtp_layers + ["loss"]
         fields["pipeline_model_parallel_layout"] = stages
     return fields
+
+
+def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
+    """Megatron-LM's own defaults where Transformer Engine brings the kernels; `trainer.megatron` overrides them."""
+    engine = backends.transformer_engine
+    return {
+        # The unfused rotation asks the GPU for the bounds of the sequences, and waits for it, twice in every layer.
+        # megatron-core calls the fused one for latent attention experimental.
+        "apply_rope_fusion": engine and not spec.transformer.get("multi_latent_attention", False),
+        # Compiled by torch, so that it needs a compiler on the machine: not where the layers are plain torch.
+        "bias_activation_fusion": engine,
+    }
 
 
 def _recompute_fields(trainer: Trainer) -> dict[str, Any]:

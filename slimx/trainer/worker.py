@@ -37,17 +37,16 @@ class TrainerWorker:
 
     def start(self, init_method: str) -> dict[str, Any]:
         """Join the other ranks, build the model, load the weights; returns this rank's pid and adapters in force."""
-        if self.device == "cpu":
-            # gloo would look up the host's name, which need not resolve; gloo's own variable.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        from slimx.config.schema import Config
+
+        config = Config.model_validate(self._values)
+        prepare_process(self.device, shares_layers=config.trainer.tensor * config.trainer.context > 1)
         adapters = install_adapters()
         import torch
 
-        from slimx.config.schema import Config
         from slimx.layout.ranks import sizes_of
         from slimx.trainer.parallel import ParallelState
 
-        config = Config.model_validate(self._values)
         torch.set_num_threads(config.trainer.threads)
         device = torch.device(self.device)
         self._parallel = ParallelState(
@@ -200,6 +199,20 @@ class CriticWorker(TrainerWorker):
         from slimx.trainer.critic import Critic
 
         self._critic = Critic(config, self._parallel)
+
+
+def prepare_process(device: str, *, shares_layers: bool) -> None:
+    """Set the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
+    several ranks compute one layer together (tensor or context parallelism)."""
+    if device == "cpu":
+        # gloo would look up the host's name, which need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # The adapters go by what torch sees: a rank configured for the CPU must not see the machine's GPUs.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif shares_layers:
+        # One hardware queue: a layer's collective is then launched before the product that should hide it, as
+        # megatron-core's overlap of the two assumes (it warns otherwise).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def install_adapters() -> list[str]:

@@ -67,3 +67,10 @@ def test_only_packages_that_are_there_count_as_installed():
     for name in installed():
         __import__(name)
     assert APEX not in installed()
+
+
+@pytest.mark.parametrize(
+    ("device", "packages", "engine"), [("cuda", {TE}, True), ("cuda", {APEX}, False), ("cpu", {TE}, False)]
+)
+def test_the_layers_are_transformer_engines_where_it_can_compute_them(device, packages, engine):
+    assert choose_backends(trainer(), device=device, packages=packages).transformer_engine is engine
