@@ -18,7 +18,6 @@ from slimx.trainer.backends import Backends
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-
 def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:
     """Megatron's configuration of this model under this layout; `trainer.megatron` overrides single fields."""
     trainer, dtype = config.trainer, DTYPES[config.numerics.dtype]
