@@ -99,9 +99,14 @@ ci-deps: ## Debian packages that tests use (as root)
 
 # The GPU's machine needs nvcc and an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.
 .PHONY: gpu
-gpu: ## build, test and measure the kernels on this machine's GPU (PYTHON, OUT: where figures and tables go)
+gpu: ## build, test and measure kernels and trainer on this machine's GPU (PYTHON, OUT: where figures and tables go)
 	$(if $(filter command environment,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON))) \
 	  tools/gpu/check.py --out "$${OUT:-build/gpu}"
+
+# For a GPU machine without a network: carry build/gpu-wheels along. GPU_PYTHON is the version of its interpreter.
+.PHONY: gpu-wheels
+gpu-wheels: $(STAMP) ## collect into build/gpu-wheels what `make gpu` needs for the trainer (GPU_PYTHON=3.12)
+	$(BIN)/python tools/gpu/wheels.py --python "$${GPU_PYTHON:-3.12}"
 
 .PHONY: clean
 clean: ## remove what was built; .venv and runs/ stay

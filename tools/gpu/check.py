@@ -1,9 +1,11 @@
-"""Builds the kernels, tests them on this machine's GPU and measures them: `make gpu`.
+"""Builds the kernels, tests them and the trainer on this machine's GPU and measures them: `make gpu`.
 
     python tools/gpu/check.py [--out DIR] [--seconds 450] [--skip-build]
 
 Needs nvcc, a C++ compiler, pytest, numpy, torch, setuptools and, for one test, Triton; nothing else of slimx and no
-network. Into DIR go summary.txt, output.txt, and triton_scales.npy: the table for the rule triton on the CPU, to be
+network. The trainer also needs megatron-core: installed, or as wheels in build/gpu-wheels (`make gpu-wheels`, where
+there is a network), which are unpacked for its own test and benchmark; without either these are left out.
+Into DIR go summary.txt, output.txt, and triton_scales.npy: the table for the rule triton on the CPU, to be
 stored in slimx/reshard. Exits with 1 where anything failed, 2 where it cannot run.
 """
 
@@ -11,15 +13,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("errors", "pack", "triton", "streams", "sharing", "channel", "sanitizer")
 """Files of tests/gpu."""
+WHEELS = ROOT / "build" / "gpu-wheels"
+"""What tools/gpu/wheels.py collects."""
 NEEDED = ("numpy", "torch", "pytest", "setuptools")
 
 
@@ -77,12 +83,34 @@ def main() -> int:
     for name in TESTS:  # each in a process of its own: a fault of the device ends a process's use of it
         pytest = [sys.executable, "-m", "pytest", "-rs", "-q", "--maxfail=8", f"tests/gpu/test_{name}.py"]
         step(summary, f"tests of {name}", pytest, out, left() if name == "sanitizer" else min(left(), 120))
+        if name == "channel":
+            trainer(summary, out, left)
         if name == "streams":  # before the sanitizer, which is slow and matters only where the rest passes
             step(summary, "benchmark", [sys.executable, "benchmarks/reshard_cuda.py"], out, min(left(), 150))
     summary.say(
         f"{'FAILED' if summary.failed else 'passed'} in {time.monotonic() - start:.0f} s; all output is in {out}"
     )
     return int(summary.failed)
+
+
+def trainer(summary: Summary, out: Path, left: Callable[[], float]) -> None:
+    """The trainer's test and benchmark, if megatron-core is there or can be unpacked."""
+    environment = dict(os.environ)
+    if importlib.util.find_spec("megatron") is None:
+        wheels, site = sorted(map(str, WHEELS.glob("*.whl"))), out / "site"
+        if not wheels:
+            return summary.say(
+                f"left out: the trainer, which needs megatron-core: not installed, no wheels in {WHEELS}"
+            )
+        shutil.rmtree(site, ignore_errors=True)
+        unpack = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        if not step(summary, "wheels", [*unpack, "--target", str(site), *wheels], out, min(left(), 60)):
+            return None
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    pytest = [sys.executable, "-m", "pytest", "-rs", "-q", "tests/gpu/test_trainer.py"]
+    step(summary, "tests of trainer", pytest, out, min(left(), 240), environment)
+    measure = [sys.executable, "benchmarks/trainer_cuda.py"]
+    step(summary, "benchmark of the trainer", measure, out, min(left(), 90), environment)
 
 
 def no_gpu() -> str | None:
@@ -120,12 +148,19 @@ def facts(summary: Summary) -> None:
             summary.say(f"{Path(command[0]).name}: {lines[-1] if lines else 'said nothing'}")
 
 
-def step(summary: Summary, name: str, command: list[str], out: Path, seconds: float) -> bool:
+def step(
+    summary: Summary,
+    name: str,
+    command: list[str],
+    out: Path,
+    seconds: float,
+    environment: dict[str, str] | None = None,
+) -> bool:
     """Runs `command`, shows its output and keeps it; False where it failed or took longer than `seconds`."""
     start, log = time.monotonic(), out / "output.txt"
     before = log.stat().st_size if log.exists() else 0
     with log.open("a") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
