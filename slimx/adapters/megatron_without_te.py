@@ -7,11 +7,14 @@ line of upstream that needs it.
 from __future__ import annotations
 
 import functools
+from typing import Any
+
+import torch
 
 
 def install() -> None:
     """Apply every entry."""
-    for entry in (_router, _latent_attention, _output_discarding_recomputation):
+    for entry in (_router, _latent_attention, _output_discarding_recomputation, _gradient_norm):
         entry()
 
 
@@ -36,3 +39,15 @@ def _output_discarding_recomputation() -> None:
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     CheckpointWithoutOutput.__init__ = functools.partialmethod(CheckpointWithoutOutput.__init__, fp8=None)
+
+
+def _gradient_norm() -> None:
+    """clip_grads falls back to a norm that reads every parameter's part back from the GPU: a wait for each of them."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    def norm(chunk_size: int, overflow: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[torch.Tensor, None]:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).view(1), None
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:  # else it is apex's
+        clip_grads.l2_norm_impl = norm

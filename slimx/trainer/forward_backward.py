@@ -95,7 +95,7 @@ class Pipeline:
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
         # Only learned position embeddings would read them; rotary ones go by the bounds of the sequences.
-        positions = torch.zeros(len(batch.tokens), dtype=torch.int64)
+        positions = torch.zeros(1, len(batch.tokens), dtype=torch.int64, device=self.device)
         bounds = self._tensor(np.cumsum([0, *batch.lengths], dtype=np.int32))
         packed = PackedSeqParams(
             qkv_format="thd",
@@ -112,7 +112,7 @@ class Pipeline:
         learned = {"loss_mask": self._tensor(batch.loss_weight).unsqueeze(0)} if training else {}
         output = model(
             self._tensor(batch.tokens).unsqueeze(0),
-            positions.to(self.device).unsqueeze(0),
+            positions,
             None,
             packed_seq_params=packed,
             labels=targets,
