@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slimx.data.support import Support
+from slimx.trainer.transfer import to_device
 
 CHUNK_BYTES = 256 * 2**20
 """Of the fp32 logits of one chunk on one rank, where the configuration leaves the size to slimx."""
@@ -42,9 +43,9 @@ class KeptTokens:
 
     def __init__(self, support: Support, device: torch.device):
         self._offsets = np.concatenate([[0], np.cumsum(support.counts, dtype=np.int64)])
-        self._ids = torch.from_numpy(support.ids.astype(np.int64)).to(device)
-        self._positions = torch.from_numpy(support.positions()).to(device)
-        self._restricted = torch.from_numpy(support.counts > 0).to(device)
+        self._ids = to_device(support.ids.astype(np.int64), device)
+        self._positions = to_device(support.positions(), device)
+        self._restricted = to_device(support.counts > 0, device)
 
     def mask_(self, logits: torch.Tensor, first: int, vocabulary: range) -> None:
         """Give every logit outside the support the value `OUTSIDE`, in place.
