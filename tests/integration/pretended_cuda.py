@@ -1,0 +1,234 @@
+"""Tensors that pretend to lie on a GPU: every operator that mixes devices raises, every wait for the GPU is counted.
+
+A `Pretended` tensor says `cuda:0` and keeps its numbers in host memory, where torch computes with them. So the GPU's
+branches of Python code run on a machine without one, and what would fail there for a tensor on the wrong device fails
+here. Kernels, streams, the allocator and NCCL are not shown by it.
+
+`install()` changes torch for the whole process: a test calls it in a process of its own, before megatron-core.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from slimx.adapters import megatron_cpu
+
+DEVICE = torch.device("cuda", 0)
+WAITS: Counter[str] = Counter()
+"""`FILE:LINE` in Python -> how often the host would have waited there until the GPU has done what is queued."""
+
+_CROSSING = frozenset({"aten::copy_"})
+_INDEXING = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"})
+"""CUDA takes indices from the host."""
+_READING = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"})
+"""Their result, or its size, is known to the host only when the GPU has computed it."""
+_NATIVE = frozenset({"custom_backward", "_engine_run_backward", "_padded_attention"})
+"""Python functions from which torch's C++ goes on alone (autograd, the mask of causal attention). What it creates there
+follows the device that C++ knows, the CPU's, and says nothing about ours."""
+
+
+class Pretended(torch.Tensor):
+    """A tensor that says it is on DEVICE; `held` has its numbers."""
+
+    held: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda, is_cpu = True, False
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Pretended:
+        out = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype
+        )
+        out.held = held.detach()
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _compute(function, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:
+        return DEVICE
+
+    @property
+    def data(self) -> torch.Tensor:
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, Pretended):
+            raise RuntimeError(f"{_place()}: the data of a tensor on the GPU becomes memory of the host")
+        self.held = other.held
+        _data.__set__(self, other)
+
+    def cpu(self) -> torch.Tensor:
+        return self.to("cpu")
+
+    def tolist(self) -> Any:
+        WAITS[_place()] += 1
+        return self.held.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(f"{_place()}: a tensor on the GPU cannot become a numpy array")
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def type(self, *args: Any, **kwargs: Any) -> Any:
+        return super().type(*args, **kwargs) if args or kwargs else self.held.type().replace("torch.", "torch.cuda.")
+
+
+_data = torch.Tensor.data
+
+
+class _ToDevice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return Pretended(x.detach().clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return _held(grad)
+
+
+class _ToHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return _held(x).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return Pretended(grad)
+
+
+def _held(x: Any) -> Any:
+    return x.held if isinstance(x, Pretended) else x
+
+
+def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One operator on the held tensors, after a look at where its arguments are."""
+    name = function._schema.name
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    here = [x for x in tensors if isinstance(x, Pretended)]
+    host = [x for x in tensors if not isinstance(x, Pretended)]
+    collective = name.startswith("c10d::")
+    # Numbers without dimensions may come from the host.
+    if any(x.dim() for x in host) and not collective and _caller().f_code.co_name not in _NATIVE:
+        if name not in _CROSSING | _INDEXING or (name in _INDEXING and not isinstance(args[0], Pretended)):
+            shapes = [tuple(x.shape) for x in here], [tuple(x.shape) for x in host]
+            raise RuntimeError(f"{_place()}: {name} of tensors on the GPU {shapes[0]} and on the host {shapes[1]}")
+        if not (len(args) > 2 and args[2] is True):  # non_blocking
+            WAITS[_place()] += 1
+    by_mask = name in _INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
+    if name in _READING or by_mask:
+        WAITS[_place()] += 1
+    settings = {**tree_map(_held, kwargs), **({"device": torch.device("cpu")} if "device" in kwargs else {})}
+    out = function(*tree_map(_held, args), **settings)
+    if name == "aten::copy_":
+        return args[0]
+    given = {id(x.held): x for x in here} | {id(x): x for x in host}  # operators in place return their argument
+
+    def dressed(x: Any) -> Any:
+        return given[id(x)] if id(x) in given else Pretended(x) if isinstance(x, torch.Tensor) else x
+
+    return tree_map(dressed, out)
+
+
+def _caller() -> FrameType:
+    """The Python code that computes: neither this file nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename == __file__ or "/torch/_" in frame.f_code.co_filename):
+        if frame.f_code.co_name in _NATIVE:
+            break
+        frame = frame.f_back
+    return frame
+
+
+def _place() -> str:
+    frame: FrameType | None = _caller()
+    while frame and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    if frame is None:
+        return "autograd"
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}"
+
+
+def install() -> None:
+    """From now on 'cuda' is a pretended GPU; torch.cuda answers without streams, as megatron_cpu makes it."""
+    for entry in (megatron_cpu._cuda_module, megatron_cpu._compile, megatron_cpu._collectives):
+        entry()
+    for name in megatron_cpu._FACTORIES.split():
+        setattr(torch, name, _making(getattr(torch, name)))
+    for name in megatron_cpu._METHODS.split():
+        setattr(torch.Tensor, name, _making(getattr(torch.Tensor, name)))
+    torch.Tensor.to = _moving(torch.Tensor.to)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self.to(DEVICE)
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    torch.Tensor.record_stream = lambda self, stream: None
+    torch.nn.Module._apply = _swapping(torch.nn.Module._apply)
+
+
+def _making(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A factory whose 'cuda' makes a pretended tensor."""
+
+    @functools.wraps(function)
+    def make(*args: Any, pin_memory: bool = False, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if function.__name__ == "tensor":  # a list of numbers that a GPU holds is read one by one
+            numbers = [x for x in tree_leaves(args) if isinstance(x, Pretended)]
+            if numbers:
+                WAITS[_place()] += len(numbers)
+            args = tree_map(lambda x: x.held.item() if isinstance(x, Pretended) else x, args)
+        if megatron_cpu._is_cuda(device):
+            out = Pretended(function(*tree_map(_held, args), **{**kwargs, "device": "cpu"}))
+        else:
+            out = function(*(tree_map(_held, args) if device is not None else args), **kwargs)
+        return out.requires_grad_() if requires_grad else out
+
+    return make
+
+
+def _moving(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`Tensor.to` that knows the pretended device."""
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wanted, waits = kwargs.pop("device", None), not kwargs.pop("non_blocking", False)
+        rest = []
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                wanted = arg.device
+                rest.append(arg.dtype)
+            elif isinstance(arg, torch.device | str) or type(arg) is int:
+                wanted = arg
+            elif not isinstance(arg, bool):
+                rest.append(arg)
+        out = self
+        if wanted is not None and megatron_cpu._is_cuda(wanted) is not isinstance(self, Pretended):
+            WAITS[_place()] += waits
+            out = (_ToHost if isinstance(self, Pretended) else _ToDevice).apply(self)
+        return function(out, *rest, **kwargs) if rest or kwargs else out
+
+    return to
+
+
+def _swapping(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Module.to keeps the parameters' identity and attributes, as it does between real devices."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    return apply

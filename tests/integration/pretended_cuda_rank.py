@@ -1,0 +1,77 @@
+"""The trainer of tests/gpu on a pretended GPU: a process of test_pretended_cuda.
+
+    python -m tests.integration.pretended_cuda_rank OUT CASE...
+
+Writes what tests.gpu.trainer_rank writes, OUT/waits.json (where the host would have waited for the GPU) and
+OUT/mixed.txt (what the pretence says to a sum over two devices).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    out, names = Path(sys.argv[1]), sys.argv[2:]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from tests.integration import pretended_cuda
+
+    pretended_cuda.install()
+    import torch
+    import torch.distributed as dist
+
+    join = dist.init_process_group
+    dist.init_process_group = lambda backend, **kwargs: join("gloo", **kwargs)
+    from slimx.adapters import megatron_layers
+    from slimx.layout.ranks import Sizes
+    from slimx.ports import free_port
+    from slimx.trainer.parallel import ParallelState
+    from tests.gpu.trainer_rank import run
+
+    megatron_layers.install()
+    _rotation_of_latent_attention(pretended_cuda)
+    ParallelState._check_devices = lambda self: None  # there are no properties of a GPU to ask for
+    torch.cuda.max_memory_allocated = lambda *args: 0
+    torch.set_num_threads(1)
+    parallel = ParallelState(
+        Sizes(),
+        rank=0,
+        init_method=f"tcp://127.0.0.1:{free_port()}",
+        device=torch.device("cuda"),
+        deadline_s=60,
+        seed=1,
+    )
+    for name in names:
+        run(name, out, parallel)
+    parallel.destroy()
+    try:
+        torch.ones(2, device="cuda") + torch.ones(2)
+    except RuntimeError as error:
+        (out / "mixed.txt").write_text(str(error))
+    (out / "waits.json").write_text(json.dumps(pretended_cuda.WAITS))
+
+
+def _rotation_of_latent_attention(pretended: object) -> None:
+    """megatron-core's YarnRotaryEmbedding computes its frequencies under `with torch.device(...)`, below what the
+    pretence replaces: they are made on the host and moved."""
+    import torch
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    build = YarnRotaryEmbedding.__init__
+
+    @functools.wraps(build)
+    def init(self: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        build(self, *args, **{**kwargs, "use_cpu_initialization": True})
+        for values in (vars(self), self._buffers):
+            moved = {name: value.to("cuda") for name, value in values.items() if isinstance(value, torch.Tensor)}
+            values.update(moved)
+
+    YarnRotaryEmbedding.__init__ = init
+
+
+if __name__ == "__main__":
+    main()
