@@ -165,19 +165,24 @@ class GroupedLinear(torch.nn.Module):
         return torch.cat([expert(part)[0] for expert, part in zip(self.experts, parts, strict=True)]), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """Checkpoint keys of one tensor per layer with an expert axis, as Transformer Engine's layers write them."""
+        """Checkpoint keys as Transformer Engine's layers write them: one tensor per layer with an expert axis, or
+        (`singleton_local_shards`) one per expert."""
         count, expert_group, out = len(self.experts), self.groups.ep, {}
         for index, expert in enumerate(self.experts):
-            place = (len(sharded_offsets), expert_group.rank() * count + index, expert_group.size() * count)
+            number = expert_group.rank() * count + index
+            place: tuple = ((len(sharded_offsets), number, expert_group.size() * count),)
+            key = prefix
+            if metadata.get("singleton_local_shards"):
+                place, key = (), f"{number}.{prefix}"
             shards = make_sharded_tensors_for_checkpoint(
                 {f"{index}.weight": expert.weight},
                 "",
                 {f"{index}.weight": self.axis},
-                (*sharded_offsets, place),
+                (*sharded_offsets, *place),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
-            replace_prefix_for_sharding(shards, f"{index}.", prefix)
+            replace_prefix_for_sharding(shards, f"{index}.", key)
             shard = out[f"{prefix}weight{index}"] = shards[f"{index}.weight"]
             shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
         return out

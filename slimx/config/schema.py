@@ -55,6 +55,9 @@ class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU, else cpu")
     ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts a local one")
     start_deadline: PositiveFloat = Field(300, description="seconds until Ray, trainers and engines must be up")
+    affinity: Literal["auto", "none"] = Field(
+        "auto", description="auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere"
+    )
 
 
 class Optimizer(Section):
@@ -63,9 +66,22 @@ class Optimizer(Section):
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape from lr to min_lr")
     warmup_steps: Count = Field(0, description="optimizer updates of linear warm-up from 0")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (not on norms and biases)")
+    no_weight_decay: tuple[str, ...] = Field(
+        (), description="globs over Megatron or Hugging Face names of further parameters without weight decay"
+    )
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="Adam's moment decay rates")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     clip_grad: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled; 0: never")
+    max_skipped: Count = Field(
+        3,
+        description="optimizer steps in a row that may be skipped because a gradient is infinite or not a number; the "
+        "run stops at the last of them; 0: never",
+    )
+    offload: Share = Field(
+        0.0,
+        description="share of Adam's moments that lies in (pinned) host memory and visits the device in pieces of 512 "
+        "MiB at each step",
+    )
 
 
 class Recompute(Section):
@@ -143,7 +159,19 @@ class Trainer(Section):
     threads: PositiveInt = Field(1, description="CPU threads of one trainer rank")
     deadline: PositiveFloat = Field(1800, description="seconds that one call to all trainer ranks may take")
     offload: bool = Field(
-        True, description="offload trainers while engines generate (schedule.colocate; frees nothing on the CPU)"
+        True,
+        description="with schedule.colocate: weights, gradients and optimizer state leave the device for (pinned) host "
+        "memory while engines generate",
+    )
+    memory_margin_mib: Count = Field(
+        1024,
+        description="MiB of GPU memory that must be free before a training step; below it the caches are freed, then "
+        "the run stops and names the biggest holders; 0: no check (nor on the CPU)",
+    )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="globs over Megatron or Hugging Face names of parameters that are not trained, such as "
+        "'*.mlp.gate.weight'; they still publish and stand in checkpoints",
     )
     optimizer: Optimizer = Optimizer()
     megatron: dict[str, Any] = Field(
@@ -571,6 +599,7 @@ class Config(Section):
         changes: dict[str, Any] = {
             "load": self.critic.load or self.trainer.load,
             "optimizer": self.critic.optimizer,
+            "freeze": (),  # patterns for the policy
             # Layers of multi-token prediction learn from labels; a critic has none.
             "megatron": {key: value for key, value in self.trainer.megatron.items() if key != "mtp_num_layers"},
         }

@@ -189,6 +189,12 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
         )
     if not config.checkpoint.load_optimizer:
         return
+    if state.freeze != list(config.trainer.freeze):
+        raise SlimxError(
+            f"{path} was written with trainer.freeze={state.freeze}, this run has {list(config.trainer.freeze)}: what "
+            "was frozen has no optimizer state; keep the patterns, or set checkpoint.load_optimizer=false to go on "
+            "with new moments"
+        )
     _check_move(path, "trainer", state.layout, sizes, state.distributed_optimizer, config)
     if state.critic is not None and critic is not None:
         _check_move(path, "critic.layout", state.critic, critic, state.distributed_optimizer, config)

@@ -60,7 +60,7 @@ async def train(run: Run) -> None:
         run.step += 1
         if schedule.colocate:
             with run.phase("wake"):
-                await run.trainers.offload()
+                await run.trainers.offload(weights=False)
                 await run.engines.wake()
         metrics |= await run.publish()
         if run.engines is not None and not metrics["gap/tokens"]:
@@ -70,7 +70,7 @@ async def train(run: Run) -> None:
             metrics |= await evaluate(run)
         seconds = time.perf_counter() - began
         metrics["perf/tokens_per_second"] = sum(update.tokens for update in updates) / seconds
-        run.record(metrics, batch.groups, seconds)
+        run.record(metrics | await run.trainers.memory(), batch.groups, seconds)
         run.checkpoints.check()
         if run.due(config.checkpoint.every):
             await run.save()

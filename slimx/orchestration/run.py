@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -172,6 +172,8 @@ class Run:
                 self.records.table.note(first_line(error))
                 continue
             self.version = self.maker.version = done.manifest.version
+            if self.config.schedule.colocate:
+                await self.trainers.offload()
             return done
 
     async def _catch_up(self) -> bool:
@@ -204,6 +206,18 @@ class Run:
             rule=options.quantise or "none",
         )
 
+    @asynccontextmanager
+    async def trainers_turn(self) -> AsyncIterator[None]:
+        """Between two steps: the trainers' state is on their devices. Colocated engines sleep meanwhile."""
+        if not self.config.schedule.colocate:
+            yield
+            return
+        await self.engines.sleep()
+        await self.trainers.reload()
+        yield
+        await self.trainers.offload()
+        await self.engines.wake()
+
     async def save(self) -> None:
         """Write a checkpoint of the present step, unless this step has one."""
         if self._saved_step == self.step:
@@ -211,16 +225,17 @@ class Run:
         with self.phase("save_wait"):
             await self.checkpoints.settle()
         with self.phase("save"):
-            await self.checkpoints.save(
-                RunState(
-                    step=self.step,
-                    version=self.version,
-                    layout=layout_of(self.sizes),
-                    distributed_optimizer=self.config.trainer.distributed_optimizer,
-                    critic=layout_of(self.critic.sizes) if self.critic is not None else None,
-                    rollouts=self.rollouts.state(),
-                )
+            state = RunState(
+                step=self.step,
+                version=self.version,
+                layout=layout_of(self.sizes),
+                distributed_optimizer=self.config.trainer.distributed_optimizer,
+                critic=layout_of(self.critic.sizes) if self.critic is not None else None,
+                freeze=list(self.config.trainer.freeze),
+                rollouts=self.rollouts.state(),
             )
+            async with self.trainers_turn():
+                await self.checkpoints.save(state)
         self._saved_step = self.step
 
     async def finish_save(self) -> None:
@@ -239,7 +254,8 @@ class Run:
     async def export(self, name: str) -> None:
         """Write the present weights as the Hugging Face directory `name` in the run's own."""
         with self.phase("export"):
-            await self.checkpoints.export(self.directory / name)
+            async with self.trainers_turn():
+                await self.checkpoints.export(self.directory / name)
 
     # Records
     # -------------------------------------------------------------------------------------------------------------
@@ -320,5 +336,10 @@ def summary(directory: Path) -> dict[str, Any]:
         out["tokens with a gap above 1e-5 that no route explains"] = int(sum(series("gap/tokens_unexplained")))
     if series("loss/sft"):
         out["loss, last step"] = round(series("loss/sft")[-1], 4)
+    for phase in sorted({key for row in rows for key in row if key.startswith("memory/")}):
+        name = phase.removeprefix("memory/").removesuffix("_peak_mib")
+        out[f"trainer memory at its peak, MiB ({name})"] = round(max(series(phase)), 1)
+    if skipped := int(sum(series("optim/skipped"))):
+        out["optimizer steps skipped"] = skipped
     out["seconds of training"] = round(sum(series("time/step")), 1)
     return out

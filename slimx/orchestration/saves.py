@@ -19,7 +19,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class RunState:
     """`RolloutManager.state()`."""
     critic: dict[str, Any] | None = None
     """Parallel sizes of the critic that the checkpoint holds; None: it holds none."""
+    freeze: list[str] = field(default_factory=list)
+    """`trainer.freeze`: what it matches has no optimizer state."""
 
     def files(self) -> dict[str, bytes]:
         """The state as the files that hold it, by path in the checkpoint."""

@@ -98,8 +98,15 @@ class TrainerGroup(RankGroup):
             weights=Path(self.config.initial_weights),
         )
 
-    async def offload(self) -> None:
-        await self.call("offload", self.same(), "the offload of the trainers")
+    async def offload(self, *, weights: bool = True) -> None:
+        """Give the devices' memory back to the engines; without `weights` those stay, to be published from."""
+        await self.call("offload", self.same(weights), "the offload of the trainers")
+
+    async def memory(self) -> dict[str, float]:
+        """`memory/PHASE_peak_mib` since the last call: the highest of all ranks, in MiB."""
+        peaks = await self.call("memory", self.same(), "the trainers' peak memory")
+        names = {name for rank in peaks for name in rank}
+        return {name: max(rank.get(name, 0.0) for rank in peaks) for name in sorted(names)}
 
     async def reload(self) -> None:
         await self.call("reload", self.same(), "the reload of the trainers")

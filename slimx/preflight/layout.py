@@ -9,6 +9,7 @@ from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
+from slimx.layout.patterns import select
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
@@ -17,7 +18,7 @@ from slimx.models.trunk import read_trunk
 def check_layout(config: Config, spec: ModelSpec) -> Sizes:
     """Whether the model can be split as configured: layers, experts, heads, vocabulary.
 
-    Raises SlimxError with the reason and the nearest size that fits."""
+    Raises SlimxError with the reason and the nearest size that fits, or for patterns of parameters that match none."""
     sizes = sizes_of(config.trainer)
     for key, size, what, count in (
         ("trainer.expert", sizes.expert, "experts", spec.experts),
@@ -34,6 +35,7 @@ def check_layout(config: Config, spec: ModelSpec) -> Sizes:
                 f"{key}={nearest}"
             )
     check_coverage(spec.table.checkpoint(), MegatronLayout(spec.table, sizes).parts())
+    _check_patterns(config, spec)
     return sizes
 
 
@@ -51,6 +53,14 @@ def critic_keys(config: Config) -> Iterator[None]:
     try:
         yield
     except SlimxError as error:
-        if config.critic is None or config.critic.placement == "shared":
-            raise
-        raise SlimxError(str(error).replace("trainer.", "critic.layout.")) from None
+        told = str(error).replace("trainer.optimizer.", "critic.optimizer.")
+        if config.critic is not None and config.critic.placement == "own":
+            told = told.replace("trainer.", "critic.layout.")
+        raise SlimxError(told) from None
+
+
+def _check_patterns(config: Config, spec: ModelSpec) -> None:
+    select(spec.table, config.trainer.optimizer.no_weight_decay, "trainer.optimizer.no_weight_decay")
+    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
+    if frozen and all(entry.sources in frozen for entry in spec.table.entries()):
+        raise SlimxError("trainer.freeze matches every parameter of the model, so nothing would train; narrow it")

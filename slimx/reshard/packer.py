@@ -44,6 +44,14 @@ class Packer:
         """Where the parameters are."""
         return self._device or torch.device("cpu")
 
+    def again(self) -> None:
+        """The parameters may have other addresses now (`slimx.trainer.offload`): look them up anew."""
+        addresses = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._pieces.clear()
+            self._device_plans.clear()
+
     def pack(self, bucket: int, memory: torch.Tensor) -> Share:
         """Write this rank's part of `bucket` into `memory`, uint8 [form(bucket).size], zero where nobody writes."""
         if self._device is None:

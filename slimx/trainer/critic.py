@@ -21,7 +21,9 @@ from slimx.trainer.context import ContextShard
 from slimx.trainer.forward_backward import Pipeline, sum_gradients
 from slimx.trainer.metrics import reduce
 from slimx.trainer.model import build_model, unwrap
+from slimx.trainer.offload import Offload
 from slimx.trainer.optimizer import build_optimizer, learning_rate
+from slimx.trainer.optimizer_step import OptimizerStep
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.updates import combine
 from slimx.trainer.value_model import ValueModel
@@ -75,7 +77,14 @@ class Critic:
         layout = MegatronLayout(spec.table, parallel.sizes)
         self.weights = Weights(modules, spec, layout, parallel.rank, beside=_heads(modules))
         self.weights.load(self.config.initial_weights)
-        self.optimizer = build_optimizer(self.config, self.chunks)
+        options = trainer.optimizer
+        undecayed = self.weights.matching(options.no_weight_decay, "critic.optimizer.no_weight_decay")
+        self.optimizer = build_optimizer(self.config, self.chunks, undecayed)
+        named = self.weights.trainable() | {f"value_head.{n}": p for head in heads for n, p in head.named_parameters()}
+        self.optimizer_step = OptimizerStep(
+            self.optimizer, options, named, parallel.host_group, key="critic.optimizer", metrics="critic"
+        )
+        self.offloading = Offload(self.chunks, self.optimizer, parallel.device)
         self.loss = value_loss(clip=critic.value_clip)
         self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.pipeline = ValuePipeline(self.chunks, parallel.device)
@@ -114,17 +123,7 @@ class Critic:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = self.pipeline.train_values(batches, self.loss)
-        options = self.config.trainer.optimizer
-        rate = learning_rate(options, step, self.config.schedule.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-            group["weight_decay"] = options.weight_decay * group["wd_mult"]
-        success, norm, _ = self.optimizer.step()
-        metrics = {
-            "critic/lr": rate,
-            "critic/grad_norm": float(norm or 0.0),
-            "critic/skipped": float(not success),
-        }
+        metrics = self.optimizer_step(learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates))
         if not self.parallel.last_stage:
             return metrics
         sums = {name: ("sum", sum(part[name] for part in results)) for name in results[0]}
@@ -132,7 +131,8 @@ class Critic:
 
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after optimizer step `step` and start writing this rank's part of it into `path`."""
-        state = full_state(self.chunks, self.optimizer, step=step, data_size=self.parallel.sizes.data)
+        data_size = self.parallel.sizes.data
+        state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=False)
         self.saver.begin(Path(path), state)
 
     def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:

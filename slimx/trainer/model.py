@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -14,8 +15,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.config.schema import Config
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.patterns import select
+from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.trainer.backends import Backends
+from slimx.trainer.freeze import freeze, names_of
 from slimx.trainer.policy_model import PolicyModel
 from slimx.trainer.prediction_layer import with_prediction_layers
 from slimx.trainer.transformer import transformer_config
@@ -31,21 +36,36 @@ def build_model(
     kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded; more than one
-    with virtual pipeline stages only."""
+    with virtual pipeline stages only. What `trainer.freeze` matches has no gradient."""
     transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
     options = {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens} if kind is PolicyModel else {}
     make = partial(kind, **options)
+    virtual = config.trainer.virtual_pipeline
+    chunks = [_build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device) for chunk in range(virtual)]
+    _freeze(chunks, spec, config)
     return [
         DistributedDataParallel(
             transformer,
             DistributedDataParallelConfig(
                 use_distributed_optimizer=config.trainer.distributed_optimizer, grad_reduce_in_fp32=True
             ),
-            _build_chunk(make, spec, transformer, chunk if config.trainer.virtual_pipeline > 1 else None, device),
-            disable_bucketing=chunk > 0,
+            chunk,
+            disable_bucketing=number > 0,
         )
-        for chunk in range(config.trainer.virtual_pipeline)
+        for number, chunk in enumerate(chunks)
     ]
+
+
+def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> None:
+    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
+    if not frozen:
+        return
+    layout = MegatronLayout(spec.table, sizes_of(config.trainer))
+    names = names_of(frozen, layout.held(dist.get_rank()))
+    for number, chunk in enumerate(chunks):
+        prefix = f"{number}." if len(chunks) > 1 else ""
+        own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        freeze(unwrap(chunk), own, recompute=config.trainer.recompute.granularity != "none")
 
 
 def _build_chunk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 from slimx.config.schema import Config, Optimizer
+from slimx.trainer.host_moments import HostMoments
 from slimx.trainer.transformer import DTYPES
 
 
-def build_optimizer(config: Config, chunks: list[Any]) -> Any:
-    """Adam with fp32 main weights, global-norm clipping and (if configured) state sharded over data-parallel ranks."""
+def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch.nn.Parameter] = ()) -> Any:
+    """Adam with fp32 main weights and, as configured, state sharded over data-parallel ranks or kept on the host.
+
+    `undecayed`: parameters without weight decay besides norms and biases. `slimx.trainer.optimizer_step` steps it."""
     options = config.trainer.optimizer
-    dtype = DTYPES[config.numerics.dtype]
-    megatron = OptimizerConfig(
+    settings = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,
         min_lr=options.min_lr,
@@ -33,20 +36,30 @@ def build_optimizer(config: Config, chunks: list[Any]) -> Any:
         adam_eps=options.eps,
         clip_grad=options.clip_grad,
         bf16=config.numerics.dtype == "bfloat16",
-        params_dtype=dtype,
+        params_dtype=DTYPES[config.numerics.dtype],
         use_distributed_optimizer=config.trainer.distributed_optimizer,
     )
-    return get_megatron_optimizer(megatron, chunks, config_overrides=_groups(megatron))
+    optimizer = get_megatron_optimizer(settings, chunks, _groups(settings, undecayed))
+    if options.offload:
+        for part in optimizer.chained_optimizers:
+            if part.optimizer is not None:
+                part.optimizer = HostMoments(part.optimizer, options.offload)
+    return optimizer
 
 
-def _groups(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Which parameters get groups of their own: norms and biases, which are not decayed; and the fp32 ones of a bf16
-    model (a value head). In a group of both dtypes megatron-core 0.16.1's distributed optimizer takes the states of one
-    parameter for another's when it saves: it numbers them in the order of its buffers but keeps fp32 ones first."""
+def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) -> dict[ParamKey, ParamGroupOverride]:
+    """Which parameters get groups of their own: norms, biases and `undecayed`, which are not decayed; and the fp32 ones
+    of a bf16 model (a value head). In a group of both dtypes megatron-core 0.16.1's distributed optimizer takes the
+    states of one parameter for another's when it saves: it numbers them in the order of its buffers but keeps fp32 ones
+    first."""
     overrides = get_standard_config_overrides(config)
     if config.bf16:
         single = ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32)
         overrides[ParamKey(predicate=single)] = {"lr_mult": 1.0}
+    chosen = {id(parameter) for parameter in undecayed}
+    if chosen:
+        plain = ParamPredicate(name="undecayed", fn=lambda parameter: id(parameter) in chosen)
+        overrides[ParamKey(predicate=plain)] = {"wd_mult": 0.0}
     return overrides
 
 

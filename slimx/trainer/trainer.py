@@ -21,9 +21,12 @@ from slimx.trainer.checkpoint.save import Saver
 from slimx.trainer.checkpoint.state import full_state
 from slimx.trainer.context import ContextShard
 from slimx.trainer.forward_backward import Pipeline, sum_gradients
+from slimx.trainer.gpu import largest
 from slimx.trainer.metrics import gap_metrics, reduce
 from slimx.trainer.model import build_model, unwrap
+from slimx.trainer.offload import Offload
 from slimx.trainer.optimizer import build_optimizer, learning_rate
+from slimx.trainer.optimizer_step import OptimizerStep
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.passes import ForwardPasses, Holder
 from slimx.trainer.routes import RouteRecorder, within_sequence
@@ -41,7 +44,11 @@ class Trainer:
         modules = [unwrap(chunk) for chunk in self.chunks]
         self.weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
         self._load_weights(Path(config.initial_weights))
-        self.optimizer = build_optimizer(config, self.chunks)
+        options = config.trainer.optimizer
+        undecayed = self.weights.matching(options.no_weight_decay, "trainer.optimizer.no_weight_decay")
+        self.optimizer = build_optimizer(config, self.chunks, undecayed)
+        self.optimizer_step = OptimizerStep(self.optimizer, options, self.weights.trainable(), parallel.host_group)
+        self.offloading = Offload(self.chunks, self.optimizer, parallel.device)
         self.loss = make_loss(config.algorithm)
         self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.pipeline = Pipeline(self.chunks, parallel.device)
@@ -90,12 +97,7 @@ class Trainer:
             results = self.pipeline.train(batches, self.loss, others)
         metrics = self._metrics(batches, results, version)
         rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-            # megatron marks norms and biases with wd_mult 0 and leaves it to its scheduler, not used here, to apply it.
-            group["weight_decay"] = self.config.trainer.optimizer.weight_decay * group["wd_mult"]
-        success, norm, _ = self.optimizer.step()
-        metrics |= {"optim/lr": rate, "optim/grad_norm": float(norm or 0.0), "optim/skipped": float(not success)}
+        metrics |= self.optimizer_step(rate)
         return metrics
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[dict[str, np.ndarray]]:
@@ -126,20 +128,39 @@ class Trainer:
 
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after optimizer step `step` and start writing this rank's part of it into `path`."""
-        state = full_state(self.chunks, self.optimizer, step=step, data_size=self.parallel.sizes.data)
+        frozen, data_size = bool(self.config.trainer.freeze), self.parallel.sizes.data
+        state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=frozen)
         self.saver.begin(Path(path), state)
 
     def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:
         """Continue from the checkpoint in `path`."""
-        restore(Path(path), self.chunks, self.optimizer, same_layout=same_layout, load_optimizer=load_optimizer)
+        restore(
+            Path(path),
+            self.chunks,
+            self.optimizer,
+            same_layout=same_layout,
+            load_optimizer=load_optimizer,
+            frozen=bool(self.config.trainer.freeze),
+        )
 
-    def offload(self) -> None:
-        """Give device memory back while engines generate. Frees cached blocks on CUDA, nothing on the CPU."""
-        if self.parallel.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def offload(self, *, weights: bool = True) -> None:
+        """Give the device's memory back while engines generate: gradients and optimizer state, and the weights unless
+        they are still to be published. They come back by `reload`."""
+        if self.config.trainer.offload:
+            given = self.offloading.leave(weights=weights)
+            print(
+                f"slimx: offloaded {given / 2**20:.1f} MiB, on the host: {' and '.join(self.offloading.away)}",
+                flush=True,
+            )
 
-    def reload(self) -> None:
-        """Take back what `offload` gave away."""
+    def reload(self, *, training: bool = True) -> None:
+        """Take back what `offload` gave away: the weights, and with `training` all the rest."""
+        self.offloading.come_back(training=training)
+
+    def holds(self) -> dict[str, int]:
+        """Bytes on the device by kind, and the largest parameters by name."""
+        named = {name: parameter.nbytes for name, parameter in self.weights.parameters.items()}
+        return self.offloading.sizes() | largest(named)
 
     def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """This context-parallel rank's tokens of each micro-batch."""

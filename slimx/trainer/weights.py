@@ -10,8 +10,10 @@ import torch
 from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, matrix
+from slimx.layout.patterns import select
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec
+from slimx.trainer.freeze import names_of
 
 HostCopy = dict[str, torch.Tensor]
 """Values of every parameter, and of the buffers that the weight table names, by local name."""
@@ -51,6 +53,21 @@ class Weights:
                     f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, "
                     f"{list(held.shape)} in the table"
                 )
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters that are trained, by their Hugging Face names (joined where several are one parameter), in the
+        order of the forward pass."""
+        named = {" + ".join(held.sources): self.parameters[held.name] for held in self.held}
+        return {
+            name: parameter
+            for name, parameter in named.items()
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+        }
+
+    def matching(self, patterns: Sequence[str], key: str) -> list[torch.Tensor]:
+        """Parameters that one of the globs `patterns` of configuration key `key` matches, see `select`."""
+        names = names_of(select(self.spec.table, patterns, key), self.held)
+        return [self.parameters[name] for name in names]
 
     @torch.no_grad()
     def load(self, path: str) -> None:

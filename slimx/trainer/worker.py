@@ -29,6 +29,8 @@ class TrainerWorker:
         self._parallel: Any = None
         self._gatherers: dict[str, Any] = {}
         self._probe: Any = None
+        self._memory: Any = None
+        self._guard: Any = None
 
     def rendezvous(self) -> str:
         """Where the ranks meet, on this rank's node: an init_method for torch.distributed."""
@@ -36,7 +38,8 @@ class TrainerWorker:
         return f"tcp://{host}:{free_port(host)}"
 
     def start(self, init_method: str) -> dict[str, Any]:
-        """Join the other ranks, build the model, load the weights; returns this rank's pid and adapters in force."""
+        """Join the other ranks, build the model, load the weights; returns this rank's pid, adapters in force, and
+        on CUDA the UUID of its GPU and the number of CPUs that it runs on."""
         from slimx.config.schema import Config
 
         config = Config.model_validate(self._values)
@@ -45,10 +48,13 @@ class TrainerWorker:
         import torch
 
         from slimx.layout.ranks import sizes_of
+        from slimx.trainer.memory import PhaseMemory, meter_of
         from slimx.trainer.parallel import ParallelState
 
         torch.set_num_threads(config.trainer.threads)
         device = torch.device(self.device)
+        place = self._look_at_gpu(config, device) if device.type == "cuda" else {}
+        self._memory = PhaseMemory(meter_of(device), "generate" if config.rollout.engines else "wait")
         self._parallel = ParallelState(
             sizes_of(config.trainer),
             rank=self.rank,
@@ -58,7 +64,22 @@ class TrainerWorker:
             seed=config.run.seed,
         )
         self._build(config)
-        return {"pid": os.getpid(), "adapters": adapters}
+        return {"pid": os.getpid(), "adapters": adapters, **place}
+
+    def _look_at_gpu(self, config: Any, device: Any) -> dict[str, Any]:
+        """Refuse a broken GPU, run on the CPUs beside it, and guard its memory from now on."""
+        import torch
+
+        from slimx.trainer.gpu import MemoryGuard, check_health, set_affinity
+        from slimx.trainer.nvml import gpu_of
+
+        gpu = gpu_of(device)
+        health = check_health(gpu)
+        cpus = set_affinity(gpu) if config.cluster.affinity == "auto" else os.sched_getaffinity(0)
+        for line in (*health.warnings, f"rank {self.rank}: {gpu.uuid}, on {len(cpus)} CPUs"):
+            print(f"slimx: {line}", flush=True)
+        self._guard = MemoryGuard(gpu, config.trainer.memory_margin_mib * 2**20, free_caches=torch.cuda.empty_cache)
+        return {"gpu": gpu.uuid, "cpus": len(cpus)}
 
     def _build(self, config: Any) -> None:
         """The policy, and the critic if it shares these ranks."""
@@ -73,22 +94,40 @@ class TrainerWorker:
             self._critic = Critic(config, self._parallel)
 
     def train_step(self, updates: Any, step: int, version: int) -> dict[str, float]:
-        return self._trainer.train_updates(updates, step=step, version=version)
+        with self._memory.phase("train"):
+            self._resident()
+            if self._guard is not None:
+                self._guard.check(self._trainer.holds())
+            return self._trainer.train_updates(updates, step=step, version=version)
 
     def logprobs(self, batches: Any) -> Any:
-        return self._trainer.logprobs(batches)
+        with self._memory.phase("logprobs"):
+            self._resident(training=False)
+            return self._trainer.logprobs(batches)
 
     def reference_logprobs(self, batches: Any) -> Any:
-        return self._trainer.reference_logprobs(batches)
+        with self._memory.phase("logprobs"):
+            self._resident(training=False)
+            return self._trainer.reference_logprobs(batches)
 
     def measure_gap(self, batches: Any, version: int) -> dict[str, float]:
-        return self._trainer.measure_gap(batches, version=version)
+        with self._memory.phase("probe"):
+            self._resident(training=False)
+            return self._trainer.measure_gap(batches, version=version)
 
     def save(self, path: str, step: int) -> None:
-        self._trainer.save(path, step=step)
+        with self._memory.phase("save"):
+            self._resident()
+            self._trainer.save(path, step=step)
 
     def restore(self, path: str, same_layout: bool, load_optimizer: bool) -> None:
-        self._trainer.restore(path, same_layout=same_layout, load_optimizer=load_optimizer)
+        with self._memory.phase("restore"):
+            self._resident()
+            self._trainer.restore(path, same_layout=same_layout, load_optimizer=load_optimizer)
+
+    def memory(self) -> dict[str, float]:
+        """`memory/PHASE_peak_mib` of this rank since the last call, in MiB."""
+        return self._memory.take()
 
     def check_files(self, path: str, records: bytes) -> None:
         """Compare files of the checkpoint `path` with their records, name by name; raises SlimxError naming one."""
@@ -99,13 +138,19 @@ class TrainerWorker:
     # The critic, where these ranks hold one ------------------------------------------------------------------------
 
     def critic_values(self, batches: Any) -> Any:
-        return self._critic.values(batches)
+        with self._memory.phase("values"):
+            self._critic.offloading.come_back()
+            return self._critic.values(batches)
 
     def critic_step(self, updates: Any, step: int) -> dict[str, float]:
-        return self._critic.train_updates(updates, step=step)
+        with self._memory.phase("train"):
+            self._critic.offloading.come_back()
+            return self._critic.train_updates(updates, step=step)
 
     def critic_save(self, path: str, step: int) -> None:
-        self._critic.save(path, step=step)
+        with self._memory.phase("save"):
+            self._critic.offloading.come_back()
+            self._critic.save(path, step=step)
 
     def critic_restore(self, path: str, same_layout: bool, load_optimizer: bool) -> None:
         self._critic.restore(path, same_layout=same_layout, load_optimizer=load_optimizer)
@@ -162,7 +207,9 @@ class TrainerWorker:
 
     def fill_bucket(self, name: str, bucket: int, path: str) -> Any:
         """This rank's part of a bucket, into the memory at `path`."""
-        return self._gatherers[name].fill(bucket, path)
+        with self._memory.phase(name):
+            self._resident(training=False)
+            return self._gatherers[name].fill(bucket, path)
 
     def release_buckets(self, name: str, bucket: int | None) -> None:
         """Publisher: the memory of one bucket may be used again. All ranks, None: a publication has ended. Calls of a
@@ -175,13 +222,26 @@ class TrainerWorker:
 
         return write_bucket(packed, path)
 
-    def offload(self) -> None:
+    def offload(self, weights: bool = True) -> None:
+        """Give the device's memory back to engines on it; `weights`: those of the policy too."""
         for gatherer in self._gatherers.values():
             gatherer.close()
-        self._trainer.offload()
+        self._trainer.offload(weights=weights)
+        if self._critic is not None and self._trainer.config.trainer.offload:
+            self._critic.offloading.leave()
 
     def reload(self) -> None:
-        self._trainer.reload()
+        """Take back what `offload` gave away."""
+        self._resident()
+        if self._critic is not None:
+            self._critic.offloading.come_back()
+
+    def _resident(self, *, training: bool = True) -> None:
+        """Bring back what a call needs if it is not on the device; `training`: gradients and optimizer state too."""
+        if self._trainer.offloading.away:
+            self._trainer.reload(training=training)
+            for gatherer in self._gatherers.values():
+                gatherer.packer.again()
 
     def _device(self) -> Any:
         return self._trainer.parallel.device

@@ -57,11 +57,23 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
 
 def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in_order(tiny_model, task, tmp_path):  # noqa: F811
     schedule = {"steps": 1000, "colocate": True, "updates_per_step": 2}
-    config = write_config(tmp_path, tiny_model, task / "train.jsonl", schedule=schedule, rollout=_rollout(task))
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        task / "train.jsonl",
+        schedule=schedule,
+        rollout=_rollout(task),
+        checkpoint={"every": 2},
+    )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 3)
     _ends_in_order(run, signal.SIGINT, 130)
+    # Gradients and optimizer state leave before each publication, the weights after it; a checkpoint brings them back.
+    log = (tmp_path / "run/logs/trainer-0.log").read_text()
+    assert log.count("on the host: training\n") >= 3 and log.count("on the host: weights and training\n") >= 4
     for row in steps(tmp_path / "run").values():
+        peaks = {name: row[f"memory/{name}_peak_mib"] for name in ("generate", "train", "publish")}
+        assert all(100 < peak < 4000 for peak in peaks.values()), peaks
         assert row["time/sleep"] > 0 and row["time/wake"] > 0 and row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5
         # At the second update the policy has left the one that sampled; at the first the two differ by rounding.
         assert row["kl/rollout"] > 1e-7 and row["batch/microbatches"] == 2

@@ -131,7 +131,14 @@ class Rank:
     def shard(self, trajectories: list[Trajectory], advantages: list[float]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches."""
         rows = make_rows(trajectories, advantages, loss_weights(trajectories, "token"))
-        batch = pack(rows, data_size=self.sizes.data, max_tokens=MAX_TOKENS, multiple_of=self.sizes.tensor)
+        batch = pack(
+            rows,
+            data_size=self.sizes.data,
+            max_tokens=MAX_TOKENS,
+            multiple_of=self.sizes.tensor,
+            # Interleaved pipelines go round in turns of as many micro-batches as there are stages.
+            count_multiple=self.sizes.pipeline if self.sizes.virtual > 1 else 1,
+        )
         assert len(batch.shards[0]) > 1
         return batch.shards[self.parallel.place.data]
 

@@ -24,6 +24,7 @@ from slimx.reshard.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.packer import Packer, Share, describe
 from slimx.reshard.transports.device import fetch
+from slimx.trainer.memory import PhaseMemory, ProcessMeter
 from slimx.trainer.worker import TrainerWorker
 from tests.unit.cuda_stand import DEVICE, use_emulator
 from tests.unit.engine_stand import SERVED, engine_rank
@@ -142,8 +143,14 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
     worker = object.__new__(TrainerWorker)  # without the process that its constructor makes its own
     parallel, offloaded = SimpleNamespace(device=DEVICE, host_group=None), []
     weights = SimpleNamespace(parameters=held)
-    worker._trainer = SimpleNamespace(parallel=parallel, weights=weights, offload=lambda: offloaded.append(True))
-    worker.rank, worker._gatherers = PUBLISHER, {}
+    worker._trainer = SimpleNamespace(
+        parallel=parallel,
+        weights=weights,
+        offloading=SimpleNamespace(away=()),
+        offload=lambda weights: offloaded.append(weights),
+    )
+    worker.rank, worker._gatherers, worker._critic = PUBLISHER, {}, None
+    worker._memory = PhaseMemory(ProcessMeter(), "generate")
     for on_device in (True, False):
         path = worker.probe(on_device)
         assert path.startswith("cuda-ipc:") == on_device and worker.reaches(path)
@@ -157,4 +164,4 @@ def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_bac
     worker.release_buckets("publish", None)
     (memory,) = worker._gatherers["publish"]._free
     worker.offload()
-    assert offloaded and not memory._free.alive, "freed"
+    assert offloaded == [True] and not memory._free.alive, "freed"

@@ -41,7 +41,13 @@ _EXTRA = "_extra_state"
 
 
 def restore(
-    path: Path, chunks: Sequence[Any], optimizer: Any, *, same_layout: bool, load_optimizer: bool = True
+    path: Path,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    *,
+    same_layout: bool,
+    load_optimizer: bool = True,
+    frozen: bool = False,
 ) -> None:
     """Read this rank's shards from `path`; collective. The random state belongs to a rank: it is read under the same
     layout only. Without `load_optimizer` the moments begin anew from the weights.
@@ -50,7 +56,7 @@ def restore(
     """
     state: dict[str, Any] = states.model_state(chunks)
     if load_optimizer:
-        state["optimizer"] = states.optimizer_state(optimizer, state, loading=True)
+        state["optimizer"] = states.optimizer_state(optimizer, chunks, state, loading=True, frozen=frozen)
     if same_layout:
         state[states.RANDOM] = states.random_state()
     try:

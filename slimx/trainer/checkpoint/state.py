@@ -48,15 +48,23 @@ def model_state(chunks: Sequence[Any], **flags: bool) -> dict[str, Any]:
     }
 
 
-def optimizer_state(optimizer: Any, model: dict[str, Any], *, loading: bool) -> Any:
-    """Sharded state of the optimizer; collective: each parameter's state is gathered over its data-parallel ranks."""
+def optimizer_state(
+    optimizer: Any, chunks: Sequence[Any], model: dict[str, Any], *, loading: bool, frozen: bool
+) -> Any:
+    """Sharded state of the optimizer of `chunks`, whose sharded state is `model`; collective: each parameter's state is
+    gathered over its data-parallel ranks.
+
+    `frozen`: whether any rank has parameters without state. A key then names one layer and one expert: stacked over all
+    of them, as otherwise, it would have holes."""
+    if frozen:
+        model = model_state(chunks, non_homogeneous_layers=True, singleton_local_shards=True)
     return optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=metadata())
 
 
-def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: int) -> dict[str, Any]:
-    """All of a checkpoint after optimizer step `step`; collective."""
+def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: int, frozen: bool) -> dict[str, Any]:
+    """All of a checkpoint after optimizer step `step`; collective. `frozen`: see `optimizer_state`."""
     state = model_state(chunks)
-    state["optimizer"] = optimizer_state(optimizer, state, loading=False)
+    state["optimizer"] = optimizer_state(optimizer, chunks, state, loading=False, frozen=frozen)
     state[RANDOM] = random_state()
     return state | common_state(chunks, step, data_size)
 

@@ -1,0 +1,117 @@
+"""What becomes of a GPU's answers: faults that no real part has on demand come from a fake NVML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from slimx.errors import SlimxError
+from slimx.trainer.gpu import MIB, MemoryGuard, check_health, largest, set_affinity
+from slimx.trainer.nvml import NvmlGpu, Process
+
+
+@dataclass
+class FakeGpu:
+    uuid: str = "GPU-1234"
+    free: int = 10_000 * MIB
+    total: int = 80_000 * MIB
+    rows: tuple[bool, bool] = (False, False)
+    errors: int = 0
+    reasons: set[str] = field(default_factory=set)
+    reported: list[int] = field(default_factory=list)
+    near: set[int] = field(default_factory=lambda: {0, 1})
+
+    def memory(self) -> tuple[int, int]:
+        return self.free, self.total
+
+    def processes(self) -> list[Process]:
+        return [Process(7, 100 * MIB, "small"), Process(8, 60_000 * MIB, "sglang"), Process(9, None, "other")]
+
+    def cpus(self) -> set[int]:
+        return self.near
+
+    def uncorrected_errors(self) -> int:
+        return self.errors
+
+    def remapped_rows(self) -> tuple[bool, bool]:
+        return self.rows
+
+    def throttled(self) -> set[str]:
+        return self.reasons
+
+    def xids(self) -> list[int]:
+        found, self.reported = self.reported, []
+        return found
+
+
+def test_a_sound_gpu_starts_and_a_slow_one_starts_with_a_warning():
+    assert check_health(FakeGpu()).warnings == ()
+    (warning,) = check_health(FakeGpu(reasons={"power brake", "hardware slowdown"})).warnings
+    assert warning == "GPU-1234 runs below its clocks: hardware slowdown, power brake"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({"rows": (False, True)}, "remapping broken memory rows failed"),
+        ({"rows": (True, False)}, "wait to be remapped; reset the GPU"),
+        ({"errors": 3}, "3 memory errors that ECC could not repair"),
+        ({"reported": [79, 48]}, "XID 79, 48"),
+    ],
+)
+def test_a_broken_gpu_is_refused_by_its_uuid_with_the_fault(fault, told):
+    with pytest.raises(SlimxError, match=f"^GPU-1234: .*{told}"):
+        check_health(FakeGpu(**fault))
+
+
+def guard(gpu: FakeGpu, margin: int, gained: int = 0) -> MemoryGuard:
+    def free_caches() -> None:
+        gpu.free += gained
+
+    return MemoryGuard(gpu, margin * MIB, free_caches=free_caches)
+
+
+def test_enough_free_memory_touches_no_cache():
+    watched = guard(FakeGpu(), 1024)
+    watched.check({})
+    assert watched.freed == 0
+
+
+def test_below_the_margin_caches_are_freed_first():
+    watched = guard(FakeGpu(free=500 * MIB), 1024, gained=800 * MIB)
+    watched.check({})
+    assert watched.freed == 1
+
+
+def test_still_below_it_the_run_stops_and_names_the_biggest_holders_of_both_kinds():
+    watched = guard(FakeGpu(free=500 * MIB), 1024, gained=100 * MIB)
+    with pytest.raises(SlimxError) as caught:
+        watched.check({"weights": 9_000 * MIB, "gradients": 0, "optimizer state": 30_000 * MIB})
+    told = str(caught.value)
+    assert "GPU-1234 has 600 MiB of 80,000 MiB free, less than trainer.memory_margin_mib 1024" in told
+    assert "on it: sglang (pid 8) 60,000 MiB, small (pid 7) 100 MiB, other (pid 9) an unknown size" in told
+    assert "of this rank: optimizer state 30,000 MiB, weights 9,000 MiB;" in told
+
+
+def test_a_margin_of_zero_checks_nothing_but_a_critical_error_still_stops():
+    guard(FakeGpu(free=0), 0).check({})
+    with pytest.raises(SlimxError, match="XID 94"):
+        guard(FakeGpu(reported=[94]), 0).check({})
+
+
+def test_a_rank_runs_on_the_cpus_beside_its_gpu_that_it_may_use():
+    applied: list[set[int]] = []
+    used = set_affinity(FakeGpu(near={0, 1, 2}), {1, 2, 3}, lambda _, cpus: applied.append(cpus))
+    assert used == {1, 2} and applied == [{1, 2}]
+    assert set_affinity(FakeGpu(near={8}), {1, 2, 3}, lambda _, cpus: applied.append(cpus)) == {1, 2, 3}
+    assert len(applied) == 1
+
+
+def test_the_largest_tensors_come_first():
+    assert list(largest({"a": 1, "b": 3, "c": 2, "d": 0}, count=2)) == ["b", "c"]
+
+
+def test_without_nvml_the_error_names_the_gpu():
+    with pytest.raises(SlimxError, match="NVML does not answer for GPU-none"):
+        NvmlGpu("GPU-none")
