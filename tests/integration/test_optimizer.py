@@ -24,7 +24,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
     "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
-SEVERAL = [name for name in LAYOUTS if name != "single"]
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name == "PP2xVPP2" else []) for name in LAYOUTS]
+SEVERAL = NAMES[1:]
 FREEZING = {"single": {"recompute": {"granularity": "full"}}, "PP2xVPP2": {"recompute": {"granularity": "selective"}}}
 """Recomputed layers get no gradient if their input, a frozen embedding's output, needs none."""
 
@@ -87,7 +88,7 @@ def is_frozen(name: str) -> bool:
     return name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1."))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_frozen_parameters_keep_their_bits_and_have_neither_gradient_nor_state(laboratory, name):
     seen = set()
     for said in laboratory[name]:
@@ -102,7 +103,7 @@ def test_frozen_parameters_keep_their_bits_and_have_neither_gradient_nor_state(l
             assert said["state_elements"] == said["trainable_elements"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_freezing_changes_no_other_gradient_also_where_layers_are_recomputed(laboratory, name):
     plain, frozen = (laboratory.tensors(name, file) for file in ("gradients", "frozen_gradients"))
     assert plain.keys() == frozen.keys()
@@ -120,7 +121,7 @@ def test_a_half_frozen_model_trains_alike_in_every_layout(laboratory, name):
         assert (several[parameter] - weight).abs().max() <= 1e-3 * weight.abs().max(), parameter
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_half_frozen_trainer_continues_from_its_checkpoint_bit_for_bit(laboratory, name):
     for said in laboratory[name]:
         ahead, restored = said["restored"]
@@ -130,14 +131,14 @@ def test_a_half_frozen_trainer_continues_from_its_checkpoint_bit_for_bit(laborat
 # Steps that are skipped -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank_and_changes_no_bit(laboratory, name):
     for rank, said in enumerate(laboratory[name]):
         assert said["skipped"] == 1.0 and said["skip_left_all"], rank
         assert said["after_skip"] == 0.0 and said["after_skip_moved"], rank
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_too_many_skips_in_a_row_stop_every_rank_with_the_parameter_where_it_began(laboratory, name):
     (told,) = {said.get("stopped") for said in laboratory[name]}
     assert told is not None and told.startswith("2 optimizer steps in a row had gradients that are not finite")
@@ -163,20 +164,20 @@ def test_weights_of_a_bf16_model_are_the_main_weights_rounded_and_these_hold_mor
 # State on the host ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_moments_on_the_host_give_the_same_bits(laboratory, name, dtype):
     for said in laboratory[name]:
         assert said[f"host_moments_{dtype}_0.5"] and said[f"host_moments_{dtype}_1.0"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_moments_on_the_host_continues_with_another_share_there(laboratory, name):
     for said in laboratory[name]:
         assert said["host_moments_restored"] and said["host_moments_went_on"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory, name, dtype):
     for said in laboratory[name]:
@@ -188,7 +189,7 @@ def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory,
         assert found["kept"] and found["published"] and found["same"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, name, dtype):
     assert all(said[f"offloaded_{dtype}"]["trained"] for said in laboratory[name])
