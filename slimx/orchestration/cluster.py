@@ -14,6 +14,10 @@ import torch
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 
+TRAINER_SHARE, ENGINE_SHARE = 0.6, 0.4
+"""Of a GPU, as Ray counts, where a trainer rank and an engine take turns on it (schedule.colocate). Ray fills one GPU
+before it takes the next: of two halves it would make two trainer ranks on one GPU, which NCCL refuses."""
+
 
 def device_of(config: Config) -> str:
     """ "cuda" or "cpu", as configured or as torch sees it."""
@@ -47,8 +51,8 @@ def start_ray(config: Config, device: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = config.cluster.ray_address or "on this machine"
         raise SlimxError(f"Ray cannot be started {where}: {' '.join(str(error).split())[:300]}") from error
-    share = 0.5 if config.schedule.colocate else 1.0
-    gpus = share * (config.trainer.world_size + engines) + critic if device == "cuda" else 0.0
+    trainer, engine = (TRAINER_SHARE, ENGINE_SHARE) if config.schedule.colocate else (1.0, 1.0)
+    gpus = trainer * config.trainer.world_size + engine * engines + critic if device == "cuda" else 0.0
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
         have = ray.cluster_resources().get(kind, 0.0)
         if have < needed:

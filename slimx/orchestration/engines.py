@@ -11,6 +11,7 @@ import ray
 
 from slimx.config.schema import Config, Engines
 from slimx.errors import SlimxError
+from slimx.orchestration.cluster import ENGINE_SHARE
 from slimx.orchestration.engine_actor import EngineActor, EngineHandle
 from slimx.orchestration.recovery import Membership
 from slimx.ports import free_port
@@ -62,7 +63,7 @@ class EngineGroup:
             "routed_experts": moe and config.rollout.routed_experts,
             "sglang": group.sglang,
         }
-        share = 0.5 if config.schedule.colocate else group.ranks
+        share = ENGINE_SHARE if config.schedule.colocate else group.ranks
         actor = ray.remote(EngineActor).options(
             num_cpus=group.threads * group.ranks, num_gpus=share if device == "cuda" else 0
         )

@@ -15,6 +15,7 @@ from slimx.data.batch import TrainBatch
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
 from slimx.models.checkpoint_writer import finish_directory, shard_name
+from slimx.orchestration.cluster import TRAINER_SHARE
 from slimx.orchestration.ranks import RankGroup
 from slimx.orchestration.waiting import gather
 from slimx.reshard.gather import PUBLISHER
@@ -39,7 +40,7 @@ class TrainerGroup(RankGroup):
         worker: type = TrainerWorker,
     ):
         """`table`: of the model. `plans`: by which weights leave, "export" and, with engines, "publish"."""
-        gpu = 0.5 if config.schedule.colocate else 1
+        gpu = TRAINER_SHARE if config.schedule.colocate else 1
         super().__init__("trainer", config, sizes, log_dir, device, worker=worker, gpu=gpu)
         self.table = table
         self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}

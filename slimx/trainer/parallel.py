@@ -48,7 +48,7 @@ class ParallelState:
         if first != self.rank:
             raise SlimxError(
                 f"trainer ranks {first} and {self.rank} were given the same GPU ({mine}), and NCCL wants one for each; "
-                "lower trainer.world_size to the number of GPUs, or set schedule.colocate=false"
+                "lower trainer.world_size to the number of GPUs"
             )
 
     @property
