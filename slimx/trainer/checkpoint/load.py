@@ -92,7 +92,8 @@ def _unusable(path: Path, error: BaseException) -> SlimxError:
 
 def _fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     for key, chunk in zip(states.chunk_keys(chunks), chunks, strict=True):
-        odd = unwrap(chunk).load_state_dict(loaded[key], strict=False)
+        # A stage without layers (trainer.layers_per_stage) may have no tensor at all, and then it has no key.
+        odd = unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=False)
         if names := [name for name in (*odd.missing_keys, *odd.unexpected_keys) if _EXTRA not in name]:
             raise SlimxError(f"{names[0]} is in the model or in the checkpoint, but not in both")
 
