@@ -238,9 +238,13 @@ class EngineHandle:
             await self._call("pause", self._living.call.remote("pause"))
         await self._call("sleep", self._living.call.remote("sleep", ("kv_cache",)))
 
-    async def wake(self) -> None:
+    async def wake(self, *, serve: bool = False) -> None:
+        """Take that memory back; `serve`: generate again at once, with the weights it has. A publication does that
+        otherwise."""
         if await self.state() is State.ASLEEP:  # one that was started meanwhile is awake
             await self._call("wake", self._living.call.remote("wake"))
+            if serve:
+                await self.resume()
 
     # A receiver of publications (slimx.reshard.parties) ---------------------------------------------------------------
 

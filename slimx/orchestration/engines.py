@@ -80,9 +80,10 @@ class EngineGroup:
         """Release the engines' KV cache. One that cannot is quarantined."""
         await asyncio.gather(*(self._or_quarantine(engine, engine.sleep()) for engine in self.members.candidates()))
 
-    async def wake(self) -> None:
-        """Take it back."""
-        await asyncio.gather(*(self._or_quarantine(engine, engine.wake()) for engine in self.members.candidates()))
+    async def wake(self, *, serve: bool = False) -> None:
+        """Take it back; `serve`: generate at once, where no publication follows."""
+        engines = self.members.candidates()
+        await asyncio.gather(*(self._or_quarantine(engine, engine.wake(serve=serve)) for engine in engines))
 
     async def _or_quarantine(self, engine: EngineHandle, work: Awaitable[None]) -> None:
         try:

@@ -216,7 +216,7 @@ class Run:
         await self.trainers.reload()
         yield
         await self.trainers.offload()
-        await self.engines.wake()
+        await self.engines.wake(serve=True)
 
     async def save(self) -> None:
         """Write a checkpoint of the present step, unless this step has one."""
