@@ -6,10 +6,6 @@ Each layout is one start of real processes that do everything asked below; `crit
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +16,11 @@ from safetensors.torch import load_file
 
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.ports import free_port
-from tests.integration.conftest import ROOT, Weights, perturbed
+from tests.integration.conftest import Weights, perturbed
 from tests.integration.critic_rank import CLIP, DEEPSEEK, QWEN, STEPS, critic_rows
 from tests.integration.deepseek_v3_oracle import MODELS
 from tests.integration.deepseek_v3_oracle import Oracle as DeepseekOracle
+from tests.integration.rank_processes import run_ranks
 from tests.integration.test_trainer_layouts import Oracle, difference, write_model
 
 pytestmark = pytest.mark.integration
@@ -91,35 +88,9 @@ class Laboratory:
             job = {"models": self.models, "layout": LAYOUTS[name], "out": str(out)}
             job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
             (out / "job.json").write_text(json.dumps(job))
-            run_ranks(out, SIZES[name].world)
+            run_ranks("tests.integration.critic_rank", out, SIZES[name].world, DEADLINE_S)
             self._done[name] = Ran(out, SIZES[name])
         return self._done[name]
-
-
-def run_ranks(out: Path, world: int) -> None:
-    """Start the ranks and wait; when one fails the others are ended and its words are told."""
-    command = [sys.executable, "-m", "tests.integration.critic_rank", str(out / "job.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ranks: list[subprocess.Popen] = []
-    try:
-        for rank in range(world):
-            with (out / f"{rank}.log").open("wb") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [*command, str(rank)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
-                    )
-                )
-        end = time.monotonic() + DEADLINE_S
-        while any(process.poll() is None for process in ranks) and time.monotonic() < end:
-            if any(process.poll() for process in ranks):
-                break
-            time.sleep(0.05)
-        for rank, process in enumerate(ranks):
-            assert process.poll() == 0, f"rank {rank}: {process.poll()}\n{(out / f'{rank}.log').read_text()[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 class ValueOracle:

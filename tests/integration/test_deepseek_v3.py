@@ -7,10 +7,6 @@ yarn, expert groups and a layer of multi-token prediction (V3), one without any 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,8 +23,9 @@ from slimx.layout.ranks import Sizes, coordinates
 from slimx.layout.table import Table
 from slimx.models.families import read_model
 from slimx.ports import free_port
-from tests.integration.conftest import ROOT, Weights
+from tests.integration.conftest import Weights
 from tests.integration.deepseek_v3_oracle import MODELS, Oracle
+from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_rank import demonstrations
 
 pytestmark = pytest.mark.integration
@@ -97,33 +94,7 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        run_ranks(out, SIZES[layout].world)
-
-
-def run_ranks(out: Path, world: int) -> None:
-    """Start the ranks and wait; when one fails the others are ended and its words are told."""
-    command = [sys.executable, "-m", "tests.integration.deepseek_v3_rank", str(out / "job.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ranks: list[subprocess.Popen] = []
-    try:
-        for rank in range(world):
-            with (out / f"{rank}.log").open("wb") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [*command, str(rank)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
-                    )
-                )
-        end = time.monotonic() + DEADLINE_S
-        while any(process.poll() is None for process in ranks) and time.monotonic() < end:
-            if any(process.poll() for process in ranks):
-                break
-            time.sleep(0.05)
-        for rank, process in enumerate(ranks):
-            assert process.poll() == 0, f"rank {rank}: {process.poll()}\n{(out / f'{rank}.log').read_text()[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        run_ranks("tests.integration.deepseek_v3_rank", out, SIZES[layout].world, DEADLINE_S)
 
 
 class Ran:

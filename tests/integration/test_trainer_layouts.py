@@ -6,11 +6,7 @@ Each layout is one start of real processes (5 to 12 s) that do everything asked 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +25,7 @@ from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.weights import loss_weights
 from slimx.layout.ranks import Sizes, coordinates
 from tests.integration.conftest import Weights, free_port, perturbed
+from tests.integration.rank_processes import run_ranks
 from tests.integration.trainer_rank import OPTIMIZER, STEPS, VERSION, demonstrations
 
 pytestmark = pytest.mark.integration
@@ -53,7 +50,6 @@ RESTORES = {"TP2": ["DP2"], "EP2": ["DP2"], "EP2xTP2": ["EP2"]}
 """Layout -> whose checkpoints it loads."""
 SEVERAL = [name for name in LAYOUTS if name != "single"]
 DEADLINE_S = 120
-RANK = Path(__file__).with_name("trainer_rank.py")
 TEMPERATURE = 0.7
 CORRUPTED = 17
 """Positions of the saved rollouts whose experts are not those that the trainer chooses."""
@@ -119,33 +115,8 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        run_ranks(out, LAYOUTS[name]["world_size"])
+        run_ranks("tests.integration.trainer_rank", out, LAYOUTS[name]["world_size"], DEADLINE_S)
         return Layout(name, out)
-
-
-def run_ranks(out: Path, world: int) -> None:
-    """Start the ranks and wait; when one fails the others are ended and its words are told."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ranks = []
-    try:
-        for rank in range(world):
-            with (out / f"{rank}.log").open("wb") as log:
-                command = [sys.executable, str(RANK), str(out / "job.json"), str(rank)]
-                ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
-        end = time.monotonic() + DEADLINE_S
-        while any(process.poll() is None for process in ranks):
-            late = time.monotonic() > end
-            failed = [rank for rank, process in enumerate(ranks) if process.poll()] or ([0] if late else [])
-            if failed:
-                what = f"no end after {DEADLINE_S} s" if late else "failed"
-                raise AssertionError(f"rank {failed[0]} {what}:\n{(out / f'{failed[0]}.log').read_text()[-3000:]}")
-            time.sleep(0.05)
-        codes = [process.returncode for process in ranks]
-        assert codes == [0] * world, f"{codes}\n{(out / '0.log').read_text()[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 def difference(found: Weights, expected: Weights) -> tuple[float, str]:

@@ -1,6 +1,6 @@
 """One gloo rank of test_trainer_layouts: real trainers without Ray, and a file of what they computed.
 
-    python trainer_rank.py JOB.json RANK
+    python -m tests.integration.trainer_rank JOB.json RANK
 
 The process begins as `slimx.trainer.worker` does: adapters first, megatron-core after them. It writes `RANK.json`
 (metrics and texts) and `RANK.npz` (log-probs by sequence); rank 0 adds gathered weights and gradients under their
