@@ -102,7 +102,7 @@ class Recompute(Section):
 
 
 class Moe(Section):
-    """How tokens reach their experts."""
+    """How tokens choose and reach their experts (docs/concepts.md says what each term is)."""
 
     dispatcher: Literal["alltoall", "flex"] = Field(
         "alltoall", description="alltoall: collectives of torch.distributed; flex: kernels of `flex_backend` (CUDA)"
@@ -110,6 +110,38 @@ class Moe(Section):
     flex_backend: Literal["deepep", "hybridep"] = Field(
         "deepep", description="library behind the flex dispatcher; hybridep spans NVLink domains of GB300"
     )
+    replay: Literal["none", "R2", "R3"] = Field(
+        "none",
+        description="experts of a training pass. none: the router's own choice; R2: what it chose under the weights "
+        "before the step's first update (one more forward pass); R3: what the engine chose",
+    )
+    aux_loss_coef: float = Field(0.0, ge=0, description="weight of each MoE layer's load-balancing loss; 0: none")
+    aux_loss_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
+        "seq_aux_loss",
+        description="tokens over which load is balanced: aux_loss a micro-batch, seq_aux_loss each sequence, "
+        "global_aux_loss all micro-batches of the update so far",
+    )
+    z_loss_coef: float = Field(
+        0.0, ge=0, description="weight of each MoE layer's mean squared logsumexp of the router's logits; 0: none"
+    )
+    bias_update_rate: float = Field(
+        0.0, ge=0, description="step of each expert's selection bias towards equal load, after every update; 0: none"
+    )
+
+
+_ROUTING = {
+    "moe_aux_loss_coeff": "set trainer.moe.aux_loss_coef",
+    "moe_router_load_balancing_type": "set trainer.moe.aux_loss_type",
+    "moe_z_loss_coeff": "set trainer.moe.z_loss_coef",
+    "moe_router_bias_update_rate": "set trainer.moe.bias_update_rate",
+    "moe_enable_routing_replay": "set trainer.moe.replay",
+    "moe_router_fusion": "a fused router can be neither recorded nor replayed",
+    "overlap_moe_expert_parallel_comm": "its schedule takes layers apart, and their routers would lose their batch",
+    "cuda_graph_impl": "a captured router would see the first micro-batch for ever",
+    "enable_cuda_graph": "a captured router would see the first micro-batch for ever",
+    "external_cuda_graph": "a captured router would see the first micro-batch for ever",
+}
+"""Fields of megatron-core's TransformerConfig that routing has to itself, and what a user does instead."""
 
 
 class Trainer(Section):
@@ -187,6 +219,13 @@ class Trainer(Section):
     def expert_tensor_size(self) -> int:
         """Expert tensor parallel size, given or Megatron's default."""
         return self.expert_tensor or self.tensor
+
+    @model_validator(mode="after")
+    def _routing(self) -> Trainer:
+        for key, instead in _ROUTING.items():
+            if self.megatron.get(key) not in (None, False, 0, "none"):
+                raise ValueError(f"trainer.megatron.{key} is not passed through; {instead}")
+        return self
 
     @model_validator(mode="after")
     def _layout(self) -> Trainer:
@@ -564,6 +603,12 @@ class Config(Section):
             raise ValueError(f"critic is given but algorithm.name is {name}, which has none; remove it or use ppo")
         if self.critic is not None:
             self.as_critic()
+        if self.trainer.moe.replay == "R3" and not (self.rollout.engines and self.rollout.routed_experts):
+            missing = "rollout.routed_experts is false" if self.rollout.engines else "rollout.engines is empty"
+            raise ValueError(
+                f"trainer.moe.replay is R3 but {missing}: there are no routes of an engine to replay; set "
+                "rollout.routed_experts=true, or trainer.moe.replay=none or R2"
+            )
         if self.eval.prompts and not self.rollout.engines:
             raise ValueError("eval.prompts is set but rollout.engines is empty; evaluation needs an engine")
         if self.rollout.prompts_per_step % self.schedule.updates_per_step:

@@ -70,7 +70,7 @@ class MicroBatch:
     padding: np.ndarray
     """bool [T]: positions that belong to no trajectory; the auxiliary losses of a router leave them out."""
     routed_experts: np.ndarray | None
-    """[T, moe_layers, k]; None if no row has any."""
+    """[T, layers, k]; None if no row has any."""
     rows: list[int]
     """Which of the packed rows each sequence is; the padding of the whole is none."""
     values: np.ndarray | None = None
@@ -79,6 +79,8 @@ class MicroBatch:
     """float32 [T]; None if no row has any."""
     support: Support | None = None
     """T positions; None if no row has any."""
+    route_layers: tuple[int, ...] | None = None
+    """Global numbers of the layers on the second axis of `routed_experts`; None: all of them, in order."""
 
 
 @dataclass(kw_only=True, slots=True)

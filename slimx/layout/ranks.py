@@ -67,6 +67,20 @@ def coordinates(rank: int, sizes: Sizes) -> Coordinates:
     )
 
 
+def stage_layers(sizes: Sizes, layers: int) -> list[tuple[int, ...]]:
+    """Per pipeline rank the global numbers, from 0, of the decoder layers that it holds, chunk by chunk."""
+    counts = sizes.split or (layers // sizes.stages,) * sizes.stages
+    first = [sum(counts[:stage]) for stage in range(sizes.stages)]
+    return [
+        tuple(
+            layer
+            for stage in range(place, sizes.stages, sizes.pipeline)
+            for layer in range(first[stage], first[stage] + counts[stage])
+        )
+        for place in range(sizes.pipeline)
+    ]
+
+
 def sizes_of(config: Trainer) -> Sizes:
     """Parallel sizes of a trainer configuration."""
     return Sizes(

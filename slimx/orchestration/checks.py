@@ -21,6 +21,7 @@ from slimx.orchestration.batches import sequence_multiple
 from slimx.orchestration.cluster import device_of
 from slimx.preflight.layout import check_critic_layout, check_layout, critic_keys
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
+from slimx.preflight.routing import check_routing
 from slimx.preflight.teacher import check_teacher
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
@@ -55,6 +56,7 @@ def check_run(config: Config) -> Prepared:
     device = device_of(config)
     spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
     sizes = check_layout(config, spec)
+    check_routing(config, spec)
     backends = choose_backends(config.trainer, device=device, packages=installed())
     _check_transformer(config, spec, backends, device)
     _check_weights(Path(config.initial_weights), spec)

@@ -18,6 +18,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import Row
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
+from slimx.data.routes import RouteShape, check_routes
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.jsonl import JsonlFile
@@ -76,6 +77,7 @@ class Run:
         records: Records,
         encoding: Encoding = "hf",
         critic: CriticGroup | None = None,
+        routes: RouteShape | None = None,
     ):
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
         self.packer, self.critic = packer, critic
@@ -86,6 +88,8 @@ class Run:
             config, sizes, trainers, saves, records.timeline, records.table.note, critic=critic
         )
         self.encoding: Encoding = encoding
+        self.routes = routes
+        """What the engines' routes must look like to be replayed; None where they are not."""
         self.transport = make_transport(trainers, config, self.directory / "logs")
         self.publisher = None
         if engines is not None:
@@ -148,6 +152,8 @@ class Run:
 
     def updates(self, groups: list[Group]) -> list[list[Row]]:
         """The rows that one step's groups give, update by update; with a critic their advantages come later."""
+        if self.routes is not None:
+            check_routes([trajectory for group in groups for trajectory in group.trajectories], self.routes)
         return make_update_rows(self.config, groups, partial(group_advantages, self.config.algorithm))
 
     async def publish(self) -> dict[str, float]:

@@ -33,6 +33,7 @@ from slimx.orchestration.loop import train
 from slimx.orchestration.run import Records, Run, summary
 from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.trainers import TrainerGroup
+from slimx.preflight.routing import route_shape
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.rollouts import GroupMaker
 
@@ -175,6 +176,7 @@ async def _session(
             records=records,
             encoding=prepared.encoding,
             critic=critic,
+            routes=route_shape(prepared.spec) if config.trainer.moe.replay == "R3" else None,
         )
         stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import ray
 
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch
-from slimx.layout.ranks import Sizes
+from slimx.data.routes import for_stage
+from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
 from slimx.models.checkpoint_writer import finish_directory, shard_name
 from slimx.orchestration.cluster import TRAINER_SHARE
@@ -156,3 +157,14 @@ class TrainerGroup(RankGroup):
             logs=self.logs[PUBLISHER : PUBLISHER + 1],
         )
         return out
+
+    def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
+        """Per rank its data-parallel shard with the routes of its own pipeline stage, stored once for the ranks that
+        share both, and the rest."""
+        sizes = self.sizes
+        if sizes.pipeline == 1 or not (self.config.rollout.engines and self.config.rollout.routed_experts):
+            return super().sharded(shards, *rest)
+        stages = stage_layers(sizes, self.table.layers)
+        stored = [[ray.put(for_stage(shard, layers)) for layers in stages] for shard in shards]
+        places = [coordinates(rank, sizes) for rank in range(sizes.world)]
+        return [(stored[place.data][place.pipeline], *rest) for place in places]

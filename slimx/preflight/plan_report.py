@@ -22,6 +22,7 @@ from slimx.models.families import ModelSpec, read_model
 from slimx.preflight.layout import check_critic_layout, check_layout
 from slimx.preflight.link_model import Links, Stages, Traffic, Trial, gb300_nvlink, h100_infiniband, predict, traffic_of
 from slimx.preflight.publication import PublicationPlan, engine_sizes, publication_plan
+from slimx.preflight.routing import check_routing
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
 
@@ -120,6 +121,7 @@ def plan_report(config: Config) -> PlanReport:
     Raises SlimxError for whatever would refuse the run at that stage."""
     spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
     sizes = check_layout(config, spec)
+    check_routing(config, spec)
     trunk, critic = check_critic_layout(config) if config.critic is not None else (None, None)
     # A plan is for the machine of the run, which this one need not be.
     device = "cuda" if config.cluster.device == "auto" else config.cluster.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from slimx.algorithms.losses import Loss, LossInputs
 from slimx.data.batch import MicroBatch
 from slimx.trainer.logprobs import KeptTokens, Targets
+from slimx.trainer.routing import Routing
 from slimx.trainer.transfer import to_device
 
 
@@ -38,9 +40,10 @@ class Pipeline:
     Under context parallelism the micro-batches are this rank's part of each (`slimx.trainer.context`), T is its length,
     and only `lengths` tells of the whole."""
 
-    def __init__(self, chunks: list[Any], device: torch.device):
-        """`chunks`: this rank's modules in the order of the forward pass."""
-        self.chunks, self.device = chunks, device
+    def __init__(self, chunks: list[Any], device: torch.device, routing: Routing | None = None):
+        """`chunks`: this rank's modules in the order of the forward pass. `routing`: of their routers; without one they
+        choose by themselves (a critic's)."""
+        self.chunks, self.device, self._routing = chunks, device, routing
         self._run = get_forward_backward_func()
 
     def scores(self, batches: list[MicroBatch]) -> list[TokenScores]:
@@ -110,14 +113,15 @@ class Pipeline:
         )
         # What layers of multi-token prediction, if there are any, learn from (slimx.trainer.policy_model).
         learned = {"loss_mask": self._tensor(batch.loss_weight).unsqueeze(0)} if training else {}
-        output = model(
-            self._tensor(batch.tokens).unsqueeze(0),
-            positions,
-            None,
-            packed_seq_params=packed,
-            labels=targets,
-            **learned,
-        )
+        with nullcontext() if self._routing is None else self._routing.microbatch(self.chunks.index(model)):
+            output = model(
+                self._tensor(batch.tokens).unsqueeze(0),
+                positions,
+                None,
+                packed_seq_params=packed,
+                labels=targets,
+                **learned,
+            )
         return output, partial(loss, batch)
 
     def _tensor(self, array: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -10,17 +10,29 @@ from slimx.config.schema import Algorithm
 from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
 from slimx.trainer.forward_backward import Pipeline, TokenScores
+from slimx.trainer.routing import Routes, Routing
 from slimx.trainer.weights import HostCopy, Weights
 
 Holder = Literal["policy", "reference", "teacher"]
+Replay = Literal["none", "R2", "R3"]
+
+
+class Known(NamedTuple):
+    """What is known of a step's micro-batches before the policy moves."""
+
+    fields: list[dict[str, torch.Tensor]]
+    """Of `LossInputs` by name, per micro-batch; on the ranks of the last pipeline stage, elsewhere nothing."""
+    routes: Routes | None
+    """The experts that training takes, per micro-batch; None: each router chooses."""
 
 
 class ForwardPasses:
     """Scores under several sets of weights, which take turns in the memory of the policy's parameters."""
 
-    def __init__(self, pipeline: Pipeline, weights: Weights, algorithm: Algorithm):
-        """Take the copies that `algorithm` asks for. `weights` are the initial ones."""
-        self._pipeline, self._weights = pipeline, weights
+    def __init__(self, pipeline: Pipeline, routing: Routing, weights: Weights, algorithm: Algorithm, replay: Replay):
+        """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`:
+        `trainer.moe.replay`."""
+        self._pipeline, self._routing, self._weights, self._replay = pipeline, routing, weights, replay
         self._recompute = algorithm.old_logprobs == "recompute"
         self._copies: dict[str, HostCopy] = {}
         if algorithm.reference:
@@ -41,21 +53,25 @@ class ForwardPasses:
             switch(self._copies[under])
             return self._pipeline.scores(batches)
 
-    def before_updates(self, batches: list[MicroBatch]) -> list[dict[str, torch.Tensor]]:
-        """What a loss wants to know before the policy moves: fields of `LossInputs` by name, per micro-batch.
-
-        Collective; on the ranks of the last pipeline stage, elsewhere nothing.
-        """
+    def before_updates(self, batches: list[MicroBatch]) -> Known:
+        """What a loss wants to know before the policy moves, and the routes that are replayed. Collective."""
         fields: dict[str, list[TokenScores]] = {}
-        if self._recompute:
-            fields["old_logprobs"] = self._pipeline.scores(batches)
+        routes = self._routing.from_engine(batches) if self._replay == "R3" else None
+        if self._recompute or self._replay == "R2":
+            with self._routing.forward(batches, replay=routes):
+                old = self._pipeline.scores(batches)
+            if self._recompute:
+                fields["old_logprobs"] = old
+            if self._replay == "R2":
+                routes = self._routing.chosen()
         with self._weights.switching() as switch:
             for name, copy in self._copies.items():
                 switch(copy)
                 fields[f"{name}_logprobs"] = self._pipeline.scores(batches)
         if not fields:
-            return [{} for _ in batches]
-        return [
+            return Known([{} for _ in batches], routes)
+        named = [
             {name: scores.logprobs for name, scores in zip(fields, each, strict=True)}
             for each in zip(*fields.values(), strict=True)
         ]
+        return Known(named, routes)

@@ -1,77 +1,57 @@
-"""Which experts the trainer's router chose, compared with the engine's choice for the same tokens."""
+"""Routes of micro-batches as tensors: the engine's, cut for this rank, and how they differ from those taken.
+
+Routes are integers [routers, t, k]: the experts of this rank's MoE layers (in the order of the forward pass) for
+the t tokens of a micro-batch that are here after the cuts of context and sequence parallelism.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.data.batch import MicroBatch
+from slimx.errors import SlimxError
 
 
-class RouteRecorder:
-    """Records the routing maps of this rank's MoE layers during a forward pass, micro-batch by micro-batch."""
+def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, topk: int) -> np.ndarray:
+    """The routes that came with a micro-batch for `layers` (global numbers), uint8 or int16 [routers, T, k]; padding is
+    spread over all experts.
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], tensor_group: dist.ProcessGroup):
-        self._tensor_group = tensor_group
-        self._maps: list[list[torch.Tensor]] = []
-        self._recording = False
-        layers = [
-            (layer.layer_number - 1, layer.mlp.router)
-            for chunk in chunks
-            for layer in chunk.decoder.layers
-            if isinstance(getattr(layer.mlp, "router", None), TopKRouter)
-        ]
-        self.layers = [number for number, _ in layers]
-        """Global numbers, from 0, of the MoE layers that this rank holds."""
-        for index, (_, router) in enumerate(layers):
-            router.register_forward_hook(self._hook(index))
-            self._maps.append([])
+    Raises SlimxError if they are missing or of another shape."""
+    count = len(batch.tokens)
+    spread = (np.arange(count)[:, None] * topk + np.arange(topk)) % experts
+    if batch.routed_experts is None:
+        if not batch.padding.all():
+            raise SlimxError(
+                "trainer.moe.replay=R3: a micro-batch came without the engine's routes; every trained trajectory needs "
+                "routed_experts"
+            )
+        return np.broadcast_to(spread, (len(layers), count, topk)).astype(_dtype(experts))
+    held = list(batch.route_layers or range(batch.routed_experts.shape[1]))
+    if missing := [layer for layer in layers if layer not in held]:
+        raise SlimxError(
+            f"a micro-batch carries the engine's routes of layers {held[0]} to {held[-1]}, but this rank holds layer "
+            f"{missing[0]}; cut them for its pipeline stage"
+        )
+    if batch.routed_experts.shape[::2] != (count, topk):
+        raise SlimxError(
+            f"a micro-batch of {count} tokens carries routes of shape {list(batch.routed_experts.shape)} (tokens, "
+            f"layers, experts) for a model with {topk} experts per token"
+        )
+    columns = batch.routed_experts[:, [held.index(layer) for layer in layers]]
+    routes = np.where(batch.padding[:, None, None], spread[:, None, :], columns)
+    return np.ascontiguousarray(routes.transpose(1, 0, 2)).astype(_dtype(experts))
 
-    def _hook(self, index: int) -> Any:
-        def record(module: Any, inputs: Any, output: Any) -> None:
-            if self._recording:
-                self._maps[index].append(output[1].detach())
 
-        return record
+def _dtype(experts: int) -> type:
+    return np.uint8 if experts <= 256 else np.int16
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record during the block; what was recorded before is forgotten."""
-        for maps in self._maps:
-            maps.clear()
-        self._recording = True
-        try:
-            yield
-        finally:
-            self._recording = False
 
-    def differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """bool [sum of T]: positions at which any local layer chose another set of experts than the engine."""
-        out = []
-        for number, batch in enumerate(batches):
-            differs = torch.zeros(len(batch.tokens), dtype=torch.bool)
-            if batch.routed_experts is not None:
-                engine = torch.from_numpy(batch.routed_experts.astype("int64"))
-                for index, layer in enumerate(self.layers):
-                    chosen = self._whole(self._maps[index][number]).cpu()
-                    wanted = torch.zeros_like(chosen).scatter_(1, engine[:, layer], True)
-                    differs |= (chosen != wanted).any(1)
-            out.append(differs)
-        return torch.cat(out)
-
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The routing map of all tokens: under sequence parallelism each TP rank routes its own slice."""
-        size = self._tensor_group.size()
-        if size == 1:
-            return part
-        parts = [torch.empty_like(part, dtype=torch.uint8) for _ in range(size)]
-        dist.all_gather(parts, part.to(torch.uint8).contiguous(), group=self._tensor_group)
-        return torch.cat(parts).bool()
+def differing(chosen: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
+    """bool [t]: tokens for which any layer took another set of experts; both [routers, t, k]."""
+    return (chosen.sort(-1).values != engine.sort(-1).values).any(-1).any(0)
 
 
 def within_sequence(differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:

@@ -29,7 +29,9 @@ from slimx.trainer.optimizer import build_optimizer, learning_rate
 from slimx.trainer.optimizer_step import OptimizerStep
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.passes import ForwardPasses, Holder
-from slimx.trainer.routes import RouteRecorder, within_sequence
+from slimx.trainer.router_terms import Totals
+from slimx.trainer.routes import within_sequence
+from slimx.trainer.routing import Routes, Routing
 from slimx.trainer.updates import combine
 from slimx.trainer.weights import Weights
 
@@ -51,9 +53,11 @@ class Trainer:
         self.offloading = Offload(self.chunks, self.optimizer, parallel.device)
         self.loss = make_loss(config.algorithm)
         self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
-        self.pipeline = Pipeline(self.chunks, parallel.device)
-        self.passes = ForwardPasses(self.pipeline, self.weights, config.algorithm)
-        self.routes = RouteRecorder(modules, parallel.tensor_group)
+        self.routing = Routing(modules, parallel, config.trainer.moe)
+        self.pipeline = Pipeline(self.chunks, parallel.device, self.routing)
+        self.passes = ForwardPasses(
+            self.pipeline, self.routing, self.weights, config.algorithm, config.trainer.moe.replay
+        )
         self.saver = Saver(
             rank=parallel.rank,
             world=parallel.sizes.world,
@@ -70,13 +74,23 @@ class Trainer:
 
         `version` is the weight version that the engines hold now. The log-prob gap is measured on its tokens in the
         first update: at the others these weights are no longer the engines'."""
+        totals = [self.routing.totals(batches) for batches in updates]
         local, done = [self._local(batches) for batches in updates], step * len(updates)
         # All of them before the first update: other weights come once, and recomputed log-probs are of the old policy.
-        others = iter(self.passes.before_updates([batch for batches in local for batch in batches]))
+        known = self.passes.before_updates([batch for batches in local for batch in batches])
+        others, routes = iter(known.fields), iter(known.routes or ())
         metrics = []
         for number, batches in enumerate(local):
-            known = list(islice(others, len(batches)))
-            metrics.append(self._update(batches, known, step=done + number, version=None if number else version))
+            metrics.append(
+                self._update(
+                    batches,
+                    list(islice(others, len(batches))),
+                    replay=list(islice(routes, len(batches))) or None,
+                    totals=totals[number],
+                    step=done + number,
+                    version=None if number else version,
+                )
+            )
         return combine(metrics)
 
     def train_step(self, batches: list[MicroBatch], *, step: int, version: int) -> dict[str, float]:
@@ -84,20 +98,32 @@ class Trainer:
         return self.train_updates([batches], step=step, version=version)
 
     def _update(
-        self, batches: list[MicroBatch], others: list[dict[str, torch.Tensor]], *, step: int, version: int | None
+        self,
+        batches: list[MicroBatch],
+        others: list[dict[str, torch.Tensor]],
+        *,
+        replay: Routes | None,
+        totals: Totals | None,
+        step: int,
+        version: int | None,
     ) -> dict[str, float]:
         """Forward, backward and one optimizer step.
 
-        `batches`: this rank's tokens; `others`: what other forward passes brought. `step`: optimizer steps done so far,
+        `batches`: this rank's tokens; `others`: what other forward passes brought. `replay`: experts to take, None for
+        each router's own choice; `totals`: denominators of the routers' terms. `step`: optimizer steps done so far,
         which the learning rate follows. `version` None: these weights are no engine's."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self.routes.recording():
+        with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others)
-        metrics = self._metrics(batches, results, version)
+        self.routing.gather_sums()
+        metrics = self._metrics(batches, results, version) | self.routing.metrics()
         rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates)
-        metrics |= self.optimizer_step(rate)
+        stepped = self.optimizer_step(rate)
+        if not stepped["optim/skipped"]:
+            self.routing.update_bias()
+        metrics |= stepped
         return metrics
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[dict[str, np.ndarray]]:
@@ -122,7 +148,8 @@ class Trainer:
     def measure_gap(self, batches: list[MicroBatch], *, version: int) -> dict[str, float]:
         """The gap metrics of `batches` under the present weights, without training on them."""
         batches = self._local(batches)
-        with self.routes.recording():
+        replay = self.routing.from_engine(batches) if self.config.trainer.moe.replay == "R3" else None
+        with self.routing.forward(batches, replay=replay):
             scores = self.pipeline.scores(batches)
         return self._metrics(batches, [({}, each.logprobs) for each in scores], version)
 
@@ -182,7 +209,7 @@ class Trainer:
         """Sums over micro-batches and ranks; route differences are collected from every pipeline
         stage."""
         device = self.parallel.device
-        differs = self.routes.differing(batches).to(device)
+        differs = self.routing.differing(batches)
         if self.parallel.sizes.pipeline > 1:
             seen = differs.to(torch.uint8)
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.parallel.pipeline_group)

@@ -43,7 +43,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         "moe_token_dispatcher_type": backends.dispatcher,
         "moe_flex_dispatcher_backend": backends.flex_backend,
         "moe_router_dtype": "fp32",
-        # megatron-core would move the router's selection bias after every step; in RL it stays as it was trained.
+        # megatron-core would move the router's selection bias before the optimizer's step, skipped or not, and count
+        # padding; slimx.trainer.routing moves it where trainer.moe.bias_update_rate asks for it.
         "moe_router_bias_update_rate": 0.0,
         # The loss already holds its global denominator: no average over micro-batches or ranks, sums only.
         "calculate_per_token_loss": True,

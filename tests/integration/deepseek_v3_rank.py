@@ -96,9 +96,9 @@ class Rank:
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
         arrays, logits = {}, self.recorded_logits(model, model.decoder)
-        with trainer.routes.recording():
+        with trainer.routing.forward(batches):
             trainer.pipeline.scores(batches)
-        differs = trainer.routes.differing(batches).split([len(batch.tokens) for batch in batches])
+        differs = trainer.routing.differing(batches).split([len(batch.tokens) for batch in batches])
         for number, batch in enumerate(batches):
             arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels")}
             arrays |= {f"lengths.{number}": np.array(batch.lengths), f"differs.{number}": differs[number].numpy()}

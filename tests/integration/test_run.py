@@ -57,6 +57,8 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
 
 def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in_order(tiny_model, task, tmp_path):  # noqa: F811
     schedule = {"steps": 1000, "colocate": True, "updates_per_step": 2}
+    # Each pipeline stage gets the engine's routes of its own layer, and both updates take them.
+    trainer = {"pipeline": 2, "expert": 1, "moe": {"replay": "R3"}}
     config = write_config(
         tmp_path,
         tiny_model,
@@ -64,6 +66,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
         schedule=schedule,
         rollout=_rollout(task),
         checkpoint={"every": 2},
+        trainer=trainer,
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 3)
@@ -75,6 +78,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
         peaks = {name: row[f"memory/{name}_peak_mib"] for name in ("generate", "train", "publish")}
         assert all(100 < peak < 4000 for peak in peaks.values()), peaks
         assert row["time/sleep"] > 0 and row["time/wake"] > 0 and row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5
+        assert row["routes/differing"] == 0 and row["router/imbalance"] >= 1
         # At the second update the policy has left the one that sampled; at the first the two differ by rounding.
         assert row["kl/rollout"] > 1e-7 and row["batch/microbatches"] == 2
 

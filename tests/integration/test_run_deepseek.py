@@ -22,7 +22,7 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(ta
         tmp_path,
         model,
         task / "train.jsonl",
-        trainer={"tensor": 2, "expert": 2, "expert_tensor": 1},
+        trainer={"tensor": 2, "expert": 2, "expert_tensor": 1, "moe": {"bias_update_rate": 0.05}},
         rollout={
             "prompts": str(task / "train.jsonl"),
             "engines": [{"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}],
@@ -40,6 +40,13 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(ta
     before, exported = (_weights(path) for path in (model, tmp_path / "run" / "hf"))
     assert exported.keys() == before.keys()
     moved = [name for name, tensor in exported.items() if not torch.equal(tensor, before[name])]
+    # The biases move by their rate, and engines choose by the moved ones: the second step's routes are the trainer's.
+    for name in moved:
+        if name.endswith("e_score_correction_bias"):
+            moves = (exported[name] - before[name]) / 0.05
+            assert moves.any() and torch.allclose(moves, moves.round(), atol=1e-3) and moves.abs().max() <= 2.01
+    assert any("e_score_correction_bias" in name for name in moved)
+    assert rows[2]["gap/tokens_other_routes"] == 0
     assert any("kv_b_proj" in name for name in moved) and any("experts.7." in name for name in moved)
 
 

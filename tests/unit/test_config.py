@@ -138,6 +138,8 @@ def test_a_missing_key_is_named_with_the_way_to_set_it(command, file):
         ("rollout.sampling.top_k=0", "rollout.sampling.top_k is 0, which keeps no candidate"),
         ("rollout.sampling.top_k=5000", "but engines report at most 4096 kept candidates per token"),
         ("algorithm.kl_coef=0.1", "set algorithm.reference=true"),
+        ("trainer.megatron={moe_aux_loss_coeff: 0.1}", "not passed through; set trainer.moe.aux_loss_coef"),
+        ("trainer.moe.aux_loss_coef=-1", "trainer.moe.aux_loss_coef is -1"),
         ("rollout.engines=[]", "algorithm.name is grpo but rollout.engines is empty"),
         ("rollout.engines=[{name: a}, {name: a}]", "give each group its own name"),
         ("run.dir", "override 'run.dir' is not of the form section.key=value"),
@@ -212,6 +214,8 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
         (["trainer.world_size=4", "trainer.pipeline=4"], "trainer.pipeline=4 does not divide the model's 2 layers"),
         (["trainer.world_size=4", "trainer.tensor=4"], "trainer.tensor=4 does not divide the 2 query groups"),
         (["trainer.world_size=2", "trainer.tensor=2", "trainer.expert_tensor=1"], "set trainer.expert_tensor=null"),
+        (["trainer.moe.replay=R3", "rollout.routed_experts=false"], "trainer.moe.replay is R3 but rollout.routed_exp"),
+        (["trainer.moe.bias_update_rate=0.001"], "trainer.moe.bias_update_rate=0.001 needs a router with selection bi"),
         (
             ["rollout.prompts_per_step=1", "rollout.group_size=1", "trainer.world_size=2"],
             "cannot feed 2 data-parallel",

@@ -1,0 +1,216 @@
+"""Routers of the trainer against transformers and plain torch: replayed routes, auxiliary terms, selection biases.
+
+Each layout is one start of gloo ranks (`router_rank.py`) that do all cases. All but one recompute activations, where
+routers run again in the backward pass while other micro-batches are in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slimx.data.codec import save_groups
+from slimx.data.records import Group, Prompt
+from slimx.ports import free_port
+from tests.integration.conftest import Weights
+from tests.integration.rank_processes import run_ranks
+from tests.integration.router_oracle import TERMS, RoutedModel, Trained, write_models
+from tests.integration.trainer_rank import demonstrations
+
+pytestmark = pytest.mark.integration
+
+FULL = {"recompute": {"granularity": "full", "method": "uniform", "layers": 1}}
+SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["moe"]}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {"world_size": 1},
+    "TP2xEP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1, **SELECTIVE},
+    "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2, **FULL},
+    "CP2xEP2": {"world_size": 2, "context": 2, "expert": 2, **FULL},
+}
+WIDE = {
+    "TP2xDP2xEP2": {"world_size": 4, "tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2, **FULL},
+    "PP2xCP2xDP2xEP4": {"world_size": 8, "pipeline": 2, "context": 2, "data": 2, "expert": 4, **SELECTIVE},
+}
+RATE = 0.01
+COEFFICIENT = 0.3
+CASES: dict[str, dict[str, Any]] = {
+    "V3 R3": {"replay": "R3"},
+    "Qwen R3": {"replay": "R3"},
+    "Qwen R2": {"replay": "R2"},
+    "V3 bias": {"bias_update_rate": RATE},
+    "V3 z_loss": {"z_loss_coef": COEFFICIENT},
+    "Qwen z_loss": {"z_loss_coef": COEFFICIENT},
+    **{
+        f"{model} {term}": {"aux_loss_coef": COEFFICIENT, "aux_loss_type": term}
+        for model, term in (
+            ("V3", "seq_aux_loss"),
+            ("Qwen", "seq_aux_loss"),
+            ("Qwen", "aux_loss"),
+            ("Qwen", "global_aux_loss"),
+        )
+    },
+}
+"""`trainer.moe` by model and name."""
+TOLERANCE = 1e-5
+"""Largest max|a - b| / max|b| of a tensor."""
+
+
+class Laboratory:
+    """Runs each layout once, when it is first asked for, and asks transformers once per case."""
+
+    def __init__(self, directory: Path):
+        self.directory, self.paths = directory, write_models(directory)
+        self.models = {name: RoutedModel(path) for name, path in self.paths.items()}
+        self.trajectories = {name: demonstrations(0) for name in ("V3", "Qwen")}
+        random = np.random.default_rng(3)
+        for name, trajectories in self.trajectories.items():
+            model = self.models[name]
+            for trajectory in trajectories:
+                # Any experts for any token: hardly one route is the model's own.
+                shape = (len(trajectory.token_ids) - 1, model.config.num_hidden_layers, model.experts)
+                trajectory.routed_experts = random.random(shape).argsort(-1)[..., : model.topk].astype(np.uint8)
+                if name == "V3":
+                    trajectory.routed_experts[:, 0] = 0  # engines report something for the dense layer
+            group = Group(id="g", prompt=Prompt(id="p", token_ids=[1]), trajectories=trajectories)
+            save_groups(directory / f"{name}.groups", [group])
+        self._ran: dict[str, AssertionError | None] = {}
+        self.expected = functools.cache(self._expected)
+
+    def __call__(self, layout: str) -> Path:
+        out = self.directory / layout
+        if layout not in self._ran:
+            out.mkdir()
+            self._ran[layout] = None
+            try:
+                self._run(out, (LAYOUTS | WIDE)[layout])
+            except AssertionError as error:
+                self._ran[layout] = error
+        if failed := self._ran[layout]:
+            raise failed
+        return out
+
+    def _run(self, out: Path, layout: dict[str, Any]) -> None:
+        cases = [
+            {
+                "name": name,
+                "moe": moe,
+                "path": str(self.paths[model]),
+                "groups": str(self.directory / f"{model}.groups"),
+                "later": str(self.paths["Qwen later"]) if moe.get("replay") == "R2" else None,
+                "mtp": int(model == "V3"),
+            }
+            for name, moe in CASES.items()
+            for model in [name.split()[0]]
+        ]
+        job = {"cases": cases, "layout": layout, "out": str(out), "init_method": f"tcp://127.0.0.1:{free_port()}"}
+        (out / "job.json").write_text(json.dumps(job))
+        run_ranks("tests.integration.router_rank", out, layout["world_size"], 200)
+
+    def _expected(
+        self, model: str, routes: str, term: str | None = None, microbatches: tuple[tuple[int, ...], ...] = ()
+    ) -> Trained:
+        """What transformers does with its own routes, the engine's or those of the model named."""
+        batch = self.trajectories[model.split()[0]]
+        forced = [trajectory.routed_experts if routes == "engine" else None for trajectory in batch]
+        if routes in self.models:
+            with torch.no_grad():
+                forced = [self.models[routes].run(trajectory, None).routes for trajectory in batch]
+        return self.models[model].train(batch, forced, term, COEFFICIENT, microbatches)
+
+    def gradients(self, layout: str, name: str) -> Weights:
+        return load_file(self(layout) / f"{name}.safetensors")
+
+    def metrics(self, layout: str, name: str) -> dict[str, float]:
+        return json.loads((self(layout) / f"{name}.json").read_text())["metrics"]
+
+    def microbatches(self, layout: str, name: str) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the sequences in each micro-batch, in order; for one data-parallel rank."""
+        told = json.loads((self(layout) / f"{name}.json").read_text())["microbatches"]
+        order = {tuple(t.token_ids[:-1].tolist()): number for number, t in enumerate(demonstrations(0))}
+        return tuple(tuple(order[tuple(tokens)] for tokens in batch) for batch in told)
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("router"))
+
+
+def difference(found: Weights, expected: Weights) -> tuple[float, str]:
+    """The largest max|a - b| / max|b| over tensors, and whose it is."""
+    each = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
+    return max((value, name) for name, value in each.items())
+
+
+every_layout = pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)]
+)
+
+
+@every_layout
+@pytest.mark.parametrize("model", ["V3", "Qwen"])
+def test_replayed_routes_of_the_engine_give_the_gradients_of_a_model_forced_to_them(laboratory, layout, model):
+    own, expected = (laboratory.expected(model, routes) for routes in ("own", "engine"))
+    assert difference(own.gradients, expected.gradients)[0] > 0.1  # its own routes would not do
+    worst, name = difference(laboratory.gradients(layout, f"{model} R3"), expected.gradients)
+    assert worst <= TOLERANCE, name
+    said = laboratory.metrics(layout, f"{model} R3")
+    assert said["loss/sft"] == pytest.approx(expected.loss, abs=1e-5)
+    for number, load in expected.load.items():
+        assert said[f"router/imbalance/{number}"] == pytest.approx(load.max() / load.mean())
+
+
+@every_layout
+def test_the_prediction_layer_chooses_by_itself_and_learns_alike(laboratory, layout):
+    single, found = (laboratory.gradients(each, "V3 R3") for each in ("single", layout))
+    of_layer = [name for name in single if name.startswith("model.layers.4.") and "correction_bias" not in name]
+    expected = {name: single[name] for name in of_layer}
+    assert expected and all(gradient.any() for gradient in expected.values())
+    worst, name = difference(found, expected)
+    assert worst <= TOLERANCE, name
+
+
+@every_layout
+def test_new_weights_take_the_routes_that_the_old_ones_chose(laboratory, layout):
+    own, expected = (laboratory.expected("Qwen later", routes).gradients for routes in ("own", "Qwen"))
+    assert difference(own, expected)[0] > 0.1
+    worst, name = difference(laboratory.gradients(layout, "Qwen R2"), expected)
+    assert worst <= TOLERANCE, name
+
+
+@every_layout
+@pytest.mark.parametrize("name", [name for name in CASES if name.split()[1] in TERMS])
+def test_an_auxiliary_term_adds_exactly_its_own_gradient(laboratory, layout, name):
+    model, term = name.split()
+    packed = ()
+    if term in ("aux_loss", "global_aux_loss"):
+        if layout in WIDE:
+            pytest.skip("the term depends on micro-batches, and only those of one data-parallel rank are told")
+        packed = laboratory.microbatches(layout, name)
+        assert len(packed) > 2
+    expected = laboratory.expected(model, "own", term, packed)
+    assert difference(laboratory.expected(model, "own").gradients, expected.gradients)[0] > 0.1  # it is seen
+    worst, tensor = difference(laboratory.gradients(layout, name), expected.gradients)
+    assert worst <= TOLERANCE, tensor
+    if model == "Qwen":  # of the other one the mean over layers counts its prediction layer
+        assert laboratory.metrics(layout, name)[f"router/{term}"] == pytest.approx(expected.term, rel=1e-5)
+
+
+@every_layout
+def test_selection_biases_move_towards_equal_load_and_only_if_asked_to(laboratory, layout):
+    before = load_file(laboratory.paths["V3"] / "model.safetensors")
+    after, other = (load_file(laboratory(layout) / f"V3 {case}.after.safetensors") for case in ("bias", "z_loss"))
+    for number, load in laboratory.expected("V3", "own").load.items():
+        name = f"model.layers.{number}.mlp.gate.e_score_correction_bias"
+        move = RATE * np.sign(load.mean() - load)
+        assert len(set(move)) > 1
+        assert torch.allclose(after[name] - before[name], torch.from_numpy(move).float(), atol=1e-6)
+        assert torch.equal(other[name], before[name])
+    prediction = "model.layers.4.mlp.gate.e_score_correction_bias"
+    assert set((after[prediction] - before[prediction]).mul(1 / RATE).round().tolist()) >= {-1.0, 1.0}

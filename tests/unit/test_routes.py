@@ -1,0 +1,154 @@
+"""Routes of trajectories on their way to the trainers: checked, cut by pipeline stage, padded, refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from slimx.config.schema import Config
+from slimx.data.batch import make_rows
+from slimx.data.packing import pack
+from slimx.data.records import Span, Trajectory
+from slimx.data.routes import RouteShape, check_routes, for_stage
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes, stage_layers
+from slimx.models.families import read_model
+from slimx.preflight.routing import check_routing, route_shape
+from tools.quickstart.make_model import CONFIG
+
+SHAPE = RouteShape(layers=4, moe_layers=(1, 2, 3), experts=8, topk=3)
+
+
+def trajectory(name: str, length: int, routes: np.ndarray | None) -> Trajectory:
+    return Trajectory(
+        id=name,
+        rollout_id=name,
+        group_id="g",
+        index=0,
+        token_ids=np.arange(1, length + 1, dtype=np.int32),
+        loss_mask=np.ones(length, np.uint8),
+        logprobs=np.full(length, np.nan, np.float32),
+        spans=[Span(start=0, stop=length, source="inserted")],
+        routed_experts=routes,
+    )
+
+
+def routed(name: str, length: int, seed: int = 0) -> Trajectory:
+    chosen = np.random.default_rng(seed).random((length - 1, 4, 8)).argsort(-1)[..., :3].astype(np.uint8)
+    chosen[:, 0] = 255  # whatever engines report for a dense layer
+    return trajectory(name, length, chosen)
+
+
+def test_valid_routes_pass():
+    check_routes([routed("a", 9), routed("b", 2)], SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda routes: None, "trajectory b carries no routed_experts"),
+        (lambda routes: routes[:, :3], r"trajectory b: .*layers 1 to 3 want \[8, 4, 3\]"),
+        (lambda routes: routes[..., :2], r"trajectory b: .*\[8, 4, 2\]"),
+        (lambda routes: _with(routes, (5, 2, 1), 8), r"trajectory b: layer 2 .* at token 5: not all .* 0 to 7"),
+        (lambda routes: _with(routes.astype(np.int32), (5, 2, 1), -1), r"trajectory b: layer 2 .* at token 5: not all"),
+        (lambda routes: _with(routes, (7, 3, 2), routes[7, 3, 0]), r"trajectory b: layer 3 .* at token 7: .* twice"),
+    ],
+)
+def test_a_route_that_cannot_be_replayed_is_told_by_trajectory_layer_and_token(spoil, told):
+    bad = routed("b", 9, seed=1)
+    bad.routed_experts = spoil(bad.routed_experts)
+    with pytest.raises(SlimxError, match=told):
+        check_routes([routed("a", 9), bad], SHAPE)
+
+
+def _with(routes: np.ndarray, place: tuple[int, int, int], value: int) -> np.ndarray:
+    routes = routes.copy()
+    routes[place] = value
+    return routes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "expected"),
+    [
+        (Sizes(), 3, [(0, 1, 2)]),
+        (Sizes(pipeline=2), 4, [(0, 1), (2, 3)]),
+        (Sizes(pipeline=2, virtual=2), 8, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        (Sizes(pipeline=2, virtual=2, split=(1, 3, 0, 2)), 6, [(0,), (1, 2, 3, 4, 5)]),
+    ],
+)
+def test_stages_hold_their_layers_chunk_by_chunk(sizes, layers, expected):
+    assert stage_layers(sizes, layers) == expected
+
+
+def test_a_stage_gets_the_routes_of_its_own_layers():
+    rows = make_rows([routed("a", 9), routed("b", 5, 1)], [1.0, 1.0], [np.ones(8) / 12, np.ones(4) / 12])
+    (batch,) = pack(rows, data_size=1, max_tokens=64, multiple_of=16).shards[0]
+    (cut,) = for_stage([batch], (1, 3))
+    assert cut.route_layers == (1, 3)
+    assert np.array_equal(cut.routed_experts, batch.routed_experts[:, [1, 3]])
+    assert cut.tokens is batch.tokens
+
+
+# On a rank ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch():
+    rows = make_rows([routed("a", 9), routed("b", 5, 1)], [1.0, 1.0], [np.ones(8) / 12, np.ones(4) / 12])
+    return pack(rows, data_size=1, max_tokens=64, multiple_of=16).shards[0][0]
+
+
+def engine_routes(batch, layers):
+    from slimx.trainer.routes import engine_routes as function
+
+    return function(batch, layers, experts=8, topk=3)
+
+
+def test_a_rank_takes_the_columns_of_its_layers_and_valid_routes_for_padding(batch):
+    whole = engine_routes(batch, [1, 3])
+    (cut,) = for_stage([batch], (1, 2, 3))
+    assert (engine_routes(cut, [1, 3]) == whole).all()
+    real = ~batch.padding
+    assert np.array_equal(whole[:, real], batch.routed_experts[real][:, [1, 3]].transpose(1, 0, 2))
+    padded = whole[:, batch.padding]
+    assert padded.size and all(len(set(token)) == 3 and max(token) < 8 for layer in padded for token in layer)
+
+
+def test_routes_that_do_not_fit_a_rank_are_refused(batch):
+    (cut,) = for_stage([batch], (1, 2))
+    with pytest.raises(SlimxError, match="layers 1 to 2, but this rank holds layer 3"):
+        engine_routes(cut, [1, 3])
+    with pytest.raises(SlimxError, match="without the engine's routes"):
+        engine_routes(replace(batch, routed_experts=None), [1])
+    with pytest.raises(SlimxError, match="3 experts per token"):
+        engine_routes(replace(batch, routed_experts=batch.routed_experts[..., :2]), [1])
+
+
+def test_a_micro_batch_of_nothing_but_padding_needs_no_routes(batch):
+    empty = replace(batch, routed_experts=None, padding=np.ones_like(batch.padding))
+    assert engine_routes(empty, [1, 3]).shape == (2, 16, 3)
+
+
+# Before a run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_what_is_asked_for_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec = read_model(tmp_path)
+    assert route_shape(spec) == RouteShape(layers=2, moe_layers=(0, 1), experts=8, topk=2)
+
+    def config(**moe):
+        return Config.model_validate(
+            {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "trainer": {"moe": moe}}
+        )
+
+    check_routing(config(replay="R3", z_loss_coef=0.1), spec)
+    dense = replace(spec, table=replace(spec.table, experts=0))
+    check_routing(config(), dense)
+    for moe in ({"replay": "R2"}, {"aux_loss_coef": 0.1}, {"z_loss_coef": 0.1}):
+        ((key, value),) = moe.items()
+        with pytest.raises(SlimxError, match=f"trainer.moe.{key}={value} needs MoE layers, and .* has none"):
+            check_routing(config(**moe), dense)
