@@ -118,7 +118,9 @@ class Trainer:
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others)
         self.routing.gather_sums()
-        metrics = self._metrics(batches, results, version) | self.routing.metrics()
+        metrics = self._metrics(batches, results, version)
+        if self.parallel.last_stage:
+            metrics |= self.routing.metrics()
         rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates)
         stepped = self.optimizer_step(rate)
         if not stepped["optim/skipped"]:
