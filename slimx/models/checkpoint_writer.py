@@ -44,16 +44,17 @@ def write_bucket(packed: Packed, path: str) -> list[str]:
 
 
 def finish_directory(
-    directory: Path, source: Path, table: Table, shards: Sequence[Sequence[str]], *, weights: Path
+    directory: Path, source: Path, table: Table, shards: Sequence[Sequence[str]], *, weights: Path | None
 ) -> None:
     """Complete an export into `directory`: what the trainer does not hold, index, config and tokenizer of `source`.
 
     `shards[i]` names the tensors of file `shard_name(i, len(shards))`. Aliases and frozen tensors of `table` are
     written if the checkpoint `weights` has them: the first with their original's new bytes, the second with their own.
+    None: neither is.
     """
     weight_map = {tensor: shard_name(i, len(shards)) for i, tensors in enumerate(shards) for tensor in tensors}
-    reader = CheckpointReader(weights)
-    for number, names in enumerate(_carried(reader, table)):
+    reader = CheckpointReader(weights) if weights is not None else None
+    for number, names in enumerate(_carried(reader, table) if reader is not None else ()):
         file = f"model-carried-{number + 1:05d}.safetensors"
         tensors = {}
         for name in names:

@@ -28,7 +28,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def iteration_name(step: int) -> str:
-    """Directory of the checkpoint after optimizer step `step`."""
+    """Directory of the checkpoint after step `step`."""
     return f"iter_{step:07d}"
 
 

@@ -38,7 +38,7 @@ class RunState:
     """What a run must know to continue, besides the trainer's own state."""
 
     step: int
-    """Optimizer steps done."""
+    """Steps done."""
     version: int
     """Weight version of the engines."""
     layout: dict[str, Any]

@@ -16,6 +16,7 @@ from slimx.data.routes import for_stage
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
 from slimx.models.checkpoint_writer import finish_directory, shard_name
+from slimx.models.megatron_directory import is_megatron
 from slimx.orchestration.cluster import TRAINER_SHARE
 from slimx.orchestration.ranks import RankGroup
 from slimx.orchestration.waiting import gather
@@ -97,7 +98,7 @@ class TrainerGroup(RankGroup):
             Path(self.config.model.path),
             self.table,
             shards,
-            weights=Path(self.config.initial_weights),
+            weights=self._carried_from(),
         )
 
     async def offload(self, *, weights: bool = True) -> None:
@@ -168,3 +169,11 @@ class TrainerGroup(RankGroup):
         stored = [[ray.put(for_stage(shard, layers)) for layers in stages] for shard in shards]
         places = [coordinates(rank, sizes) for rank in range(sizes.world)]
         return [(stored[place.data][place.pipeline], *rest) for place in places]
+
+    def _carried_from(self) -> Path | None:
+        """Where tensors that trainers do not hold come from: a Megatron-LM directory has none of them."""
+        weights = Path(self.config.initial_weights)
+        if not is_megatron(weights):
+            return weights
+        own = Path(self.config.model.path)
+        return own if any(own.glob("*.safetensors")) else None

@@ -156,7 +156,7 @@ class Trainer:
         return self._metrics(batches, [({}, each.logprobs) for each in scores], version)
 
     def save(self, path: str, *, step: int) -> None:
-        """Copy the state after optimizer step `step` and start writing this rank's part of it into `path`."""
+        """Copy the state after step `step` and start writing this rank's part of it into `path`."""
         frozen, data_size = bool(self.config.trainer.freeze), self.parallel.sizes.data
         state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=frozen)
         self.saver.begin(Path(path), state)

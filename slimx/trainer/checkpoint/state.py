@@ -62,7 +62,7 @@ def optimizer_state(
 
 
 def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: int, frozen: bool) -> dict[str, Any]:
-    """All of a checkpoint after optimizer step `step`; collective. `frozen`: see `optimizer_state`."""
+    """All of a checkpoint after step `step`; collective. `frozen`: see `optimizer_state`."""
     state = model_state(chunks)
     state["optimizer"] = optimizer_state(optimizer, chunks, state, loading=False, frozen=frozen)
     state[RANDOM] = random_state()
