@@ -56,8 +56,9 @@ def test_what_was_asked_for_is_kept_and_exported(run, tiny_weights):
             name: tensor.shape for name, tensor in tiny_weights.items()
         }
     for name, began in tiny_weights.items():
-        # Three Adam steps of 1e-3 away from the weights that Megatron-LM's directory held.
-        assert 0 < (exports["hf"][name] - began).abs().max() <= 3.6e-3, name
+        # Three Adam steps of 1e-3 away from the weights that Megatron-LM's directory held; an expert may get no token.
+        moved = (exports["hf"][name] - began).abs().max().item()
+        assert moved <= 3.6e-3 and (moved > 0 or ".experts." in name), (name, moved)
     assert any((exports["hf"][name] != exports["hf-000002"][name]).any() for name in tiny_weights)
     assert not (run.parent / "witness").exists()
 
