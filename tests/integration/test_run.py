@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
@@ -56,6 +57,7 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
 
 
 def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in_order(tiny_model, task, tmp_path):  # noqa: F811
+    """With nucleus sampling, a teacher, recomputed old log-probs and replayed routes, which change nothing of that."""
     schedule = {"steps": 1000, "colocate": True, "updates_per_step": 2}
     # Each pipeline stage gets the engine's routes of its own layer, and both updates take them.
     trainer = {"pipeline": 2, "expert": 1, "moe": {"replay": "R3"}}
@@ -64,9 +66,10 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
         tiny_model,
         task / "train.jsonl",
         schedule=schedule,
-        rollout=_rollout(task),
+        rollout=_rollout(task, sampling={"max_new_tokens": 8, "top_p": 0.7}),
         checkpoint={"every": 2},
         trainer=trainer,
+        algorithm={"teacher": str(tiny_model), "old_logprobs": "recompute"},
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 3)
@@ -81,6 +84,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
         assert row["routes/differing"] == 0 and row["router/imbalance"] >= 1
         # At the second update the policy has left the one that sampled; at the first the two differ by rounding.
         assert row["kl/rollout"] > 1e-7 and row["batch/microbatches"] == 2
+        assert row["kl/teacher"] > 0 and 0 < row["policy/entropy"] < np.log(128)
 
 
 def _ends_in_order(run: TrainProcess, signum: int, code: int) -> None:
