@@ -17,7 +17,7 @@ def cpu_seconds() -> float:
     busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice  # guests are in user
     for process in [me, *me.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
-            busy -= sum(process.cpu_times()[:2])
+            busy -= sum(process.cpu_times()[:4])  # of children that have ended, too
     return busy
 
 
