@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
-import warnings
+
+from gloo_rank import join
 
 from slimx.data.batch import MicroBatch
 
@@ -16,22 +16,7 @@ class TrainerRank:
     """One rank of a supervised run of the model in `model`, which never learns anything."""
 
     def __init__(self, rank: int, layout: str, model: str, init_method: str):
-        # gloo would look up the host's name, which need not resolve; gloo's own variable.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        from slimx.trainer.worker import install_adapters
-
-        warnings.simplefilter("ignore")  # megatron-core's, of what is absent without a GPU
-        install_adapters()  # before anything imports megatron-core
-        import torch
-
-        from slimx.config.schema import Config
-        from slimx.layout.ranks import sizes_of
-        from slimx.models.families import read_model
-        from slimx.trainer.parallel import ParallelState
-        from slimx.trainer.trainer import Trainer
-
-        torch.set_num_threads(1)
-        config = Config.model_validate(
+        config, spec, self.parallel = join(
             {
                 "run": {"dir": model},
                 "model": {"path": model},
@@ -40,17 +25,13 @@ class TrainerRank:
                 "trainer": {**LAYOUTS[layout], "optimizer": {"lr": 1e-10}},
                 "rollout": {"prompts": "none", "engines": []},
                 "algorithm": {"name": "sft"},
-            }
+            },
+            rank,
+            init_method,
         )
-        self.parallel = ParallelState(
-            sizes_of(config.trainer),
-            rank=rank,
-            init_method=init_method,
-            device=torch.device("cpu"),
-            deadline_s=60,
-            seed=1,
-        )
-        self.trainer = Trainer(config, read_model(model), self.parallel)
+        from slimx.trainer.trainer import Trainer
+
+        self.trainer = Trainer(config, spec, self.parallel)
 
     def step(self, batches: list[MicroBatch]) -> tuple[float, float]:
         """Seconds of one training step from the moment when both ranks are ready for it, and of this rank's CPU."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
+
+from gloo_rank import join
 
 from slimx.data.batch import MicroBatch
 
@@ -15,22 +16,7 @@ class TrainerRank:
     """One rank. The weights stay as they are (lr 1e-10): every step of both is the same work."""
 
     def __init__(self, rank: int, layout: dict[str, Any], model: str, init_method: str):
-        # gloo would look up the host's name, which need not resolve; gloo's own variable.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        from slimx.trainer.worker import install_adapters
-
-        install_adapters()  # before anything imports megatron-core
-        import torch
-        from bare_megatron import BareMegatron
-
-        from slimx.config.schema import Config
-        from slimx.layout.ranks import sizes_of
-        from slimx.models.families import read_model
-        from slimx.trainer.parallel import ParallelState
-        from slimx.trainer.trainer import Trainer
-
-        torch.set_num_threads(1)
-        config = Config.model_validate(
+        config, spec, self.parallel = join(
             {
                 "run": {"dir": model},
                 "model": {"path": model},
@@ -38,17 +24,14 @@ class TrainerRank:
                 "trainer": {**layout, "optimizer": {"lr": 1e-10}},
                 "rollout": {"prompts": "none"},
                 "algorithm": {"name": "grpo"},
-            }
+            },
+            rank,
+            init_method,
         )
-        self.parallel = ParallelState(
-            sizes_of(config.trainer),
-            rank=rank,
-            init_method=init_method,
-            device=torch.device("cpu"),
-            deadline_s=60,
-            seed=1,
-        )
-        spec = read_model(model)
+        from bare_megatron import BareMegatron
+
+        from slimx.trainer.trainer import Trainer
+
         self.trainer = Trainer(config, spec, self.parallel)
         self.bare = BareMegatron(config, spec, self.parallel)
 

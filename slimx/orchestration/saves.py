@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from slimx.data.codec import decode, encode
+from slimx.durable import sync_directory
 from slimx.errors import SlimxError
 from slimx.models.megatron_directory import TRACKER, iteration_name
 from slimx.rollout.manager import SavedTicket
-from slimx.trainer.checkpoint.files import MANIFEST, REPORTS, FileRecord, sync, write, write_manifest
+from slimx.trainer.checkpoint.files import MANIFEST, REPORTS, FileRecord, write, write_manifest
 
 _NAME = re.compile(r"iter_(\d{7,})")
 _RUN, _TICKETS = "slimx/run.json", "slimx/tickets.bin"
@@ -90,8 +91,8 @@ class Saves:
         records = {name: write(partial / name, data) for name, data in own.items()}
         write_manifest(partial, written | records)
         for directory in sorted((path for path in partial.rglob("*") if path.is_dir()), reverse=True):
-            sync(directory)
-        sync(partial)
+            sync_directory(directory)
+        sync_directory(partial)
         final = partial.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -111,10 +112,10 @@ class Saves:
 
     def commit_export(self, partial: Path, target: Path) -> None:
         """Give a finished export its name, in place of an older one."""
-        sync(partial)
+        sync_directory(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        sync(target.parent)
+        sync_directory(target.parent)
 
     def _track(self, newest: Path) -> None:
         """Tell Megatron-LM which one is the newest; a kill before that leaves it the one before, which still exists."""
@@ -123,7 +124,7 @@ class Saves:
         partial = self.directory / f"{TRACKER}.partial"
         write(partial, str(int(match[1])).encode())
         partial.rename(self.directory / TRACKER)
-        sync(self.directory)
+        sync_directory(self.directory)
 
     def _complete(self) -> list[tuple[int, Path]]:
         if not self.directory.is_dir():

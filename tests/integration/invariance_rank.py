@@ -9,7 +9,6 @@ Hugging Face name).
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from slimx.data.codec import load_groups
 from slimx.data.weights import loss_weights
 from slimx.orchestration.batches import make_packer
 from tests.integration.gathering import write_tensors
+from tests.integration.rank_start import join, leave
 
 VERSION = 3
 """The engines' weight version at the step."""
@@ -78,28 +78,10 @@ def run(job: dict[str, Any], model: dict[str, Any], parallel: Any) -> None:
 
 def main() -> None:
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    from slimx.trainer.worker import install_adapters
-
-    install_adapters()
-    import torch
-
-    torch.set_num_threads(1)
-    from slimx.layout.ranks import sizes_of
-    from slimx.trainer.parallel import ParallelState
-
-    parallel = ParallelState(
-        sizes_of(config(job, job["models"][0]).trainer),
-        rank=rank,
-        init_method=job["init_method"],
-        device=torch.device("cpu"),
-        deadline_s=60,
-        seed=1,
-    )
+    parallel = join(config(job, job["models"][0]).trainer, rank, job["init_method"])
     for model in job["models"]:
         run(job, model, parallel)
-    parallel.host_group.barrier().wait()
-    parallel.destroy()
+    leave(parallel)
 
 
 if __name__ == "__main__":

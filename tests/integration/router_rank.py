@@ -10,7 +10,6 @@ the sequences in each of its micro-batches.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from slimx.data.weights import loss_weights
 from slimx.layout.ranks import stage_layers
 from slimx.orchestration.batches import make_packer
 from tests.integration.gathering import write_tensors
+from tests.integration.rank_start import join, leave
 
 
 def config(job: dict[str, Any], case: dict[str, Any]) -> Config:
@@ -97,28 +97,10 @@ def sequences(batch: MicroBatch) -> list[list[int]]:
 
 def main() -> None:
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    from slimx.trainer.worker import install_adapters
-
-    install_adapters()
-    import torch
-
-    torch.set_num_threads(1)
-    from slimx.layout.ranks import sizes_of
-    from slimx.trainer.parallel import ParallelState
-
-    parallel = ParallelState(
-        sizes_of(config(job, job["cases"][0]).trainer),
-        rank=rank,
-        init_method=job["init_method"],
-        device=torch.device("cpu"),
-        deadline_s=60,
-        seed=1,
-    )
+    parallel = join(config(job, job["cases"][0]).trainer, rank, job["init_method"])
     for case in job["cases"]:
         run(job, case, parallel)
-    parallel.host_group.barrier().wait()
-    parallel.destroy()
+    leave(parallel)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from slimx.durable import sync_directory
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
@@ -65,7 +66,7 @@ class Shelf:
         if complete.exists():  # the same version, published again
             shutil.rmtree(complete)
         self._partial.rename(complete)
-        _sync(self.directory)
+        sync_directory(self.directory)
         for other in self.directory.glob("version-??????"):
             if other != complete:
                 shutil.rmtree(other)
@@ -156,16 +157,7 @@ def _write(path: Path, *pieces: bytes | memoryview) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    """The names in a directory reach the disk too."""
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    sync_directory(path.parent)
 
 
 def _form(tensor: PackedTensor) -> str:

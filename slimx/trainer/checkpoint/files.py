@@ -72,15 +72,6 @@ def write(path: Path, data: bytes) -> FileRecord:
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def sync(directory: Path) -> None:
-    """Bring the entries of a directory to disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_report(directory: Path, rank: int, report: Report) -> None:
     """Tell the others that this rank is done."""
     _publish(_report(directory, rank), msgspec.json.encode(report))

@@ -1,0 +1,13 @@
+"""What a directory must go through to survive a crash of the machine."""
+
+import os
+from pathlib import Path
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring a directory's entries to disk: a file that is synced, but whose name is not, is lost."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

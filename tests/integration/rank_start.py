@@ -1,0 +1,28 @@
+"""How a rank of a test begins: as `slimx.trainer.worker` does, without Ray."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def join(trainer: Any, rank: int, init_method: str) -> Any:
+    """Adapters first, then torch, then the other ranks; `trainer`: the section of the configuration."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from slimx.trainer.worker import install_adapters
+
+    install_adapters()
+    import torch
+
+    torch.set_num_threads(1)
+    from slimx.layout.ranks import sizes_of
+    from slimx.trainer.parallel import ParallelState
+
+    device = torch.device("cpu")
+    return ParallelState(sizes_of(trainer), rank=rank, init_method=init_method, device=device, deadline_s=60, seed=1)
+
+
+def leave(parallel: Any) -> None:
+    """Wait for the others, then leave."""
+    parallel.host_group.barrier().wait()
+    parallel.destroy()
