@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slimx.algorithms.advantages import grpo
 from slimx.algorithms.losses import Loss, policy_loss, sft_loss
-from slimx.config.schema import Algorithm
+from slimx.config.algorithm import Algorithm
 from slimx.data.records import Group
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slimx.algorithms.gae import explained_variance, gae, token_rewards, whiten
-from slimx.config.schema import Algorithm
+from slimx.config.algorithm import Algorithm
 from slimx.data.batch import Row
 
 

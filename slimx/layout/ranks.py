@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimx.config.schema import Trainer
+from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
 
 

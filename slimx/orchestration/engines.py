@@ -9,7 +9,8 @@ from pathlib import Path
 
 import ray
 
-from slimx.config.schema import Config, Engines
+from slimx.config.engines import Engines
+from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.orchestration.cluster import ENGINE_SHARE
 from slimx.orchestration.engine_actor import EngineActor, EngineHandle

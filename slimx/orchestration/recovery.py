@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from slimx.config.schema import Health
+from slimx.config.engines import Health
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.engine_actor import STOP_S, EngineHandle, Standing
 from slimx.orchestration.waiting import first_line

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimx.config.schema import Config, Engines
+from slimx.config.engines import Engines
+from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from slimx.config.schema import MAX_SUPPORT
+from slimx.config.rollout import MAX_SUPPORT
 from slimx.data.support import Support
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.control import message_of, parse_body

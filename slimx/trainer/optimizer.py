@@ -16,7 +16,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
-from slimx.config.schema import Config, Optimizer
+from slimx.config.schema import Config
+from slimx.config.trainer import Optimizer
 from slimx.trainer.host_moments import HostMoments
 from slimx.trainer.transformer import DTYPES
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from slimx.config.schema import Algorithm
+from slimx.config.algorithm import Algorithm
 from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
 from slimx.trainer.forward_backward import Pipeline, TokenScores

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from slimx.config.schema import Moe
+from slimx.config.trainer import Moe
 
 if TYPE_CHECKING:
     from slimx.trainer.router import Tokens

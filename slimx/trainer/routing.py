@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slimx.config.schema import Moe
+from slimx.config.trainer import Moe
 from slimx.data.batch import MicroBatch
 from slimx.layout.zigzag import zigzag
 from slimx.trainer.parallel import ParallelState

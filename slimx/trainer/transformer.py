@@ -10,7 +10,8 @@ import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from slimx.config.schema import Config, Trainer
+from slimx.config.schema import Config
+from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.trainer.backends import Backends

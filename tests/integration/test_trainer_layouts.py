@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slimx.algorithms.objective import group_advantages
-from slimx.config.schema import Algorithm
+from slimx.config.algorithm import Algorithm
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.weights import loss_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from slimx.config.schema import Health
+from slimx.config.engines import Health
 from slimx.errors import SlimxError
 from slimx.orchestration.engine_actor import Standing
 from slimx.orchestration.recovery import Membership

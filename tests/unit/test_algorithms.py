@@ -13,7 +13,7 @@ from slimx.algorithms.advantages import grpo
 from slimx.algorithms.kl import k3
 from slimx.algorithms.losses import LossInputs, policy_loss, sft_loss
 from slimx.algorithms.objective import group_advantages, make_loss
-from slimx.config.schema import Algorithm
+from slimx.config.algorithm import Algorithm
 from slimx.data.batch import make_rows
 from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Span, Trajectory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimx.config.schema import Trainer
+from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.trainer.backends import choose_backends, installed
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimx.config.schema import Trainer
+from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.megatron import MegatronLayout

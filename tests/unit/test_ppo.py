@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from slimx.algorithms.ppo import assign_advantages
-from slimx.config.schema import Algorithm, Config
+from slimx.config.algorithm import Algorithm
+from slimx.config.schema import Config
 from slimx.data.batch import Row
 from slimx.data.packing import pack
 from tests.unit.test_gae import naive

@@ -2,7 +2,7 @@
 
     python tools/docs/make_configuration.py
 
-A unit test compares the page with the schema, so run this after every change of slimx/config/schema.py.
+A unit test compares the page with the schema, so run this after every change of a section in slimx/config/.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-This page is made from `slimx/config/schema.py` by `python tools/docs/make_configuration.py`.
+This page is made from `slimx/config/` by `python tools/docs/make_configuration.py`.
 
 A run is one YAML file of sections. `slimx train FILE section.key=value ...` overrides single keys, in the order given.
 A list is overridden as a whole: `'rollout.engines=[{name: actor, count: 2}]'`. An unknown key is refused with the

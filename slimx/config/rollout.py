@@ -1,0 +1,73 @@
+"""Sections rollout, reward and eval: what is generated, how it is scored, and on what it is tried."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from slimx.config.engines import Engines, Health
+from slimx.config.section import Count, Section, Share
+
+MAX_SUPPORT = 4096
+"""Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
+
+
+class Sampling(Section):
+    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description=f"nucleus mass kept, of at most {MAX_SUPPORT} candidates"
+    )
+    top_k: int = Field(-1, ge=-1, description=f"candidates kept, at most {MAX_SUPPORT}; -1: all")
+    max_new_tokens: PositiveInt = Field(1024, description="tokens sampled per turn, at most")
+    stop_token_ids: tuple[int, ...] = Field((), description="extra ids that end a turn (the model's eos always does)")
+
+    @model_validator(mode="after")
+    def _supported(self) -> Sampling:
+        if self.top_k == 0:
+            raise ValueError(
+                "rollout.sampling.top_k is 0, which keeps no candidate; use -1 for all or a positive count"
+            )
+        if self.top_k > MAX_SUPPORT:
+            raise ValueError(
+                f"rollout.sampling.top_k is {self.top_k}, but engines report at most {MAX_SUPPORT} kept candidates per "
+                "token, which the trainer needs; lower it or use -1 for all"
+            )
+        return self
+
+
+class Rollout(Section):
+    prompts: str = Field(description="JSONL file of prompts: {messages | token_ids, answer, metadata}")
+    prompts_per_step: PositiveInt = Field(32, description="prompts (groups) trained per step")
+    group_size: PositiveInt = Field(8, description="rollouts per prompt")
+    generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
+    keep: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
+    engines: tuple[Engines, ...] = Field((Engines(),), description="groups of servers; empty: no generation (SFT)")
+    sampling: Sampling = Sampling()
+    max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are refused before the run starts")
+    concurrency: PositiveInt = Field(256, description="rollouts in flight, at most")
+    request_deadline: PositiveFloat = Field(600, description="seconds for one request to an engine")
+    request_retries: Count = Field(2, description="times that a request is sent again when its engine was lost")
+    rollout_deadline: PositiveFloat = Field(1800, description="seconds for one rollout, all turns and tools included")
+    max_failed_share: Share = Field(0.1, description="share of a step's groups that may fail before the run stops")
+    routed_experts: bool = Field(True, description="return each token's experts with the completion (MoE)")
+    gap_probe: Count = Field(4, description="rollouts re-scored by an engine per step where no token is on-version")
+    health: Health = Health()
+
+    @model_validator(mode="after")
+    def _engine_names(self) -> Rollout:
+        names = [group.name for group in self.engines]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rollout.engines names a group twice in {names}; give each group its own name")
+        return self
+
+
+class Reward(Section):
+    function: str | None = Field("slimx.rewards.exact.reward", description="dotted path of the reward hook; null: none")
+    deadline: PositiveFloat = Field(60, description="seconds for one reward call")
+    workers: PositiveInt = Field(8, description="reward calls that run at once (threads)")
+
+
+class Eval(Section):
+    prompts: str | None = Field(None, description="JSONL file of held-out prompts; null: no evaluation")
+    every: Count = Field(0, description="steps between evaluations (greedy); 0: only before and after")

@@ -1,0 +1,46 @@
+"""Sections run, model, numerics, cluster and track: what is run, where, and who is told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from slimx.config.section import Count, Section
+
+
+class Run(Section):
+    name: str = Field("run", description="name of the run in trackers and the report")
+    dir: str = Field(description="directory that holds everything the run writes")
+    seed: int = Field(1, ge=0, description="seed of prompt order, sampling and initialisation")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="auto: continue from the newest complete checkpoint in `run.dir` if there is one"
+    )
+
+
+class Model(Section):
+    path: str = Field(description="Hugging Face directory: config.json, tokenizer and safetensors")
+
+
+class Numerics(Section):
+    mode: Literal["fast"] = Field("fast", description="fast: stock kernels on both sides, the gap is measured")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of parameters and activations")
+    router_dtype: Literal["float32"] = Field("float32", description="dtype of the router's logits and softmax")
+
+
+class Cluster(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU, else cpu")
+    ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts a local one")
+    start_deadline: PositiveFloat = Field(300, description="seconds until Ray, trainers and engines must be up")
+    affinity: Literal["auto", "none"] = Field(
+        "auto", description="auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere"
+    )
+
+
+class Track(Section):
+    tensorboard: bool = Field(True, description="write RUN/tensorboard")
+    wandb: bool = Field(False, description="log to Weights & Biases (needs the wandb package)")
+    project: str = Field("slimx", description="project name for wandb")
+    samples: Count = Field(8, description="rollouts written to RUN/samples.jsonl per recorded step")
+    samples_every: PositiveInt = Field(10, description="steps between recorded samples")
+    report: bool = Field(True, description="write RUN/report.html when the run ends")

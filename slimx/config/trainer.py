@@ -1,0 +1,206 @@
+"""Section trainer: the layout over ranks, memory, routing and the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from slimx.config.section import Count, Section, Share
+
+
+class Optimizer(Section):
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape from lr to min_lr")
+    warmup_steps: Count = Field(0, description="optimizer updates of linear warm-up from 0")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (not on norms and biases)")
+    no_weight_decay: tuple[str, ...] = Field(
+        (), description="globs over Megatron or Hugging Face names of further parameters without weight decay"
+    )
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="Adam's moment decay rates")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    clip_grad: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled; 0: never")
+    max_skipped: Count = Field(
+        3,
+        description="optimizer steps in a row that may be skipped because a gradient is infinite or not a number; the "
+        "run stops at the last of them; 0: never",
+    )
+    offload: Share = Field(
+        0.0,
+        description="share of Adam's moments that lies in (pinned) host memory and visits the device in pieces of 512 "
+        "MiB at each step",
+    )
+
+
+class Recompute(Section):
+    """What the backward pass computes again instead of keeping it."""
+
+    granularity: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="none: keep all activations; selective: compute `modules` again; full: keep only layers' inputs",
+    )
+    modules: tuple[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"], ...] = (
+        Field(("core_attn",), description="parts of a layer that selective recomputation covers")
+    )
+    method: Literal["uniform", "block"] = Field(
+        "uniform",
+        description="full: uniform covers all layers, in units of `layers`; block only the first `layers` of a stage",
+    )
+    layers: PositiveInt = Field(1, description="full: layers of a unit (uniform) or layers covered (block)")
+
+
+class Moe(Section):
+    """How tokens choose and reach their experts (docs/concepts.md says what each term is)."""
+
+    dispatcher: Literal["alltoall", "flex"] = Field(
+        "alltoall", description="alltoall: collectives of torch.distributed; flex: kernels of `flex_backend` (CUDA)"
+    )
+    flex_backend: Literal["deepep", "hybridep"] = Field(
+        "deepep", description="library behind the flex dispatcher; hybridep spans NVLink domains of GB300"
+    )
+    replay: Literal["none", "R2", "R3"] = Field(
+        "none",
+        description="experts of a training pass. none: the router's own choice; R2: what it chose under the weights "
+        "before the step's first update (one more forward pass); R3: what the engine chose",
+    )
+    aux_loss_coef: float = Field(0.0, ge=0, description="weight of each MoE layer's load-balancing loss; 0: none")
+    aux_loss_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
+        "seq_aux_loss",
+        description="tokens over which load is balanced: aux_loss a micro-batch, seq_aux_loss each sequence, "
+        "global_aux_loss all micro-batches of the update so far",
+    )
+    z_loss_coef: float = Field(
+        0.0, ge=0, description="weight of each MoE layer's mean squared logsumexp of the router's logits; 0: none"
+    )
+    bias_update_rate: float = Field(
+        0.0, ge=0, description="step of each expert's selection bias towards equal load, after every update; 0: none"
+    )
+
+
+_ROUTING = {
+    "moe_aux_loss_coeff": "set trainer.moe.aux_loss_coef",
+    "moe_router_load_balancing_type": "set trainer.moe.aux_loss_type",
+    "moe_z_loss_coeff": "set trainer.moe.z_loss_coef",
+    "moe_router_bias_update_rate": "set trainer.moe.bias_update_rate",
+    "moe_enable_routing_replay": "set trainer.moe.replay",
+    "moe_router_fusion": "a fused router can be neither recorded nor replayed",
+    "overlap_moe_expert_parallel_comm": "its schedule takes layers apart, and their routers would lose their batch",
+    "cuda_graph_impl": "a captured router would see the first micro-batch for ever",
+    "enable_cuda_graph": "a captured router would see the first micro-batch for ever",
+    "external_cuda_graph": "a captured router would see the first micro-batch for ever",
+}
+"""Fields of megatron-core's TransformerConfig that routing has to itself, and what a user does instead."""
+
+
+class Trainer(Section):
+    load: str | None = Field(
+        None,
+        description="initial weights: a Hugging Face directory, or a Megatron-LM checkpoint (torch_dist) such as those "
+        "of slime, Miles and slimx itself; null: model.path",
+    )
+    world_size: PositiveInt = Field(1, description="number of trainer ranks (processes; one GPU each on CUDA)")
+    tensor: PositiveInt = Field(1, description="tensor parallel size (TP); sequence parallel follows it")
+    pipeline: PositiveInt = Field(1, description="pipeline parallel size (PP)")
+    virtual_pipeline: PositiveInt = Field(
+        1, description="model chunks of each pipeline rank, interleaved (VPP): smaller bubbles, more messages"
+    )
+    layers_per_stage: tuple[Count, ...] | None = Field(
+        None,
+        description="decoder layers of each stage, pipeline x virtual_pipeline numbers in the order of the forward "
+        "pass; null: equal",
+    )
+    context: PositiveInt = Field(
+        1, description="context parallel size (CP): ranks that share each sequence, in zigzag halves"
+    )
+    data: PositiveInt | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
+    expert: PositiveInt = Field(1, description="expert parallel size (EP)")
+    expert_tensor: PositiveInt | None = Field(
+        None, description="tensor parallel size inside an expert (ETP); null: trainer.tensor, as in Megatron-LM"
+    )
+    distributed_optimizer: bool = Field(True, description="shard the optimizer's state over DP ranks")
+    max_tokens_per_microbatch: PositiveInt = Field(8192, description="tokens packed into one forward pass, at most")
+    balance: Literal["tokens", "flops"] = Field(
+        "flops",
+        description="what DP ranks and micro-batches get equal amounts of: tokens, or FLOPs by the model's sizes "
+        "(a n + b n^2 for a sequence of n tokens)",
+    )
+    logprob_chunk_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens of a rank whose logits exist at once, in forward and backward; null: as many as make 256 "
+        "MiB of fp32 logits, at least 128",
+    )
+    attention: Literal["auto", "flash", "fused", "unfused"] = Field(
+        "auto",
+        description="kernel of the attention: flash (flash-attn), fused (cuDNN), unfused (Transformer Engine's own, or "
+        "torch without it); auto: the fastest that the machine has",
+    )
+    moe: Moe = Moe()
+    recompute: Recompute = Recompute()
+    threads: PositiveInt = Field(1, description="CPU threads of one trainer rank")
+    deadline: PositiveFloat = Field(1800, description="seconds that one call to all trainer ranks may take")
+    offload: bool = Field(
+        True,
+        description="with schedule.colocate: weights, gradients and optimizer state leave the device for (pinned) host "
+        "memory while engines generate",
+    )
+    memory_margin_mib: Count = Field(
+        1024,
+        description="MiB of GPU memory that must be free before a training step; below it the caches are freed, then "
+        "the run stops and names the biggest holders; 0: no check (nor on the CPU)",
+    )
+    freeze: tuple[str, ...] = Field(
+        (),
+        description="globs over Megatron or Hugging Face names of parameters that are not trained, such as "
+        "'*.mlp.gate.weight'; they still publish and stand in checkpoints",
+    )
+    optimizer: Optimizer = Optimizer()
+    megatron: dict[str, Any] = Field(
+        default_factory=dict, description="fields of megatron-core's TransformerConfig, passed through after a check"
+    )
+
+    @property
+    def data_size(self) -> int:
+        """Data parallel size, given or derived."""
+        return self.data or max(1, self.world_size // (self.tensor * self.context * self.pipeline))
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Expert tensor parallel size, given or Megatron's default."""
+        return self.expert_tensor or self.tensor
+
+    @model_validator(mode="after")
+    def _routing(self) -> Trainer:
+        for key, instead in _ROUTING.items():
+            if self.megatron.get(key) not in (None, False, 0, "none"):
+                raise ValueError(f"trainer.megatron.{key} is not passed through; {instead}")
+        return self
+
+    @model_validator(mode="after")
+    def _layout(self) -> Trainer:
+        product = self.tensor * self.pipeline * self.context * self.data_size
+        if product != self.world_size:
+            raise ValueError(
+                f"trainer.world_size is {self.world_size}, but tensor {self.tensor} x pipeline {self.pipeline} x "
+                f"context {self.context} x data {self.data_size} = {product}; set trainer.world_size={product} or "
+                "change one of the sizes"
+            )
+        experts = self.expert * self.expert_tensor_size
+        stage = self.tensor * self.context * self.data_size
+        if stage % experts:
+            fitting = [n for n in range(1, stage + 1) if stage % (n * self.expert_tensor_size) == 0]
+            nearest = min(fitting or [1], key=lambda n: (abs(n - self.expert), n))
+            raise ValueError(
+                f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
+                f"divide the {stage} ranks of a pipeline stage (tensor x context x data); the nearest that does is "
+                f"trainer.expert={nearest}" + ("" if fitting else " with trainer.expert_tensor=1")
+            )
+        if self.expert == 1 and self.expert_tensor_size != self.tensor:
+            # megatron-core 0.16.1 marks expert weights for the expert groups only if EP > 1; otherwise their gradients
+            # are summed over the dense DP ranks, which is wrong as soon as ETP differs from TP.
+            raise ValueError(
+                f"trainer.expert is 1 but trainer.expert_tensor {self.expert_tensor_size} differs from trainer.tensor "
+                f"{self.tensor}; megatron-core would sum expert gradients over the wrong ranks: set "
+                "trainer.expert_tensor=null"
+            )
+        return self
