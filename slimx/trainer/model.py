@@ -44,6 +44,8 @@ def build_model(
     virtual = config.trainer.virtual_pipeline
     chunks = [_build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device) for chunk in range(virtual)]
     _freeze(chunks, spec, config)
+    # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
+    # round the fp32 value head of a bf16 critic and mix up its elements.
     return [
         DistributedDataParallel(
             transformer,
@@ -51,9 +53,8 @@ def build_model(
                 use_distributed_optimizer=config.trainer.distributed_optimizer, grad_reduce_in_fp32=True
             ),
             chunk,
-            disable_bucketing=number > 0,
         )
-        for number, chunk in enumerate(chunks)
+        for chunk in chunks
     ]
 
 

@@ -24,6 +24,7 @@ from tests.integration.trainer_rank import MAX_TOKENS, Rank, demonstrations
 QWEN, DEEPSEEK = "Qwen3-MoE", "DeepSeek-V3"
 STEPS = 12
 """Of the critic on one batch."""
+RATE = 2e-3
 CLIP = 0.5
 """Some values move further than this from the old ones, some do not."""
 
@@ -66,7 +67,7 @@ class CriticRank(Rank):
                 "critic": {
                     "head": "normal",
                     "value_clip": CLIP,
-                    "optimizer": {"lr": 2e-3, "clip_grad": 0.0},
+                    "optimizer": {"lr": RATE, "clip_grad": 0.0},
                 },
             }
         )
@@ -84,6 +85,7 @@ class CriticRank(Rank):
             data_size=sizes.data,
             max_tokens=MAX_TOKENS,
             multiple_of=sizes.tensor * sizes.context,
+            count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
             sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
         )
         assert len(batch.shards[0]) > 1
@@ -126,10 +128,24 @@ class CriticRank(Rank):
         self.said["again"] = [critic.train_step(batches, step=step) for step in rest]
 
 
+    def move_head(self) -> None:
+        """How far one step moves the elements of the value head, smallest and largest."""
+        critic, batches = self.critic(), self.packed(critic_rows())
+        heads = {n: p for chunk in critic.chunks for n, p in chunk.named_parameters() if "value_head" in n}
+        before = {name: parameter.detach().clone() for name, parameter in heads.items()}
+        critic.train_step(batches, step=0)
+        moved = {name: (parameter.detach() - before[name]).abs() for name, parameter in heads.items()}
+        self.said["moved"] = {name: [float(by.min()), float(by.max())] for name, by in moved.items()}
+
+
 def main() -> None:
     rank = CriticRank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
     rank.start()
     rank.use(QWEN)
+    if rank.job.get("only_head"):
+        rank.move_head()
+        rank.finish()
+        return
     rank.write_gradients(rank.first_step())
     rank.on_one_batch()
     rank.use(DEEPSEEK)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.ports import free_port
 from tests.integration.conftest import Weights, perturbed
-from tests.integration.critic_rank import CLIP, DEEPSEEK, QWEN, STEPS, critic_rows
+from tests.integration.critic_rank import CLIP, DEEPSEEK, QWEN, RATE, STEPS, critic_rows
 from tests.integration.deepseek_v3_oracle import MODELS
 from tests.integration.deepseek_v3_oracle import Oracle as DeepseekOracle
 from tests.integration.rank_processes import run_ranks
@@ -83,14 +83,18 @@ class Laboratory:
 
     def __getitem__(self, name: str) -> Ran:
         if name not in self._done:
-            out = self.directory / name
-            out.mkdir()
-            job = {"models": self.models, "layout": LAYOUTS[name], "out": str(out)}
-            job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
-            (out / "job.json").write_text(json.dumps(job))
-            run_ranks("tests.integration.critic_rank", out, SIZES[name].world, DEADLINE_S)
-            self._done[name] = Ran(out, SIZES[name])
+            self._done[name] = self.run(name, LAYOUTS[name], SIZES[name])
         return self._done[name]
+
+    def run(self, name: str, layout: dict[str, Any], sizes: Sizes, **options: Any) -> Ran:
+        """`options`: further keys of the ranks' job."""
+        out = self.directory / name
+        out.mkdir()
+        job = {"models": self.models, "layout": layout, "out": str(out), **options}
+        job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
+        (out / "job.json").write_text(json.dumps(job))
+        run_ranks("tests.integration.critic_rank", out, sizes.world, DEADLINE_S)
+        return Ran(out, sizes)
 
 
 class ValueOracle:
@@ -199,3 +203,13 @@ def test_the_value_loss_falls_on_a_fixed_batch_and_a_restored_critic_repeats_its
     assert losses == pytest.approx([step["value/loss"] for step in laboratory["single"].last["steps"]], rel=1e-3)
     for said in laboratory[name].ranks:
         assert said["again"] == said["steps"][STEPS // 2 :]
+
+
+def test_the_fp32_head_of_an_interleaved_bf16_critic_moves_as_adam_says(laboratory):
+    layout = {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2, "layers_per_stage": [1, 0, 0, 1]}
+    ran = laboratory.run("bf16", layout, Sizes(pipeline=2, virtual=2), dtype="bfloat16", only_head=True)
+    moved = ran.last["moved"]
+    assert len(moved) == 2 and ran.ranks[0]["moved"] == {}
+    for smallest, largest in moved.values():
+        # Adam's first step is the learning rate, whatever the gradient.
+        assert smallest == pytest.approx(RATE, rel=1e-2) and largest == pytest.approx(RATE, rel=1e-2)

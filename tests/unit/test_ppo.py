@@ -112,10 +112,6 @@ def config(**sections: Any) -> Config:
             {"critic": {"placement": "own", "layout": {"world_size": 2, "tensor": 4}}},
             "critic.layout.world_size is 2, but tensor 4 x pipeline 1 x context 1 x data 1 = 4",
         ),
-        (
-            {"trainer": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, "critic": {}},
-            "the critic would have 2 chunks per pipeline rank in bfloat16",
-        ),
         ({"algorithm": {"gae_lambda": 0.9}}, "algorithm.gae_lambda belongs to ppo but algorithm.name is grpo"),
         ({"algorithm": {"name": "ppo", "kl_reward_coef": 0.1}, "critic": {}}, "set algorithm.reference=true"),
         (
