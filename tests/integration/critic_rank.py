@@ -127,7 +127,6 @@ class CriticRank(Rank):
         self.said["steps"] = steps
         self.said["again"] = [critic.train_step(batches, step=step) for step in rest]
 
-
     def move_head(self) -> None:
         """How far one step moves the elements of the value head, smallest and largest."""
         critic, batches = self.critic(), self.packed(critic_rows())

@@ -23,6 +23,12 @@ FROZEN = ["model.embed_tokens.weight", "decoder.layers.[01].*"]
 UNDECAYED = ["*.mlp.router.weight", "model.layers.3.mlp.experts.5.down_proj.weight"]
 OPTIMIZER = {"lr": 2e-3, "weight_decay": 0.3, "clip_grad": 0.05, "betas": [0.9, 0.95], "eps": 1e-8}
 STEPS = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16_undistributed": {"dtype": "bfloat16", "distributed_optimizer": False},
+}
+"""Optimizers whose state leaves and comes back."""
 
 
 class OptimizerRank(Rank):
@@ -171,29 +177,45 @@ class OptimizerRank(Rank):
     # State that leaves the device -------------------------------------------------------------------------------------
 
     def host_moments(self) -> None:
-        for dtype in ("float32", "bfloat16"):
-            plain = self.built(dtype=dtype)
+        for kind, options in KINDS.items():
+            plain = self.built(**options)
             self.steps(plain)
             for share in (0.5, 1.0):
-                moved = self.built(dtype=dtype, optimizer={"offload": share})
+                moved = self.built(**options, optimizer={"offload": share})
                 self.steps(moved)
-                self.said[f"host_moments_{dtype}_{share}"] = equal(self.held(plain), self.held(moved)) and equal(
+                self.said[f"host_moments_{kind}_{share}"] = equal(self.held(plain), self.held(moved)) and equal(
                     self.moments(plain), self.moments(moved)
                 )
-        path = self.out / "host_moments"
-        self.save(moved, path)
-        fresh = self.built(dtype="bfloat16", optimizer={"offload": 0.25})
-        fresh.restore(str(path), same_layout=True)
-        self.said["host_moments_restored"] = equal(self.moments(moved), self.moments(fresh))
-        self.steps(moved, 1, STEPS)
-        self.steps(fresh, 1, STEPS)
-        self.said["host_moments_went_on"] = equal(self.held(moved), self.held(fresh))
+            path = self.out / f"host_moments_{kind}"
+            self.save(moved, path)
+            fresh = self.built(**options, optimizer={"offload": 0.25})
+            fresh.restore(str(path), same_layout=True)
+            self.said[f"host_moments_{kind}_restored"] = equal(self.moments(moved), self.moments(fresh))
+            self.steps(moved, 1, STEPS)
+            self.steps(fresh, 1, STEPS)
+            self.said[f"host_moments_{kind}_went_on"] = equal(self.held(moved), self.held(fresh))
+
+    def saved_before_a_step(self) -> None:
+        """As after a first step that was skipped: Adam has made no moments yet."""
+        for kind, options in KINDS.items():
+            trainer, path = self.built(**options), self.out / f"unstepped_{kind}"
+            self.save(trainer, path)
+            fresh = self.built(**options)
+            fresh.restore(str(path), same_layout=True)
+            self.steps(trainer, 1)
+            self.steps(fresh, 1)
+            untouched = self.built(**options)
+            self.steps(untouched, 1)
+            self.said[f"unstepped_{kind}"] = [
+                equal(self.held(untouched), self.held(each)) and equal(self.moments(untouched), self.moments(each))
+                for each in (trainer, fresh)
+            ]
 
     def offloaded(self) -> None:
         import torch
 
-        for dtype in ("float32", "bfloat16"):
-            straight, cycled = self.built(dtype=dtype), self.built(dtype=dtype)
+        for kind, options in KINDS.items():
+            straight, cycled = self.built(**options), self.built(**options)
             self.steps(straight)
             self.steps(cycled, 1)
             before = self.held(cycled), self.moments(cycled)
@@ -219,7 +241,7 @@ class OptimizerRank(Rank):
             cycled.offload()
             cycled.reload()
             self.steps(cycled, STEPS - 2, 2)
-            self.said[f"offloaded_{dtype}"] = {
+            self.said[f"offloaded_{kind}"] = {
                 "whole": whole,
                 "half": half,
                 "away": away,
@@ -252,6 +274,7 @@ def main() -> None:
     rank.frozen()
     rank.skipped()
     rank.host_moments()
+    rank.saved_before_a_step()
     rank.offloaded()
     if rank.sizes.world == 1:
         rank.against_adamw("bfloat16", dtype="bfloat16", optimizer={"no_weight_decay": UNDECAYED})

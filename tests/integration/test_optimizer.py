@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.integration.conftest import Weights, free_port
-from tests.integration.optimizer_rank import OPTIMIZER
+from tests.integration.optimizer_rank import KINDS, OPTIMIZER
 from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -165,23 +165,31 @@ def test_weights_of_a_bf16_model_are_the_main_weights_rounded_and_these_hold_mor
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_moments_on_the_host_give_the_same_bits(laboratory, name, dtype):
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_on_the_host_give_the_same_bits(laboratory, name, kind):
     for said in laboratory[name]:
-        assert said[f"host_moments_{dtype}_0.5"] and said[f"host_moments_{dtype}_1.0"]
+        assert said[f"host_moments_{kind}_0.5"] and said[f"host_moments_{kind}_1.0"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_of_moments_on_the_host_continues_with_another_share_there(laboratory, name):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_moments_on_the_host_continues_with_another_share_there(laboratory, name, kind):
     for said in laboratory[name]:
-        assert said["host_moments_restored"] and said["host_moments_went_on"]
+        assert said[f"host_moments_{kind}_restored"] and said[f"host_moments_{kind}_went_on"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory, name, dtype):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_before_the_first_step_neither_fails_nor_changes_the_run(laboratory, name, kind):
     for said in laboratory[name]:
-        found = said[f"offloaded_{dtype}"]
+        assert said[f"unstepped_{kind}"] == [True, True]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory, name, kind):
+    for said in laboratory[name]:
+        found = said[f"offloaded_{kind}"]
         assert min(found["whole"].values()) > 0
         assert set(found["away"].values()) == {0} and found["storages"] == [0]
         assert found["half"] == {"weights": found["whole"]["weights"], "gradients": 0, "optimizer state": 0}
@@ -190,6 +198,6 @@ def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory,
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, name, dtype):
-    assert all(said[f"offloaded_{dtype}"]["trained"] for said in laboratory[name])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, name, kind):
+    assert all(said[f"offloaded_{kind}"]["trained"] for said in laboratory[name])

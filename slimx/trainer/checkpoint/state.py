@@ -58,6 +58,12 @@ def optimizer_state(
     of them, as otherwise, it would have holes."""
     if frozen:
         model = model_state(chunks, non_homogeneous_layers=True, singleton_local_shards=True)
+    if not loading:
+        # Adam makes moments at its first step; before it (or when it was skipped) megatron-core would look for them in
+        # vain. Zeros are what it starts from; a state that is there stays.
+        for part in optimizer.chained_optimizers:
+            if part.optimizer is not None:
+                part.init_state_fn(part.optimizer, part.config)
     return optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=metadata())
 
 
