@@ -235,7 +235,7 @@ async def measure(config: Config) -> Figures:
         engines = EngineGroup(config, "cpu", logs, moe=True)
         stack.push_async_callback(engines.stop)
         await asyncio.gather(trainers.start(), engines.start())
-        shape = ModelShape.of(prepared.spec.hf)
+        shape = ModelShape.of(prepared.spec)
         client = GenerationClient(engines.router.url, shape, config.rollout.request_deadline)
         await stack.enter_async_context(client)
         # A connection per request: the server closes idle ones after 5 s, which is between two rounds.

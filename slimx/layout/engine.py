@@ -25,6 +25,11 @@ class EngineLayout:
                 f"an engine of {self.sizes.pipeline} pipeline stages has more of them than the model's "
                 f"{self.table.layers} layers; lower rollout.engines.pipeline"
             )
+        if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
+            raise SlimxError(
+                f"an engine with expert parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts "
+                "serves a model without experts; set rollout.engines.expert=1 and leave ep_num_redundant_experts out"
+            )
         physical = self.table.experts + self.sizes.redundant
         if physical % self.sizes.expert:
             raise SlimxError(

@@ -41,6 +41,10 @@ class MegatronLayout:
                 f"a divisor, or say how many each stage takes: "
                 f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}"
             )
+        if sizes.expert > 1 and not table.experts:
+            raise SlimxError(
+                f"trainer.expert {sizes.expert} splits experts, and the model has none; set trainer.expert=1"
+            )
         if table.experts % sizes.expert:
             raise SlimxError(
                 f"trainer.expert {sizes.expert} does not divide the model's {table.experts} experts; "

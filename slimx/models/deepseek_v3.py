@@ -7,13 +7,14 @@ checkpoint, and Megatron's MLA takes them apart in its activations: weights are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from slimx.layout.maps import Concat
-from slimx.layout.table import Row, Stage, Table
+from slimx.layout.table import Row, Table
+from slimx.models.decoder import rotary
 from slimx.models.deepseek_v3_engine import engine_table as engine_table
+from slimx.models.prediction import mtp_layers as mtp_layers
+from slimx.models.prediction import table_with_prediction
+from slimx.models.rows import Layer, embedding, head
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
@@ -57,8 +58,8 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(hf: dict[str, Any]) -> dict[str, Any]:
-    kind, scaling = _scaling(hf)
-    fields = {"rope_type": "rope", "rotary_base": scaling.get("rope_theta", hf.get("rope_theta"))}
+    kind, scaling = rotary(hf)
+    fields = {"rope_type": "rope", "rotary_base": scaling["rope_theta"]}
     if kind == "yarn":
         fields |= {
             "rope_type": "yarn",
@@ -70,12 +71,6 @@ def _rotary(hf: dict[str, Any]) -> dict[str, Any]:
             "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
         }
     return fields
-
-
-def _scaling(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Type and fields of the rotary scaling, in transformers' present form or the checkpoints' older one."""
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    return scaling.get("rope_type") or scaling.get("type") or "default", scaling
 
 
 def _grouped(hf: dict[str, Any]) -> bool:
@@ -99,7 +94,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
 
 
 def _unsupported_rotary(hf: dict[str, Any]) -> str | None:
-    kind, scaling = _scaling(hf)
+    kind, scaling = rotary(hf)
     if kind not in ("default", "yarn"):
         return f"rotary scaling of type {kind}"
     if not hf.get("rope_interleave", True):
@@ -142,77 +137,28 @@ def _unsupported_rest(hf: dict[str, Any]) -> str | None:
     return f"quantization_config.quant_method {method}" if method != "fp8" else None
 
 
-def mtp_layers(hf: dict[str, Any]) -> int:
-    """Layers of multi-token prediction that the checkpoint declares."""
-    return hf.get("num_nextn_predict_layers") or 0
-
-
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """Where every checkpoint tensor lives in the Megatron model that has `mtp` layers of multi-token prediction.
 
-    Those that the checkpoint has beyond are the table's `frozen` tensors, as are the constants that Kimi-K2 and
-    Moonlight store with every layer."""
-    hidden, vocab, layers = hf["hidden_size"], hf["vocab_size"], hf["num_hidden_layers"]
-    experts, dense, declared = hf["n_routed_experts"], hf["first_k_dense_replace"], mtp_layers(hf)
-    here, there = "decoder.layers.{layer}.", "model.layers.{layer}."
-    predicting = _mtp(hf, _Layer("mtp.layers.{layer}.", there, stage="mtp"))
-    unbuilt = Table(predicting, layers=layers + mtp, experts=experts, mtp_layers=declared - mtp)
+    The constants that Kimi-K2 and Moonlight store with every layer are the table's `frozen` tensors, as are the layers
+    of multi-token prediction that the checkpoint has beyond."""
+    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
+
+    def decoder(at: Layer) -> tuple[Row, ...]:
+        return *_attention(hf, at), *_moe(hf, at)
+
     rows = (
-        Row(
-            "embedding.word_embeddings.weight",
-            (("model.embed_tokens.weight", (vocab, hidden)),),
-            axis=0,
-            stage="first",
-            copies=(("last", "embedding.word_embeddings.weight"),) if mtp else (),
-        ),
-        *_attention(hf, _Layer(here, there)),
-        *_dense(hf, _Layer(here, there, layers=range(dense))),
-        *_moe(hf, _Layer(here, there, layers=range(dense, layers))),
-        Row("decoder.final_layernorm.weight", (("model.norm.weight", (hidden,)),), stage="last"),
-        Row("output_layer.weight", (("lm_head.weight", (vocab, hidden)),), axis=0, stage="last"),
-        *(predicting if mtp else ()),
+        embedding(hf, mtp=mtp),
+        *_attention(hf, Layer()),
+        *(Layer(layers=range(dense)).dense(hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
+        *_moe(hf, Layer(layers=range(dense, layers))),
+        *head(hf),
     )
-    frozen = unbuilt.checkpoint()
-    for layer in range(layers):
-        frozen[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = (hf["qk_rope_head_dim"] // 2,)
-    aliases = {}
-    for layer in range(layers, layers + declared):
-        aliases[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
-        aliases[f"model.layers.{layer}.shared_head.head.weight"] = "lm_head.weight"
-    return Table(rows, layers=layers, experts=experts, mtp_layers=mtp, aliases=aliases, frozen=frozen)
+    inverse = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": (hf["qk_rope_head_dim"] // 2,) for n in range(layers)}
+    return table_with_prediction(hf, rows, decoder, experts=hf["n_routed_experts"], mtp=mtp, frozen=inverse)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Writes rows of one kind of layer: prefixes of its names, and where it stands."""
-
-    megatron: str
-    hf: str
-    stage: Stage = "layer"
-    layers: range | None = None
-
-    def row(self, name: str, sources: Iterable[tuple[str, tuple[int, ...]]], **how: Any) -> Row:
-        """`name` and the sources' names without prefix and `.weight`."""
-        full = tuple((f"{self.hf}{source}.weight", shape) for source, shape in sources)
-        return Row(self.megatron + name, full, stage=self.stage, layers=self.layers, **how)
-
-    def norm(self, name: str, source: str, size: int) -> Row:
-        return self.row(name, [(source, (size,))])
-
-    def linear(self, name: str, source: str, shape: tuple[int, int], axis: int | None = None) -> Row:
-        return self.row(name, [(source, shape)], axis=axis, quantised=True)
-
-    def swiglu(self, name: str, source: str, hidden: int, inner: int, suffix: str = "") -> tuple[Row, Row]:
-        """Gate and up in one tensor, and down."""
-        gate, up, down = (f"{source}.{kind}_proj" for kind in ("gate", "up", "down"))
-        both = [(gate, (inner, hidden)), (up, (inner, hidden))]
-        return (
-            self.row(f"{name}.linear_fc1.weight{suffix}", both, map=Concat(), axis=0, quantised=True),
-            self.linear(f"{name}.linear_fc2.weight{suffix}", down, (hidden, inner), axis=1),
-        )
-
-
-def _attention(hf: dict[str, Any], at: _Layer) -> tuple[Row, ...]:
+def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
     """Every tensor-parallel rank makes the whole latents and its own heads of them."""
     hidden, heads, query, latent = (
         hf[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
@@ -238,39 +184,7 @@ def _attention(hf: dict[str, Any], at: _Layer) -> tuple[Row, ...]:
     )
 
 
-def _dense(hf: dict[str, Any], at: _Layer) -> tuple[Row, ...]:
-    if not at.layers:
-        return ()
-    hidden = hf["hidden_size"]
-    return (
-        at.norm("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm", hidden),
-        *at.swiglu("mlp", "mlp", hidden, hf["intermediate_size"]),
-    )
-
-
-def _moe(hf: dict[str, Any], at: _Layer) -> tuple[Row, ...]:
-    hidden, inner, experts = hf["hidden_size"], hf["moe_intermediate_size"], hf["n_routed_experts"]
-    bias = (at.hf + "mlp.gate.e_score_correction_bias", (experts,))
-    shared = hf.get("n_shared_experts") or 0
-    return (
-        at.norm("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden),
-        at.row("mlp.router.weight", [("mlp.gate", (experts, hidden))]),
-        Row(at.megatron + "mlp.router.expert_bias", (bias,), stage=at.stage, layers=at.layers, dtype="float32"),
-        *(at.swiglu("mlp.shared_experts", "mlp.shared_experts", hidden, shared * inner) if shared else ()),
-        *at.swiglu("mlp.experts", "mlp.experts.{expert}", hidden, inner, suffix="{expert}"),
-    )
-
-
-def _mtp(hf: dict[str, Any], at: _Layer) -> tuple[Row, ...]:
-    """A layer of multi-token prediction: projection of (embedding, hidden state), a MoE layer, a norm. Embedding and
-    output head are the model's."""
-    hidden = hf["hidden_size"]
-    inside = _Layer(at.megatron + "transformer_layer.", at.hf, stage=at.stage)
-    return (
-        at.norm("enorm.weight", "enorm", hidden),
-        at.norm("hnorm.weight", "hnorm", hidden),
-        at.row("eh_proj.weight", [("eh_proj", (hidden, 2 * hidden))], axis=0),
-        *_attention(hf, inside),
-        *_moe(hf, inside),
-        at.norm("final_layernorm.weight", "shared_head.norm", hidden),
-    )
+def _moe(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
+    hidden, inner = hf["hidden_size"], hf["moe_intermediate_size"]
+    shared = (hf.get("n_shared_experts") or 0) * inner
+    return at.moe(hidden, inner, hf["n_routed_experts"], shared=shared, selection=True)

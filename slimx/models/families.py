@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, qwen3_moe
+from slimx.models import deepseek_v3, qwen3, qwen3_moe
 
 
 class Family(Protocol):
@@ -23,7 +23,8 @@ class Family(Protocol):
         ...
 
     def transformer_config(self, hf: dict[str, Any]) -> dict[str, Any]:
-        """Fields of megatron-core's TransformerConfig (with `multi_latent_attention`: MLATransformerConfig)."""
+        """Fields of megatron-core's TransformerConfig (with `multi_latent_attention`: MLATransformerConfig) that define
+        the model: no parallelism, no dtype. A dense model has no `num_moe_experts`."""
         ...
 
     def gpt_arguments(self, hf: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +44,10 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in (deepseek_v3, qwen3_moe)}
+FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in (deepseek_v3, qwen3, qwen3_moe)}
+
+UNBUILDABLE: dict[str, str] = {}
+"""Architecture -> what megatron-core 0.16.1 lacks for it, as the end of "... is not supported: "."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class ModelSpec:
 
     @property
     def experts(self) -> int:
+        """Routed experts of a MoE layer; 0: a dense model."""
         return self.table.experts
 
     def engine_table(self, *, fused_shared_experts: bool = False) -> Table:
@@ -91,6 +96,8 @@ def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
     names = hf.get("architectures") or ["nothing"]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise SlimxError(f"{file}: architectures is {names!r}, not a list of names; restore it from the source")
+    if names[0] in UNBUILDABLE:
+        raise SlimxError(f"{file}: architecture {names[0]} is not supported: {UNBUILDABLE[names[0]]}")
     family = FAMILIES.get(names[0])
     if family is None:
         raise SlimxError(f"{file}: architecture {names[0]} is not supported; slimx knows {', '.join(sorted(FAMILIES))}")

@@ -152,7 +152,7 @@ async def _session(
         if engines is not None:
             client = GenerationClient(
                 engines.router.url,
-                ModelShape.of(prepared.spec.hf),
+                ModelShape.of(prepared.spec),
                 config.rollout.request_deadline,
                 # While no engine serves, a request waits for one as long as it may last at all.
                 retry_s=config.rollout.request_deadline,

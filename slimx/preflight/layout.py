@@ -24,7 +24,12 @@ def check_layout(config: Config, spec: ModelSpec) -> Sizes:
         ("trainer.expert", sizes.expert, "experts", spec.experts),
         ("trainer.tensor", sizes.tensor, "query groups (num_key_value_heads)", spec.transformer["num_query_groups"]),
         ("trainer.tensor", sizes.tensor, "vocabulary entries", spec.vocab_size),
-        ("trainer.expert_tensor", sizes.expert_tensor, "columns of an expert", spec.transformer["moe_ffn_hidden_size"]),
+        (
+            "trainer.expert_tensor",
+            sizes.expert_tensor,
+            "columns of an expert",
+            spec.transformer["moe_ffn_hidden_size"] if spec.experts else 0,
+        ),
     ):
         if count % size:
             nearest = min(

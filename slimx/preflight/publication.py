@@ -12,6 +12,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
+from slimx.preflight.routing import route_shape
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan, checkpoint_parts, compile_plan
 from slimx.reshard.precision import Precision, Quantisation
@@ -138,9 +139,16 @@ def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
             f"the {engine.attention_tensor} ranks of an engine's attention (rollout.engines.tensor / dp_attention) do "
             f"not divide {model['num_query_groups']} query groups, which SGLang pads on the CPU"
         )
-    inner = model["moe_ffn_hidden_size"] // engine.expert_tensor
-    if spec.experts and inner % 32:
-        return f"{inner} columns of an expert per rank are no multiple of 32, to which SGLang pads them on the CPU"
+    inner = {"an expert": model["moe_ffn_hidden_size"]} if spec.experts else {}
+    if len(route_shape(spec).moe_layers) < model["num_layers"]:
+        inner["a dense MLP"] = model["ffn_hidden_size"]
+    for what, columns in inner.items():
+        # Whether or not it splits them: experts are whole where expert parallelism takes all ranks.
+        if columns % (32 * engine.tensor):
+            return (
+                f"{columns} columns of {what} are no multiple of 32 for each of {engine.tensor} ranks, to which SGLang "
+                "pads them on the CPU"
+            )
     return None
 
 

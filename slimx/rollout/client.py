@@ -21,6 +21,7 @@ import numpy as np
 from slimx.config.rollout import MAX_SUPPORT
 from slimx.data.support import Support
 from slimx.errors import DeadlineError, SlimxError
+from slimx.models.families import ModelSpec
 from slimx.rollout.control import message_of, parse_body
 
 SAMPLING = frozenset(
@@ -41,14 +42,10 @@ class ModelShape:
     experts: int = 0
 
     @classmethod
-    def of(cls, hf_config: dict[str, Any]) -> ModelShape:
-        """From a Hugging Face config.json."""
-        return cls(
-            hf_config["vocab_size"],
-            hf_config["num_hidden_layers"],
-            hf_config.get("num_experts_per_tok") or 0,
-            hf_config.get("num_experts") or hf_config.get("n_routed_experts") or 0,
-        )
+    def of(cls, spec: ModelSpec) -> ModelShape:
+        """Of a model of any family."""
+        fields = spec.transformer
+        return cls(spec.vocab_size, fields["num_layers"], fields.get("moe_router_topk") or 0, spec.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +164,7 @@ class GenerationClient:
             fields["return_sampling_mask"] = True
             if parameters.get("top_k", -1) < 1:
                 parameters["top_k"] = min(MAX_SUPPORT, self.shape.vocab_size)
+        return_routed_experts = return_routed_experts and self.shape.experts > 0
         if return_routed_experts:
             fields["return_routed_experts"] = True
         meta = await self._post(self._body(token_ids, parameters, fields))
@@ -188,7 +186,8 @@ class GenerationClient:
         )
 
     async def score(self, token_ids: Sequence[int], return_routed_experts: bool = False) -> Scores:
-        """Log-probs of `token_ids` [L] themselves; nothing is sampled."""
+        """Log-probs of `token_ids` [L] themselves; nothing is sampled. A dense model has no routes to return."""
+        return_routed_experts = return_routed_experts and self.shape.experts > 0
         fields = {"return_routed_experts": True} if return_routed_experts else {}
         body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, fields)
         meta = await self._post(body | {"logprob_start_len": 0})

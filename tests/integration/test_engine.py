@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from slimx.errors import SlimxError
+from slimx.models.families import read_model
 from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine, State
@@ -34,7 +34,7 @@ SAMPLING = {"temperature": 0.7, "max_new_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture
 def shape(tiny_model: Path) -> ModelShape:
-    return ModelShape.of(json.loads((tiny_model / "config.json").read_text()))
+    return ModelShape.of(read_model(tiny_model))
 
 
 @pytest.fixture

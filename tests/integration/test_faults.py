@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import tempfile
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.models.families import read_model
 from slimx.orchestration.cluster import start_ray, stop_ray
 from slimx.orchestration.engine_actor import EngineHandle, Standing
 from slimx.orchestration.engines import EngineGroup
@@ -138,7 +138,7 @@ async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> As
             stack.push_async_callback(group.stop)
             await group.start()
             group.members.watch()
-            shape = ModelShape.of(json.loads((tiny_model / "config.json").read_text()))
+            shape = ModelShape.of(read_model(tiny_model))
             client = GenerationClient(group.router.url, shape, retry_s=RESTART_S, on_lost=group.members.look)
             stand = Stand(group, Trainers(weights), await stack.enter_async_context(client))
             stack.push_async_callback(stand.gloo.stop)

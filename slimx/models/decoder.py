@@ -1,0 +1,54 @@
+"""What the config.json of most decoders says alike: fields of megatron-core's TransformerConfig and GPTModel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.models.rows import Attention
+
+
+def decoder_fields(hf: dict[str, Any], attention: Attention) -> dict[str, Any]:
+    """Fields of a TransformerConfig: layers of grouped-query attention, RMS norms and gated MLPs without biases."""
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": attention.hidden,
+        "num_attention_heads": attention.heads,
+        "num_query_groups": attention.groups,
+        "kv_channels": attention.head,
+        "ffn_hidden_size": hf["intermediate_size"],
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "qk_layernorm": attention.qk_norm,
+        "gated_linear_unit": True,
+        "add_qkv_bias": attention.qkv_bias,
+        "add_bias_linear": False,
+    }
+
+
+def rotary(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Type ("default": not scaled) and fields of the rotary embedding, in transformers' present form (rope_parameters)
+    or the checkpoints' older one (rope_theta and rope_scaling)."""
+    fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    return kind, fields if "rope_theta" in fields else {**fields, "rope_theta": hf["rope_theta"]}
+
+
+def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec, for rotary positions without
+    scaling."""
+    return {
+        "vocab_size": hf["vocab_size"],
+        "max_sequence_length": hf["max_position_embeddings"],
+        "position_embedding_type": "rope",
+        "rotary_base": rotary(hf)[1]["rope_theta"],
+        "share_embeddings_and_output_weights": hf.get("tie_word_embeddings", False),
+    }
+
+
+def unusual(hf: dict[str, Any], *only: tuple[str, Any]) -> str | None:
+    """The first of the fields that config.json sets to another value than the `only` one that can be built; a field
+    that is missing or null has it."""
+    for key, value in only:
+        if hf.get(key) not in (None, value):
+            return f"{key} {hf[key]}"
+    return None

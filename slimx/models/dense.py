@@ -1,0 +1,29 @@
+"""Dense decoders of Llama's shape: what Llama, Qwen2 and Qwen3 share. A family says which attention it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.layout.table import Table
+from slimx.models import engine_rows
+from slimx.models.rows import Attention, Layer, embedding, head
+
+
+def dense_table(hf: dict[str, Any], attention: Attention) -> Table:
+    """Where every checkpoint tensor lives in the Megatron model."""
+    layer = Layer()
+    mlp = layer.dense(hf["hidden_size"], hf["intermediate_size"])
+    rows = (embedding(hf), *layer.attention(attention), *mlp, *head(hf))
+    return Table(rows, layers=hf["num_hidden_layers"], experts=0)
+
+
+def dense_engine_table(hf: dict[str, Any], attention: Attention) -> Table:
+    """Where SGLang 0.5.23 holds every checkpoint tensor."""
+    layer = engine_rows.layer()
+    rows = (
+        engine_rows.embedding(hf),
+        *engine_rows.attention(layer, attention),
+        *engine_rows.swiglu(layer, "mlp", hf["hidden_size"], hf["intermediate_size"]),
+        *engine_rows.head(hf, tied=hf.get("tie_word_embeddings", False)),
+    )
+    return Table(rows, layers=hf["num_hidden_layers"], experts=0)
