@@ -35,8 +35,18 @@ class Attention:
     def of(cls, hf: dict[str, Any], **optional: bool) -> Self:
         """Sizes out of config.json, under the names that nearly all families give them."""
         hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
-        groups = hf.get("num_key_value_heads") or heads
-        return cls(hidden=hidden, heads=heads, groups=groups, head=hf.get("head_dim") or hidden // heads, **optional)
+        groups, head = hf.get("num_key_value_heads"), hf.get("head_dim")
+        return cls(
+            hidden=hidden,
+            heads=heads,
+            groups=heads if groups is None else groups,
+            head=hidden // heads if head is None else head,
+            **optional,
+        )
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise ValueError(f"{self.heads} attention heads cannot share {self.groups} key and value heads")
 
     @property
     def qkv(self) -> tuple[tuple[str, int], ...]:
