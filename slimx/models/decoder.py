@@ -25,6 +25,12 @@ def decoder_fields(hf: dict[str, Any], attention: Attention) -> dict[str, Any]:
     }
 
 
+def first_of(hf: dict[str, Any], *names: str) -> Any:
+    """The field that config.json has under one of `names`: the published checkpoints' first, then those that
+    transformers writes now. Raises KeyError of the first if there is none."""
+    return hf[next((name for name in names if name in hf), names[0])]
+
+
 def rotary(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Type ("default": not scaled) and fields of the rotary embedding, in transformers' present form (rope_parameters)
     or the checkpoints' older one (rope_theta and rope_scaling)."""

@@ -7,7 +7,7 @@ from typing import Any
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, rotary
+from slimx.models.decoder import decoder_fields, first_of, rotary
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.rows import Attention, Layer, embedding, head
 
@@ -18,7 +18,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig that define the model (no parallelism, no dtype)."""
     return {
         **decoder_fields(hf, _attention(hf)),
-        "num_moe_experts": hf["num_experts"],
+        "num_moe_experts": _experts(hf),
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_router_topk": hf["num_experts_per_tok"],
         # Softmax over all experts and renormalising the kept ones equals softmax over the kept logits.
@@ -51,9 +51,13 @@ def _attention(hf: dict[str, Any]) -> Attention:
     return Attention.of(hf, qk_norm=True)
 
 
+def _experts(hf: dict[str, Any]) -> int:
+    return first_of(hf, "num_experts", "num_local_experts")
+
+
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """Where every checkpoint tensor lives in the Megatron model."""
-    hidden, inner, experts = hf["hidden_size"], hf["moe_intermediate_size"], hf["num_experts"]
+    hidden, inner, experts = hf["hidden_size"], hf["moe_intermediate_size"], _experts(hf)
     layer = Layer()
     rows = (embedding(hf), *layer.attention(_attention(hf)), *layer.moe(hidden, inner, experts), *head(hf))
     return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
@@ -68,7 +72,7 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
             f"{ARCHITECTURE} with tie_word_embeddings: SGLang 0.5.23 builds an output layer of its own for it, and an "
             "engine would serve wrong logits; train it without engines, or untie the embeddings"
         )
-    hidden, experts, layer = hf["hidden_size"], hf["num_experts"], engine_rows.layer()
+    hidden, experts, layer = hf["hidden_size"], _experts(hf), engine_rows.layer()
     rows = (
         engine_rows.embedding(hf),
         *engine_rows.attention(layer, _attention(hf)),

@@ -13,7 +13,7 @@ import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
@@ -25,6 +25,9 @@ from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.engine import Engine
 from slimx.rollout.spec import EngineSpec
+
+if TYPE_CHECKING:
+    from tests.integration.family_laboratory import Laboratory
 
 ROOT = Path(__file__).parents[2]
 START_S = 180
@@ -56,6 +59,16 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield engine
     finally:
         asyncio.run(engine.stop())
+
+
+@pytest.fixture(scope="session")
+def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    """A tiny model of every family in transformers and in the trainers of several layouts: those of the `model`s that
+    the chosen tests are about."""
+    from tests.integration.family_laboratory import Laboratory
+
+    asking = [item for item in request.session.items if "families" in item.fixturenames]
+    return Laboratory(tmp_path_factory.mktemp("families"), (item.callspec.params["model"] for item in asking))
 
 
 class Bucket:

@@ -1,21 +1,21 @@
-"""Two tiny models of transformers' DeepSeek-V3 and what they say: the other side of test_deepseek_v3."""
+"""Two tiny models of transformers' DeepSeek-V3: one with compressed queries, yarn, expert groups and a layer of
+multi-token prediction (V3), one without any of them (Moonlight)."""
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from safetensors.torch import save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
-from slimx.data.weights import loss_weights
+from slimx.data.records import Trajectory
+from tests.integration import family_oracle
 from tests.integration.conftest import Weights
-from tests.integration.trainer_rank import demonstrations
+from tests.integration.family_oracle import persistent, scatter
 
 SHAPE = {
     "vocab_size": 128,
@@ -68,6 +68,9 @@ MODELS = {
     },
 }
 
+WRONG = (5, 3)
+"""Sequence and position at which the last layer's route is not the model's."""
+
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> Weights:
     """Checkpoint names: transformers holds a layer's experts in one tensor."""
@@ -84,55 +87,34 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> Weights:
     return out
 
 
-def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_parameters()) | {
-        name: buffer for name, buffer in module.named_buffers() if name.endswith("e_score_correction_bias")
-    }
-
-
-class Oracle:
-    """A model of transformers with weights far from uniform, its prediction layer, and the checkpoint of both."""
+class Oracle(family_oracle.Oracle):
+    """A DeepSeek-V3, its prediction layer, and the checkpoint of both."""
 
     def __init__(self, path: Path, seed: int, fields: dict[str, Any]):
-        torch.manual_seed(seed)
-        self.path = path
-        self.model = DeepseekV3ForCausalLM._from_config(
-            DeepseekV3Config(**SHAPE, **fields), dtype=torch.float32, attn_implementation="eager"
-        )
+        super().__init__(path, seed, "DeepseekV3Config", SHAPE | fields)
         layers = self.model.config.num_hidden_layers
         self.mtp = MtpLayer(self.model.config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, layers)
+        scatter(self.mtp)
         self.routers = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
-        with torch.no_grad():
-            for name, tensor in {**tensors_of(self.model), **tensors_of(self.mtp)}.items():
-                noise = torch.randn_like(tensor)
-                tensor.add_(0.2 * noise) if "norm" in name or "bias" in name else tensor.copy_(0.2 * noise)
-        self.model.save_pretrained(path)
-        self.weights = load_file(path / "model.safetensors")
         if fields["num_mtp_layers"]:
-            self.weights |= self.renamed(tensors_of(self.mtp))
+            self.weights |= self.renamed({**dict(self.mtp.named_parameters()), **persistent(self.mtp)})
             save_file(self.weights, path / "model.safetensors", metadata={"format": "pt"})
+
+    def trajectories(self) -> list[Trajectory]:
+        """With the model's routes, one of them wrong."""
+        trajectories = super().trajectories()
+        for number, trajectory in enumerate(trajectories):
+            trajectory.routed_experts = self.routes(trajectory.token_ids[:-1])
+            if number == WRONG[0]:
+                chosen = trajectory.routed_experts[WRONG[1], -1]
+                chosen[0] = next(expert for expert in range(8) if expert not in chosen)
+        return trajectories
 
     def renamed(self, tensors: dict[str, torch.Tensor]) -> Weights:
         """The prediction layer's tensors as DeepSeek names them."""
         prefix = f"model.layers.{self.model.config.num_hidden_layers}."
         names = {name: name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm") for name in tensors}
         return split_experts({prefix + names[name]: tensor for name, tensor in tensors.items()})
-
-    def logits(self, tokens: np.ndarray) -> torch.Tensor:
-        """[L, vocab], with gradient."""
-        return self.model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
-
-    @cached_property
-    def answers(self) -> tuple[dict[tuple[int, ...], torch.Tensor], Weights]:
-        """Logits [L - 1, vocab] of every demonstration by its tokens, and the gradients of a step on all of them."""
-        batch, logits = demonstrations(0), {}
-        for trajectory, weight in zip(batch, loss_weights(batch, "token"), strict=True):
-            output = logits[tuple(trajectory.token_ids.tolist())] = self.logits(trajectory.token_ids[:-1])
-            labels = torch.from_numpy(trajectory.token_ids[1:].astype(np.int64))
-            loss = torch.nn.functional.cross_entropy(output, labels, reduction="none")
-            (torch.from_numpy(weight) * loss).sum().backward()
-        gradients = split_experts({name: parameter.grad for name, parameter in self.model.named_parameters()})
-        return {tokens: output.detach() for tokens, output in logits.items()}, gradients
 
     def routes(self, tokens: np.ndarray) -> np.ndarray:
         """uint8 [L, layers, k] as an engine reports them: zeros for dense layers."""

@@ -1,16 +1,17 @@
-"""One gloo rank of test_deepseek_v3: it loads checkpoints into the trainer and writes what comes out.
+"""One gloo rank of test_families: it loads checkpoints into the trainer and writes what comes out.
 
-    python -m tests.integration.deepseek_v3_rank JOB.json RANK
+    python -m tests.integration.family_rank JOB.json RANK
 
-Per case, CASE.RANK.npz holds the micro-batches with their logits (last pipeline stage, first tensor-parallel rank) and
-whether the routes differ from those of the sequences; CASE.KIND.RANK.safetensors holds local tensors by local name.
+Per case, CASE.RANK.npz holds the micro-batches with their logits (last pipeline stage, first tensor-parallel rank) and,
+where the sequences have routes, whether the model's differ; CASE.KIND.RANK.safetensors holds local tensors by local
+name; CASE.RANK.error says why there is no more.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.codec import load_groups
 from slimx.data.packing import pack
 from slimx.data.weights import loss_weights
+from tests.integration import rank_start
 from tests.integration.saving import begin_save, finish_save
 
 MAX_TOKENS = 80
@@ -31,24 +33,7 @@ class Rank:
         self.job, self.rank, self.out = job, rank, Path(job["out"])
 
     def start(self) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        from slimx.trainer.worker import install_adapters
-
-        install_adapters()
-        import torch
-
-        torch.set_num_threads(1)
-        from slimx.layout.ranks import sizes_of
-        from slimx.trainer.parallel import ParallelState
-
-        self.parallel = ParallelState(
-            sizes_of(self.config(self.job["cases"][0]).trainer),
-            rank=self.rank,
-            init_method=self.job["init_method"],
-            device=torch.device("cpu"),
-            deadline_s=60,
-            seed=1,
-        )
+        self.parallel = rank_start.join(self.config(self.job["cases"][0]).trainer, self.rank, self.job["init_method"])
 
     def config(self, case: dict[str, Any]) -> Config:
         return Config.model_validate(
@@ -90,18 +75,20 @@ class Rank:
             self.write_prediction(trainer, batches[0])
         trainer.train_step(batches, step=0, version=0)
         self.write_gradients("gradients", trainer)
-        self.write("after", trainer.weights.parameters)
-        if case["mtp"]:
+        if case["restore"]:
+            self.write("after", trainer.weights.parameters)
             self.write_restored(trainer)
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
         arrays, logits = {}, self.recorded_logits(model, model.decoder)
         with trainer.routing.forward(batches):
             trainer.pipeline.scores(batches)
-        differs = trainer.routing.differing(batches).split([len(batch.tokens) for batch in batches])
         for number, batch in enumerate(batches):
             arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels")}
-            arrays |= {f"lengths.{number}": np.array(batch.lengths), f"differs.{number}": differs[number].numpy()}
+            arrays[f"lengths.{number}"] = np.array(batch.lengths)
+        if batches[0].routed_experts is not None:
+            differs = trainer.routing.differing(batches).split([len(batch.tokens) for batch in batches])
+            arrays |= {f"differs.{number}": values.numpy() for number, values in enumerate(differs)}
         arrays |= {f"logits.{number}": values.numpy() for number, values in enumerate(logits)}
         np.savez(self.out / f"{self.case}.{self.rank}.npz", **arrays)
 
@@ -165,7 +152,9 @@ class Rank:
             states = output.detach()[:, 0]
             if part is not model.decoder:
                 states = states.chunk(2)[1]
-            recorded.append(whole(whole(states, 0) @ model.output_layer.weight.detach().t(), 1))
+            tied = model.share_embeddings_and_output_weights
+            weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+            recorded.append(whole(whole(states, 0) @ weight.detach().t(), 1))
 
         if self.parallel.last_stage:
             part.register_forward_hook(record)
@@ -185,8 +174,11 @@ def main() -> None:
     rank = Rank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
     rank.start()
     for case in rank.job["cases"]:
-        rank.run(case)
-    rank.parallel.destroy()
+        try:
+            rank.run(case)
+        except Exception:  # whatever it is, the other models of this layout need the rest
+            (rank.out / f"{case['name']}.{rank.rank}.error").write_text(traceback.format_exc())
+    rank_start.leave(rank.parallel)
 
 
 if __name__ == "__main__":

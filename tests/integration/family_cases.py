@@ -1,0 +1,61 @@
+"""The tiny models of test_families: for every family a configuration of transformers whose sizes divide, with no two
+dimensions alike where an exchanged pair could hide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.integration import deepseek_v3_oracle
+from tests.integration.family_oracle import Oracle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model."""
+
+    make: Callable[[Path, int], Oracle]
+    """(directory, seed) -> the model of transformers, its checkpoint written."""
+    dense: bool = False
+    """Without experts to split."""
+    mtp: int = 0
+    """Layers of multi-token prediction that the trainer builds."""
+    thorough: bool = False
+    """Also in bfloat16, and saved and restored as a trainer's checkpoint."""
+
+
+def stock(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
+    """A model that transformers knows, from the name of its configuration's class and what differs from `SHAPE`."""
+    return lambda path, seed: Oracle(path, seed, config, {**SHAPE, **fields})
+
+
+def deepseek(name: str) -> Callable[[Path, int], Oracle]:
+    return lambda path, seed: deepseek_v3_oracle.Oracle(path, seed, deepseek_v3_oracle.MODELS[name])
+
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+CASES: dict[str, Case] = {
+    "V3": Case(make=deepseek("V3"), mtp=1, thorough=True),
+    "Moonlight": Case(make=deepseek("Moonlight")),
+    "Qwen3-MoE": Case(make=stock("Qwen3MoeConfig", **EXPERTS, norm_topk_prob=True)),
+    "Qwen3": Case(make=stock("Qwen3Config"), dense=True),
+    "Qwen3-tied": Case(make=stock("Qwen3Config", tie_word_embeddings=True), dense=True),
+}

@@ -1,0 +1,150 @@
+"""Runs the trainers of test_families: one start of real ranks per layout, for the models of all families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from slimx.data.codec import save_groups
+from slimx.data.records import Group, Prompt
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import matrix
+from slimx.layout.ranks import Sizes
+from slimx.layout.table import Table
+from slimx.models.families import read_model
+from slimx.ports import free_port
+from tests.integration.conftest import Weights
+from tests.integration.family_cases import CASES
+from tests.integration.family_oracle import Oracle
+from tests.integration.rank_processes import run_ranks
+
+LAYOUTS = {
+    "single": {"world_size": 1},
+    "TP2xEP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
+    "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
+    "TP2xPP2xEP2xETP2": {"world_size": 8, "tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 2},
+}
+SIZES = {
+    "single": Sizes(),
+    "TP2xEP2": Sizes(tensor=2, expert=2),
+    "TP2xPP2": Sizes(tensor=2, pipeline=2, expert_tensor=2),
+    "TP2xPP2xEP2xETP2": Sizes(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2),
+}
+DEADLINE_S = 240
+
+
+class Laboratory:
+    """Makes each model and runs each layout once, when it is first asked for."""
+
+    def __init__(self, directory: Path, models: Iterable[str]):
+        """`models`: names of the cases that will be asked for."""
+        asked = set(models)
+        self.directory, self.models = directory, [name for name in CASES if name in asked]
+        self.oracles: dict[str, Oracle] = {}
+        self._ran: dict[str, AssertionError | None] = {}
+
+    def oracle(self, model: str) -> Oracle:
+        if model not in self.oracles:
+            self.oracles[model] = oracle = CASES[model].make(self.directory / model, list(CASES).index(model))
+            group = Group(id="g", prompt=Prompt(id="p", token_ids=[1]), trajectories=oracle.trajectories())
+            save_groups(self.directory / f"{model}.groups", [group])
+        return self.oracles[model]
+
+    def __call__(self, layout: str, model: str) -> Ran:
+        """Raises what a rank said if the model or the whole layout failed."""
+        if layout not in self._ran:
+            try:
+                self._ran[layout] = self._run(layout)
+            except AssertionError as error:
+                self._ran[layout] = error
+        if (error := self._ran[layout]) is not None:
+            raise error
+        for file in sorted((self.directory / layout).glob(f"{model}.*error")):
+            raise AssertionError(f"{file.name}: {file.read_text()}")
+        return Ran(self.directory / layout, model, SIZES[layout], self.oracle(model))
+
+    def _run(self, layout: str) -> None:
+        out = self.directory / layout
+        out.mkdir()
+        cases = []
+        for name in self.models:
+            case = CASES[name]
+            if case.dense and SIZES[layout].expert > 1:
+                continue
+            job = {"name": name, "path": str(self.oracle(name).path), "mtp": case.mtp, "dtype": "float32"}
+            cases.append({**job, "restore": case.thorough})
+            if case.thorough:
+                cases.append({**job, "name": f"{name}.half", "dtype": "bfloat16"})
+        job = {
+            "cases": cases,
+            "layout": LAYOUTS[layout],
+            "groups": str(self.directory),
+            "out": str(out),
+            "init_method": f"tcp://127.0.0.1:{free_port()}",
+        }
+        (out / "job.json").write_text(json.dumps(job))
+        run_ranks("tests.integration.family_rank", out, SIZES[layout].world, DEADLINE_S)
+
+
+class Ran:
+    """What the ranks of one layout wrote of one model."""
+
+    def __init__(self, directory: Path, model: str, sizes: Sizes, oracle: Oracle):
+        self.directory, self.model, self.sizes = directory, model, sizes
+        self.table: Table = read_model(oracle.path, mtp_layers=CASES[model].mtp).table
+
+    def sequences(self, rank: int, key: str) -> dict[tuple[int, ...], np.ndarray]:
+        """`key` of every sequence (its tokens and the last label) that `rank` saw; empty if it does not know it."""
+        out = {}
+        with np.load(self.directory / f"{self.model}.{rank}.npz") as arrays:
+            for number in range(sum(name.startswith("tokens.") for name in arrays)):
+                if f"{key}.{number}" not in arrays:
+                    continue
+                end = np.cumsum(arrays[f"lengths.{number}"])
+                for start, stop in zip([0, *end], end, strict=False):
+                    tokens, labels = (arrays[f"{name}.{number}"][start:stop] for name in ("tokens", "labels"))
+                    if tokens.any():  # not the padding
+                        out[(*tokens.tolist(), int(labels[-1]))] = arrays[f"{key}.{number}"][start:stop]
+        return out
+
+    def logits(self) -> dict[tuple[int, ...], np.ndarray]:
+        """[L - 1, vocab] of every sequence."""
+        out = {}
+        for rank in range(self.sizes.world):
+            out |= self.sequences(rank, "logits")
+        return out
+
+    def local(self, kind: str, rank: int) -> Weights:
+        """Local tensors of one rank by local name."""
+        return load_file(self.directory / f"{self.model}.{kind}.{rank}.safetensors")
+
+    def assembled(self, kind: str) -> Weights:
+        """Checkpoint tensors out of the ranks' local ones; ranks that hold the same part must agree bit for bit."""
+        held = [self.local(kind, rank) for rank in range(self.sizes.world)]
+        shapes = self.table.checkpoint()
+        out: Weights = {}
+        # Copies come after the tensors that they repeat.
+        for part in sorted(MegatronLayout(self.table, self.sizes).parts(), key=lambda part: part.copy):
+            if part.name not in held[part.ranks[0]]:
+                continue
+            locals_ = [held[rank][part.name].view(matrix(part.shape)) for rank in part.ranks]
+            assert all(torch.equal(locals_[0], other) for other in locals_[1:]), part.name
+            for rect in part.rects:
+                name = part.sources[rect.source]
+                whole = out.setdefault(name, torch.full(shapes[name], torch.nan)).view(matrix(shapes[name]))
+                local = locals_[0][rect.local_row :, rect.local_col :][: rect.rows, : rect.cols]
+                place = whole[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
+                assert not part.copy or torch.equal(place, local), part.name
+                place.copy_(local)
+        return out
+
+
+def difference(found: Weights, expected: Weights) -> tuple[float, str]:
+    """The largest max|a - b| / max|b| over tensors, and whose it is."""
+    each = {n: ((found[n] - b).abs().max() / b.abs().max()).item() for n, b in expected.items()}
+    return max((value, name) for name, value in each.items())

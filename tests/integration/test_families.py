@@ -1,0 +1,48 @@
+"""A model of every family in the trainer computes what transformers computes, in every layout, and comes back bit for
+bit.
+
+Each layout is one start of real processes (`family_rank.py`) that load the models of all families (`family_cases.py`).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.integration.family_cases import CASES
+from tests.integration.family_laboratory import SIZES, difference
+
+pytestmark = pytest.mark.integration
+
+every_model = pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(layout, model, marks=[pytest.mark.slow] if sizes.world > 4 else [])
+        for layout, sizes in SIZES.items()
+        for model, case in CASES.items()
+        if not (case.dense and sizes.expert > 1)
+    ],
+)
+
+
+@every_model
+def test_logits_are_those_of_transformers_at_every_position(families, layout, model):
+    ran = families(layout, model)
+    found = ran.logits()
+    wanted, _ = families.oracle(model).answers
+    assert found.keys() == wanted.keys()
+    for tokens, expected in wanted.items():
+        assert (torch.from_numpy(found[tokens]) - expected).abs().max() <= 1e-4
+
+
+@every_model
+def test_a_checkpoint_comes_back_from_the_trainer_bit_for_bit(families, layout, model):
+    back, weights = families(layout, model).assembled("weights"), families.oracle(model).weights
+    assert back.keys() == weights.keys()
+    assert [name for name, tensor in weights.items() if not torch.equal(back[name], tensor)] == []
+
+
+@every_model
+def test_gradients_are_those_of_transformers(families, layout, model):
+    worst, name = difference(families(layout, model).assembled("gradients"), families.oracle(model).answers[1])
+    assert worst <= 2e-5, name
