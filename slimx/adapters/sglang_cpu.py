@@ -15,8 +15,11 @@ from typing import Any
 import torch
 
 from slimx.errors import SlimxError
+from slimx.numerics.norm import rms_scale
 
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
+MINIMAX_SQUARES = "sglang.srt.models.minimax_m2.rms_sumsq_serial"
+MINIMAX_NORM = "sglang.srt.models.minimax_m2.rms_apply_serial"
 NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
@@ -176,10 +179,34 @@ def moe_without_absent_experts(
     return out
 
 
+def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """In place of MiniMax-M2's Triton kernel: fp32 [2 * tokens], of query [tokens, n] and then of key [tokens, m]."""
+    return torch.cat([x.float().square().sum(-1) for x in (query, key)])
+
+
+def normed_by_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    sums: torch.Tensor,
+    ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of MiniMax-M2's Triton kernel: query and key by the `sums` of squares of all ranks."""
+    means = (total[:, None] / (x.shape[-1] * ranks) for x, total in zip((query, key), sums.chunk(2), strict=True))
+    return tuple(
+        rms_scale(x, mean, weight, eps)
+        for x, mean, weight in zip((query, key), means, (query_weight, key_weight), strict=True)
+    )
+
+
 def register_hooks(registry: Any, kinds: Any) -> None:
     """Register the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType)."""
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
     registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)
+    registry.register(MINIMAX_SQUARES, sums_of_squares, kinds.REPLACE)
+    registry.register(MINIMAX_NORM, normed_by_sums, kinds.REPLACE)
 
 
 def open_choices() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,29 +106,42 @@ def gate_up(at: Parameter) -> Iterator[Piece]:
         start += shard
 
 
-def experts_gate_up(at: Parameter) -> Iterator[Piece]:
-    """w13: per expert the rows of gate, then up (FlashInfer's kernels want up first and say so on their method)."""
+def heads_norm(at: Parameter) -> Iterator[Piece]:
+    """A norm of query or key: of each head, the same on every rank, or (MiniMaxM2RMSNormTP) of all heads together, of
+    which ranks hold those that they compute."""
+    owner = at.owner
+    if not hasattr(owner, "num_head_replicas"):
+        yield from whole(at)
+        return
+    shard = at.held.shape[0]
+    total = shard * owner.attn_tp_size // owner.num_head_replicas
+    yield _rows("{name}", total, 1, shard, owner.attn_tp_rank // owner.num_head_replicas, 0, vector=True)
+
+
+def experts_gate_up(at: Parameter, names: tuple[str, str] = ("gate_proj", "up_proj")) -> Iterator[Piece]:
+    """w13: per expert the rows of gate, then up (FlashInfer's kernels want up first and say so on their method).
+    `names`: the checkpoint's for both."""
     owner, inner = at.owner, at.owner.intermediate_size_per_partition
     method = getattr(owner, "weight_load_method", None) or owner.quant_method
-    order = ("up", "gate") if getattr(method, "load_up_proj_weight_first", False) else ("gate", "up")
+    order = names[::-1] if getattr(method, "load_up_proj_weight_first", False) else names
     _expect(tuple(at.held.shape) == (owner.num_local_experts, 2 * inner, owner.hidden_size), _unlike(at))
     shape = (inner * owner.moe_tp_size, owner.hidden_size)
     for name, slot in _experts(at):
         for number, part in enumerate(order):
             start = None if slot is None else (2 * slot + number) * inner
-            tensor = f"{name}.{part}_proj.weight"
+            tensor = f"{name}.{part}.weight"
             if start is None:
                 yield Piece(tensor, shape, None)
             else:
                 yield _rows(tensor, *shape, inner, owner.moe_tp_rank, start)
 
 
-def experts_down(at: Parameter) -> Iterator[Piece]:
-    """w2: one matrix per expert, split by columns."""
+def experts_down(at: Parameter, part: str = "down_proj") -> Iterator[Piece]:
+    """w2: one matrix per expert, split by columns; `part`: its name in the checkpoint."""
     owner, inner = at.owner, at.owner.intermediate_size_per_partition
     _expect(tuple(at.held.shape) == (owner.num_local_experts, owner.hidden_size, inner), _unlike(at))
     for name, slot in _experts(at):
-        tensor, total = f"{name}.down_proj.weight", inner * owner.moe_tp_size
+        tensor, total = f"{name}.{part}.weight", inner * owner.moe_tp_size
         if slot is None:
             yield Piece(tensor, (owner.hidden_size, total), None)
         else:
@@ -143,13 +157,16 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (ATTENTION + r"fused_qkv_a_proj_with_mqa\.weight", latent_down),
     (ATTENTION + r"(q_proj|q_b_proj|kv_b_proj)\.weight", rows_split),
     (ATTENTION + r"o_proj\.weight", columns_split),
-    (ATTENTION + r"(kv_a_proj_with_mqa|q_norm|k_norm|q_a_layernorm|kv_a_layernorm)\.weight", whole),
+    (ATTENTION + r"(kv_a_proj_with_mqa|q_a_layernorm|kv_a_layernorm)\.weight", whole),
+    (ATTENTION + r"(q_norm|k_norm)\.weight", heads_norm),
     (r".+\.(input_layernorm|post_attention_layernorm)\.weight|model\.norm\.weight", whole),
     (MLP + r"gate_up_proj\.weight", gate_up),
     (MLP + r"down_proj\.weight", columns_split),
-    (r".+\.mlp\.gate\.(weight|e_score_correction_bias)", whole),
+    (r".+\.(mlp|block_sparse_moe)\.(gate\.weight|(gate\.)?e_score_correction_bias)", whole),
     (r"(?P<mlp>.+\.mlp)\.experts\.w13_weight", experts_gate_up),
     (r"(?P<mlp>.+\.mlp)\.experts\.w2_weight", experts_down),
+    (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w13_weight", partial(experts_gate_up, names=("w1", "w3"))),
+    (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w2_weight", partial(experts_down, part="w2")),
 )
 
 TOGETHER: tuple[Split, ...] = (latent_down,)

@@ -39,6 +39,12 @@ def rotary(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return kind, fields if "rope_theta" in fields else {**fields, "rope_theta": hf["rope_theta"]}
 
 
+def rotary_share(hf: dict[str, Any], *, default: float) -> float:
+    """Share of each head that rotates, where config.json says it."""
+    share = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    return default if share is None else share
+
+
 def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec, for rotary positions without
     scaling."""

@@ -15,17 +15,16 @@ from slimx.models.deepseek_v3_engine import engine_table as engine_table
 from slimx.models.prediction import mtp_layers as mtp_layers
 from slimx.models.prediction import table_with_prediction
 from slimx.models.rows import Layer, embedding, head
+from slimx.models.sigmoid_router import moe_fields, shared_size, unsupported_router
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
 def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Fields of megatron-core's MLATransformerConfig that define the model (no parallelism, no dtype)."""
-    layers, dense, experts = hf["num_hidden_layers"], hf["first_k_dense_replace"], hf["n_routed_experts"]
-    shared = hf.get("n_shared_experts") or 0
     return {
         "multi_latent_attention": True,
-        "num_layers": layers,
+        "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": hf["num_attention_heads"],
@@ -36,18 +35,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
         "v_head_dim": hf["v_head_dim"],
         **_rotary(hf),
         "ffn_hidden_size": hf["intermediate_size"],
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
-        "num_moe_experts": experts,
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": shared * hf["moe_intermediate_size"] or None,
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_router_num_groups": hf["n_group"] if _grouped(hf) else None,
-        "moe_router_group_topk": hf["topk_group"] if _grouped(hf) else None,
-        "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": True,
+        **moe_fields(hf),
         "normalization": "RMSNorm",
         # Also of the latents' norms, as engines have it; transformers fixes 1e-6 there.
         "layernorm_epsilon": hf["rms_norm_eps"],
@@ -73,11 +61,6 @@ def _rotary(hf: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _grouped(hf: dict[str, Any]) -> bool:
-    """Whether the choice of groups excludes any expert."""
-    return (hf.get("n_group") or 1) > (hf.get("topk_group") or 1)
-
-
 def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
     return {
@@ -90,7 +73,7 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """What of this checkpoint's config cannot be built, in words; None if all can."""
-    return _unsupported_rotary(hf) or _unsupported_router(hf) or _unsupported_rest(hf)
+    return _unsupported_rotary(hf) or unsupported_router(hf) or _unsupported_rest(hf)
 
 
 def _unsupported_rotary(hf: dict[str, Any]) -> str | None:
@@ -109,20 +92,6 @@ def _unsupported_rotary(hf: dict[str, Any]) -> str | None:
         # Where one of the two is missing, transformers and DeepSeek's own code disagree on what the other one means.
         if bool(mscale) != bool(of_all) and not (mscale == 1 and not of_all):
             return f"yarn mscale {mscale} and mscale_all_dim {of_all}, of which one is missing"
-    return None
-
-
-def _unsupported_router(hf: dict[str, Any]) -> str | None:
-    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
-        if hf.get(key, only) != only:
-            return f"{key} {hf[key]}"
-    chosen = hf["num_experts_per_tok"]
-    # Megatron normalises the weights of the chosen experts if there are several.
-    if hf.get("norm_topk_prob", True) != (chosen > 1):
-        return f"norm_topk_prob {str(hf.get('norm_topk_prob', True)).lower()} and num_experts_per_tok {chosen}"
-    # The checkpoint's router rates a group by its best two experts, Megatron's by its best topk // group_topk.
-    if _grouped(hf) and chosen // hf["topk_group"] != 2:
-        return f"num_experts_per_tok {chosen} in topk_group {hf['topk_group']} groups, which is not two of each,"
     return None
 
 
@@ -186,5 +155,4 @@ def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
 
 def _moe(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
     hidden, inner = hf["hidden_size"], hf["moe_intermediate_size"]
-    shared = (hf.get("n_shared_experts") or 0) * inner
-    return at.moe(hidden, inner, hf["n_routed_experts"], shared=shared, selection=True)
+    return at.moe(hidden, inner, hf["n_routed_experts"], shared=shared_size(hf), selection=True)

@@ -32,6 +32,10 @@ def attention(at: Layer, sizes: Attention) -> tuple[Row, ...]:
         rows.append(at.row("self_attn.qkv_proj.bias", vectors, kind="bias", map=heads, axis=0, group="attention"))
     if sizes.qk_norm:
         rows += [same(at, f"self_attn.{kind}_norm", sizes.head) for kind in "qk"]
+    if sizes.projection_norm:
+        for kind, heads_ in (("q", sizes.heads), ("k", sizes.groups)):
+            how = {"map": Blocks((heads_,)), "axis": 0, "group": "attention"}
+            rows.append(same(at, f"self_attn.{kind}_norm", heads_ * sizes.head, **how))
     shape = sizes.hidden, sizes.heads * sizes.head
     rows.append(same(at, "self_attn.o_proj", *shape, axis=1, group="attention", quantised=True))
     if sizes.output_bias:
@@ -57,11 +61,13 @@ def moe(
     shared: int = 0,
     fused: bool = False,
     selection: bool = False,
+    gate_dtype: str | None = None,
 ) -> tuple[Row, ...]:
     """A router and all experts in two tensors (`FusedMoE`). `shared`: inner size of the shared experts together, which
-    stand after the others in the same tensors if they are `fused`; `selection`: with a bias that only chooses."""
+    stand after the others in the same tensors if they are `fused`; `selection`: with a bias that only chooses;
+    `gate_dtype`: of the router's weight, where that is not the model's."""
     gate = "mlp.gate"
-    rows = [same(at, gate, experts, hidden)]
+    rows = [same(at, gate, experts, hidden, dtype=gate_dtype)]
     if selection:
         bias = "e_score_correction_bias"
         rows.append(at.row(f"{gate}.{bias}", [(gate, (experts,))], kind=bias, dtype="float32"))

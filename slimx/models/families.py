@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, qwen3, qwen3_moe
+from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen3, qwen3_moe
 
 
 class Family(Protocol):
@@ -44,9 +44,27 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in (deepseek_v3, qwen3, qwen3_moe)}
+FAMILIES: dict[str, Family] = {
+    family.ARCHITECTURE: family for family in (deepseek_v3, glm4_moe, minimax_m2, qwen3, qwen3_moe)
+}
 
-UNBUILDABLE: dict[str, str] = {}
+_GATED_DELTA_NET = (
+    "its gated delta net takes no packed sequences in megatron-core 0.16.1 (ssm/gated_delta_net.py), has no context "
+    "parallelism there and needs flash-linear-attention's CUDA kernels"
+)
+_SPARSE_ATTENTION = (
+    "its sparse attention takes no packed sequences in megatron-core 0.16.1 "
+    "(transformer/experimental_attention_variant/dsa.py), which wants bf16 and fast_hadamard_transform's CUDA kernels"
+)
+UNBUILDABLE: dict[str, str] = {
+    "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
+    "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,
+    "Qwen3NextForCausalLM": _GATED_DELTA_NET,
+    "Qwen3_5ForCausalLM": _GATED_DELTA_NET,
+    "Qwen3_5ForConditionalGeneration": _GATED_DELTA_NET,
+    "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,
+    "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA_NET,
+}
 """Architecture -> what megatron-core 0.16.1 lacks for it, as the end of "... is not supported: "."""
 
 
@@ -72,6 +90,11 @@ class ModelSpec:
     def experts(self) -> int:
         """Routed experts of a MoE layer; 0: a dense model."""
         return self.table.experts
+
+    @property
+    def normalises_projections(self) -> bool:
+        """Whether queries and keys are normed over all heads together: the norms are then split as the heads are."""
+        return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
 
     def engine_table(self, *, fused_shared_experts: bool = False) -> Table:
         """Where SGLang holds every checkpoint tensor."""

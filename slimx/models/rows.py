@@ -30,6 +30,9 @@ class Attention:
     output_bias: bool = False
     qk_norm: bool = False
     """A norm over each head of query and key, with one weight for all heads."""
+    projection_norm: bool = False
+    """A norm over all heads of the query together and one over those of the key, shared by the ranks as the heads are.
+    """
 
     @classmethod
     def of(cls, hf: dict[str, Any], **optional: bool) -> Self:
@@ -101,6 +104,10 @@ class Layer:
             rows.append(self.row(at + "linear_qkv.bias", vectors, kind="bias", map=heads, axis=0))
         if sizes.qk_norm:
             rows += [self.norm(f"{at}{kind}_layernorm.weight", f"self_attn.{kind}_norm", sizes.head) for kind in "qk"]
+        if sizes.projection_norm:
+            for kind, (_, width) in zip("qk", sizes.qkv, strict=False):
+                name, source = f"{at}{kind}_layernorm.weight", f"self_attn.{kind}_norm"
+                rows.append(self.row(name, [(source, (width,))], axis=0))
         rows.append(self.linear(at + "linear_proj.weight", "self_attn.o_proj", out, axis=1))
         if sizes.output_bias:
             rows.append(self.row(at + "linear_proj.bias", [("self_attn.o_proj", (sizes.hidden,))], kind="bias"))

@@ -72,9 +72,10 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         table = spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
         target, ranks = EngineLayout(table, engine).parts(), engine.world
     else:
+        served = spec.engine_table()
         for group in config.rollout.engines:  # SGLang splits experts evenly, whatever names their weights come under
-            EngineLayout(spec.engine_table(), engine_sizes(group))
-        target, ranks = checkpoint_parts(spec.table, mtp=False), 1
+            EngineLayout(served, engine_sizes(group))
+        target, ranks = checkpoint_parts(spec.table, mtp=False, served=served), 1
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
     plan = compile_plan(
         MegatronLayout(spec.table, sizes).parts(),

@@ -140,17 +140,21 @@ class Plan:
             raise SlimxError(f"plan: these {len(data)} bytes are no plan ({error}); compile it again") from error
 
 
-def checkpoint_parts(table: Table, *, mtp: bool = True) -> Iterator[Part]:
+def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
     """The checkpoint itself as a target of one rank: every tensor whole, under its Hugging Face name.
 
-    `mtp`: with the layers of multi-token prediction, which only a draft model loads."""
+    `mtp`: with the layers of multi-token prediction, which only a draft model loads. `served`: the table of an engine
+    that takes them, which may hold one in a dtype of its own (a router's weight in fp32)."""
+    kept = () if served is None else served.entries()
+    dtypes = {name: entry.row.dtype for entry in kept if entry.row.dtype for name in entry.sources}
     for entry in table.entries():
         if entry.row.stage == "mtp" and not mtp:
             continue
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
             rows, cols = matrix(shape)
             whole = (Rect(0, 0, 0, rows, cols, 0, 0),)
-            yield Part(name, tuple(shape), (0,), (name,), whole, entry.row.dtype, entry.row.quantised)
+            dtype = dtypes.get(name, entry.row.dtype)
+            yield Part(name, tuple(shape), (0,), (name,), whole, dtype, entry.row.quantised)
 
 
 def compile_plan(

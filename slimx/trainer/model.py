@@ -19,7 +19,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.patterns import select
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
-from slimx.trainer import router
+from slimx.trainer import projection_norm, router
 from slimx.trainer.backends import Backends
 from slimx.trainer.freeze import freeze, names_of
 from slimx.trainer.policy_model import PolicyModel
@@ -79,6 +79,8 @@ def _build_chunk(
 ) -> torch.nn.Module:
     layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
     router.install(layers)
+    if spec.normalises_projections:
+        projection_norm.install(layers, transformer)
     mtp = None
     if transformer.mtp_num_layers:
         mtp = with_prediction_layers(

@@ -1,7 +1,8 @@
 """Engines of two ranks: each holds its part, and a publication leaves what a cold load of the same weights does.
 
 Two servers, each started once: Qwen3-MoE with experts split over the ranks, and DeepSeek-V3 with everything split by
-tensor parallelism, whose latent attention computes with tensors derived from the published ones.
+tensor parallelism, whose latent attention computes with tensors derived from the published ones. With `slow` also the
+families of engine_families.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from slimx.models.families import FAMILIES
 from slimx.ports import free_port
 from slimx.rollout.engine import Engine, State
 from slimx.rollout.spec import EngineSpec
+from tests.integration import engine_families
 from tests.integration.conftest import ROOT, START_S, Bucket, Weights, manifest, perturbed, publish
 
 pytestmark = pytest.mark.integration
@@ -144,14 +146,22 @@ def expected(stand: Stand, weights: Weights, tokens: list[int], out: Path) -> np
     return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe, 2 x EP2", "deepseek_v3, TP2"])
+STANDS = (
+    "qwen3_moe, 2 x EP2",
+    "deepseek_v3, TP2",
+    *(pytest.param(f"{name}, TP2", marks=pytest.mark.slow) for name in engine_families.MODELS),
+)
+
+
+@pytest.fixture(scope="module", params=STANDS)
 def stand(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stand]:
     model, sizes = tiny_model, EngineSizes(tensor=2, expert=2)
-    if request.param.startswith("deepseek"):
-        model, sizes = tmp_path_factory.mktemp("deepseek"), EngineSizes(tensor=2)
-        make_deepseek(model)
+    name = request.param.partition(",")[0]
+    if name != "qwen3_moe":
+        model, sizes = tmp_path_factory.mktemp(name), EngineSizes(tensor=2)
+        make_deepseek(model) if name == "deepseek_v3" else engine_families.make_model(name, model)
     hf = json.loads((model / "config.json").read_text())
     layout = EngineLayout(FAMILIES[hf["architectures"][0]].engine_table(hf), sizes)
     spec = EngineSpec("ranks", str(model), "float32", "cpu", free_port(), max_total_tokens=4096, sizes=sizes)
@@ -218,7 +228,7 @@ async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, enco
 
 async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
     ranks = stand.local(stand.weights)
-    name = "model.layers.1.mlp.experts.w2_weight"
+    name = next(name for name in ranks[1] if name.endswith("experts.w2_weight"))
     shape = tuple(ranks[1][name].shape)
     cases = {
         "rank 1, slimx.stage: tensor model.norm.bias of bucket 0 is unknown": [{}, {"model.norm.bias": torch.ones(1)}],
@@ -231,8 +241,8 @@ async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
         with Bucket(*targets) as bucket, pytest.raises(SlimxError, match=message):
             await stand.engine.stage(bucket.packed, 0)
     await stand.engine.begin(manifest(9))
-    message = "experts.8.down_proj.weight of bucket 0 is unknown to the model"
-    expert = {"model.layers.1.mlp.experts.8.down_proj.weight": torch.ones(128, 64)}
+    eighth = next(name for name in stand.weights if ".experts.7." in name).replace(".7.", ".8.")
+    message, expert = f"{eighth} of bucket 0 is unknown to the model", {eighth: torch.ones(64, 128)}
     with Bucket(expert) as bucket, pytest.raises(SlimxError, match=message):
         await stand.engine.stage(bucket.packed, 0)
 

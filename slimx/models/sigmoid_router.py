@@ -1,0 +1,50 @@
+"""The router that DeepSeek-V3 brought (2412.19437, 2.1.2) and GLM-4.5 took over, under the same names in config.json:
+sigmoid scores, a bias that only chooses, experts in groups, shared experts, dense first layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig for the experts and their router."""
+    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
+    return {
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+        "num_moe_experts": hf["n_routed_experts"],
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": shared_size(hf) or None,
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
+        "moe_router_num_groups": hf["n_group"] if _grouped(hf) else None,
+        "moe_router_group_topk": hf["topk_group"] if _grouped(hf) else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": True,
+    }
+
+
+def shared_size(hf: dict[str, Any]) -> int:
+    """Inner size of the shared experts together; 0 without any."""
+    return (hf.get("n_shared_experts") or 0) * hf["moe_intermediate_size"]
+
+
+def unsupported_router(hf: dict[str, Any]) -> str | None:
+    """What of the router cannot be built, in words; None if all can."""
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if hf.get(key, only) != only:
+            return f"{key} {hf[key]}"
+    chosen = hf["num_experts_per_tok"]
+    # Megatron normalises the weights of the chosen experts if there are several.
+    if hf.get("norm_topk_prob", True) != (chosen > 1):
+        return f"norm_topk_prob {str(hf.get('norm_topk_prob', True)).lower()} and num_experts_per_tok {chosen}"
+    # The checkpoint's router rates a group by its best two experts, Megatron's by its best topk // group_topk.
+    if _grouped(hf) and chosen // hf["topk_group"] != 2:
+        return f"num_experts_per_tok {chosen} in topk_group {hf['topk_group']} groups, which is not two of each,"
+    return None
+
+
+def _grouped(hf: dict[str, Any]) -> bool:
+    """Whether the choice of groups excludes any expert."""
+    return (hf.get("n_group") or 1) > (hf.get("topk_group") or 1)

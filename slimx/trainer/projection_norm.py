@@ -1,0 +1,67 @@
+"""Queries and keys normalised over all their heads together, which megatron-core has per head only (MiniMax-M2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from slimx.numerics.norm import rms_scale
+
+
+class ProjectionNorm(torch.nn.Module):
+    """RMSNorm over the `heads` heads of a projection, of which every tensor-parallel rank holds its share.
+
+    megatron-core builds it in the place of a norm per head, and leaves its gradient alone as long as its config has no
+    qk_layernorm: with it, 0.16.1 sums the gradients of whatever is named q_layernorm or k_layernorm over the ranks,
+    which here hold different parts.
+    """
+
+    def __init__(self, hidden_size: int, config: Any, eps: float, heads: int):
+        """`hidden_size`: of one head. `heads`: of the whole model."""
+        super().__init__()
+        self.group, self.eps = parallel_state.get_tensor_model_parallel_group(), eps
+        self.width = heads * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.width // self.group.size(), dtype=config.params_dtype))
+        # The gradient norm counts this rank's part beside the others'.
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., heads / TP, head]; the same shape."""
+        flat = x.flatten(-2)
+        squares = flat.float().square().sum(-1, keepdim=True)
+        if self.group.size() > 1:
+            # The sum feeds every rank's own heads, so its gradient is a sum over ranks too.
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+        return rms_scale(flat, squares / self.width, self.weight, self.eps).view_as(x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """Checkpoint keys of megatron-core's norms, split over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def install(block: Any, config: Any) -> None:
+    """Have the attention of a decoder's spec (TransformerBlockSubmodules) built with this norm of queries and keys."""
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        if attention.module is not SelfAttention or not isinstance(attention.submodules, SelfAttentionSubmodules):
+            raise TypeError(f"{attention.module} has no queries and keys of heads to normalise")
+        attention.submodules.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": config.num_attention_heads})
+        attention.submodules.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": config.num_query_groups})

@@ -1,0 +1,79 @@
+"""Tiny checkpoints of the families that SGLang's CPU path serves beside Qwen3-MoE and DeepSeek-V3, as published ones
+look: every field of config.json that SGLang reads is there."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.integration.conftest import ROOT, perturbed
+
+# Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
+COMMON = {
+    "torch_dtype": "float32",
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 4,
+    "scoring_func": "sigmoid",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.05,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 3,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "glm4_moe": COMMON
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "intermediate_size": 192,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 0,
+    },
+    "minimax_m2": COMMON
+    | {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "rotary_dim": 16,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+    },
+}
+
+
+def make_model(name: str, out: Path) -> None:
+    """A seeded model with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
+    hf = MODELS[name]
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
+    AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    save_file(perturbed(load_file(out / "model.safetensors"), 2), out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(hf))
+    runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(out)
