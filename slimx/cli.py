@@ -1,4 +1,4 @@
-"""The command line: slimx train | plan | doctor | report."""
+"""The command line: slimx train | plan | convert | doctor | report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from slimx.config import load_config
+from slimx.convert.command import app as convert
 from slimx.errors import Interrupted, SlimxError
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
+app.add_typer(convert, name="convert")
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 

@@ -1,4 +1,4 @@
-"""What a directory must go through to survive a crash of the machine."""
+"""What files and directories must go through to survive a crash of the machine."""
 
 import os
 from pathlib import Path
@@ -11,3 +11,11 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write `data` and bring it to disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,11 @@ from safetensors import SafetensorError, safe_open
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
+from slimx.models.block_fp8 import SCALE_SUFFIX, Block, block_of, dequantise, scales_shape
+
+_FP8 = "F8_E4M3"
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _FP8: torch.bfloat16}
+"""What is read, by the names of safetensors files."""
 
 
 class CheckpointReader:
@@ -52,14 +59,34 @@ class CheckpointReader:
 
     def nbytes(self, name: str) -> int:
         """Size of a tensor, estimated at 4 bytes per element."""
-        return 4 * math.prod(self._open(self._where[name]).get_slice(name).get_shape())
+        return 4 * math.prod(self.shape(name))
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor."""
         return self._open(self._where[name]).get_tensor(name)
 
-    def check(self, table: Table) -> None:
-        """Compare names and shapes with a weight table; raises SlimxError naming the first tensor that does not fit."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self._view(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what `read` gives of a tensor: blocks of fp8 are read as bf16."""
+        stored = self._view(name).get_dtype()
+        if stored not in _DTYPES:
+            raise SlimxError(f"{self.path}: tensor {name} is stored as {stored}, which slimx does not read")
+        return _DTYPES[stored]
+
+    def again(self) -> CheckpointReader:
+        """The same directory with no file open: for another thread, or to let go of the memory that is mapped."""
+        other = copy(self)
+        other._files = {}
+        return other
+
+    def check(self, table: Table, *, quantised: bool = False) -> None:
+        """Compare names and shapes with a weight table; raises SlimxError naming the first tensor that does not fit.
+
+        `quantised`: tensors may be in fp8 with block scales beside them.
+        """
         expected = table.checkpoint()
         optional = {name: expected[original] for name, original in table.aliases.items()} | dict(table.frozen)
         for name, shape in {**expected, **optional}.items():
@@ -67,25 +94,46 @@ class CheckpointReader:
                 if name in optional:
                     continue
                 raise SlimxError(f"{self.path}: tensor {name} is missing; the checkpoint does not fit its config.json")
-            found = tuple(self._open(self._where[name]).get_slice(name).get_shape())
+            found = self.shape(name)
             if found != tuple(shape):
                 raise SlimxError(
                     f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}"
                 )
-        if scales := [name for name in self._where if name.endswith("_scale_inv") and name not in optional]:
+            if quantised and self._view(name).get_dtype() == _FP8:
+                self._check_scales(name, found)
+        scales = [name for name in self._where if name.endswith(SCALE_SUFFIX) and name not in optional]
+        if scales and not quantised:
             raise SlimxError(
                 f"{self.path}: {scales[0]} holds scales of fp8 blocks ({len(scales)} such tensors); slimx trains from "
-                "bf16 and fp32 checkpoints: convert it first"
+                "bf16 and fp32 checkpoints: `slimx convert hf-to-megatron` makes one of it"
             )
-        unknown = sorted(set(self._where) - set(expected) - set(optional))
+        known = {**expected, **optional}
+        unknown = sorted(n for n in self._where if n not in known and n.removesuffix(SCALE_SUFFIX) not in known)
         if unknown:
             raise SlimxError(
                 f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)"
             )
 
+    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        if name + SCALE_SUFFIX not in self._where:
+            raise SlimxError(f"{self.path}: tensor {name} is in fp8, but its scales {name}{SCALE_SUFFIX} are missing")
+        wanted, found = scales_shape(shape, self._block), self.shape(name + SCALE_SUFFIX)
+        if found != wanted:
+            raise SlimxError(
+                f"{self.path}: tensor {name}{SCALE_SUFFIX} has shape {list(found)}, blocks of "
+                f"{self._block[0]} x {self._block[1]} want {list(wanted)}"
+            )
+
+    @cached_property
+    def _block(self) -> Block:
+        return block_of(self.path)
+
+    def _view(self, name: str) -> Any:
+        return self._open(self._where[name]).get_slice(name)
+
     def read(self, name: str, rect: Rect) -> torch.Tensor:
         """The elements of tensor `name` that `rect` takes, [rect.rows, rect.cols] as the local tensor holds them."""
-        view = self._open(self._where[name]).get_slice(name)
+        view = self._view(name)
         shape = view.get_shape()
         rows, cols = rect.extent
         if len(shape) == 1:
@@ -96,4 +144,6 @@ class CheckpointReader:
             part = view[index : index + 1, row : row + rows, rect.col : rect.col + cols][0]
         else:
             part = view[rect.row : rect.row + rows, rect.col : rect.col + cols]
+        if view.get_dtype() == _FP8:
+            part = dequantise(part, self.whole(name + SCALE_SUFFIX), self._block, rect.row, rect.col)
         return part.T if rect.transposed else part[:: rect.step]

@@ -20,7 +20,7 @@ from slimx.models.checkpoint_reader import CheckpointReader
 _SHARD_BYTES = 4 * 2**30
 """Of tensors that are carried over, in one file and in memory at once."""
 # Everything that is not a tensor is copied from the directory the run started from.
-_TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
 class Packed(Protocol):
@@ -69,7 +69,7 @@ def finish_directory(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
     for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_TENSOR_SUFFIXES):
+        if file.is_file() and not file.name.endswith(TENSOR_SUFFIXES):
             shutil.copy2(file, directory / file.name)
 
 

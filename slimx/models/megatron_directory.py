@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
-from slimx.layout.table import Table
+from slimx.layout.table import Entry, Table
 from slimx.models.safe_pickle import read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron-LM pads their rows to a multiple of `make_vocab_size_divisible_by` x TP."""
 
@@ -92,14 +95,41 @@ def check_fit(path: Path, table: Table) -> Fit:
     return Fit(path, per_layer)
 
 
-def expected_shapes(table: Table, *, per_layer: bool) -> dict[str, tuple[int, ...]]:
-    """Key and global shape of every tensor of the model, as Megatron-LM stacks layers and experts."""
-    out: dict[str, tuple[int, ...]] = {}
-    for part in MegatronLayout(table, Sizes()).parts():
-        name, shape = part.name, part.shape
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint keeps one tensor of the model: a matrix or vector of the tensor with key `key`."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor with this key."""
+    index: tuple[int, ...]
+    """Of the matrix in it: layer where layers are stacked, then expert."""
+    part: Part
+    """The same tensor as one rank would hold it, and the Hugging Face tensors that fill it."""
+    entry: Entry
+
+
+def places(table: Table, *, per_layer: bool) -> Iterator[Place]:
+    """Every tensor of the model in the order of the Hugging Face checkpoint, keyed and stacked as Megatron-LM does."""
+    for entry, part in zip(table.entries(), MegatronLayout(table, Sizes()).parts(), strict=True):
+        name, index, axes = part.name, (), ()
+        if not per_layer and entry.row.stage == "layer":
+            name, index, axes = _LAYER.sub("decoder.layers.", name), (entry.layer,), (table.layers,)
         if _EXPERT.search(name):
-            name, shape = _EXPERT.sub(r".experts.experts.\1.weight", name), (table.experts, *shape)
-        if not per_layer and _LAYER.match(name):
-            name, shape = _LAYER.sub("decoder.layers.", name), (table.layers, *shape)
-        out[name] = shape
-    return out
+            name = _EXPERT.sub(r".experts.experts.\1.\2", name)
+            index, axes = (*index, entry.expert), (*axes, table.experts)
+        yield Place(name, (*axes, *part.shape), index, part, entry)
+
+
+def expected_shapes(table: Table, *, per_layer: bool) -> dict[str, tuple[int, ...]]:
+    """Key and global shape of every tensor of the model."""
+    return {place.key: place.shape for place in places(table, per_layer=per_layer)}
+
+
+def numbers_layers(transformer: Mapping[str, Any]) -> bool:
+    """Whether megatron-core gives every layer keys of its own: where its configuration says that layers differ
+    (`TransformerBlock.sharded_state_dict`, 0.16.1). `transformer`: fields of its TransformerConfig."""
+    return any(
+        isinstance(frequency, list) or frequency > 1
+        for frequency in (transformer.get(key) or 1 for key in ("moe_layer_freq", "linear_attention_freq"))
+    )

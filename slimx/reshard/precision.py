@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slimx.errors import SlimxError
+from slimx.models.block_fp8 import SCALE_SUFFIX as SCALE_SUFFIX
 
 ModelDtype = Literal["float32", "bfloat16"]
 Rule = Literal["ieee", "triton", "te", "ue8m0", "mxfp8"]
 
 ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
-SCALE_SUFFIX = "_scale_inv"
-"""What Hugging Face's block-fp8 checkpoints and SGLang append to a quantised tensor's name for its scales."""
 
 
 @dataclass(frozen=True, slots=True)

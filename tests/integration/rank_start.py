@@ -15,6 +15,13 @@ def join(trainer: Any, rank: int, init_method: str) -> Any:
     import torch
 
     torch.set_num_threads(1)
+    return enter(trainer, rank, init_method)
+
+
+def enter(trainer: Any, rank: int, init_method: str) -> Any:
+    """Join other ranks, or the same under another layout, in a process that has joined before and left."""
+    import torch
+
     from slimx.layout.ranks import sizes_of
     from slimx.trainer.parallel import ParallelState
 

@@ -15,20 +15,13 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from slimx.digest import FileRecord as FileRecord
+from slimx.digest import record as record
+from slimx.durable import write_synced
 from slimx.errors import SlimxError
 
 MANIFEST = "slimx/manifest.json"
 REPORTS = "slimx/reports"
-_CHUNK = 8 * 2**20
-
-
-class FileRecord(msgspec.Struct, frozen=True):
-    """A file as it was written."""
-
-    size: int
-    """Bytes."""
-    xxh3: str
-    """XXH3 of 128 bits, in hexadecimal digits."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -52,23 +45,9 @@ class Report(msgspec.Struct, frozen=True):
     items: list[Item]
 
 
-def record(path: Path) -> FileRecord:
-    """Size and digest of a file."""
-    digest = xxhash.xxh3_128()
-    size = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileRecord(size, digest.hexdigest())
-
-
 def write(path: Path, data: bytes) -> FileRecord:
     """Write `data` and bring it to disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(path, data)
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from slimx.models.megatron_common import preloaded
 from slimx.trainer.model import unwrap
 
 RANDOM = "random_state"
-VERSION = 3.0
-"""Megatron-LM's `checkpoint_version`: the order of query, key and value in a fused weight."""
 
 
 def metadata(**flags: bool) -> dict[str, Any]:
@@ -80,30 +78,19 @@ def common_state(chunks: Sequence[Any], step: int, data_size: int) -> dict[str, 
 
     There is no `rng_state` (ours is one per rank, see `random_state`) and no `opt_param_scheduler` (ours is a function
     of the step): Megatron-LM loads the weights with --finetune, or with --no-load-optim at the same iteration."""
-    config = unwrap(chunks[0]).config
-    plain = {k: v for k, v in vars(config).items() if isinstance(v, int | float | str | torch.dtype | None)}
-    arguments = argparse.Namespace(
-        **plain,
-        padded_vocab_size=unwrap(chunks[0]).vocab_size,
-        max_position_embeddings=unwrap(chunks[0]).max_sequence_length,
-        untie_embeddings_and_output_weights=not unwrap(chunks[0]).share_embeddings_and_output_weights,
-        add_position_embedding=False,
+    model = unwrap(chunks[0])
+    described = {key: value for key, value in metadata().items() if key != "dp_cp_group"}
+    return preloaded(
+        vars(model.config),
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        tied=model.share_embeddings_and_output_weights,
+        iteration=step,
+        content_metadata=described,
         data_parallel_size=data_size,
         world_size=dist.get_world_size(),
-        iteration=step,
-        ckpt_format="torch_dist",
-        use_dist_ckpt=True,
-        no_save_rng=True,
         no_save_optim=False,
     )
-    described = {key: value for key, value in metadata().items() if key != "dp_cp_group"}
-    return {
-        "args": arguments,
-        "checkpoint_version": VERSION,
-        "iteration": step,
-        "num_floating_point_operations_so_far": 0,
-        "content_metadata": described,
-    }
 
 
 def random_state() -> ShardedObject:

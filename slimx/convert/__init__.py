@@ -1,0 +1,8 @@
+"""Conversion of checkpoints: Hugging Face <-> Megatron's torch_dist, and quantisation to block fp8.
+
+sources      where tensors come from, slice by slice: `CheckpointReader` or `TorchDistReader`
+torch_dist   the files of a Megatron directory, planned from the weight table
+safetensors  the files of a Hugging Face directory
+fp8          tensors of such a directory in fp8
+work         writes planned files: in parallel, resumable, checked, all or nothing
+"""

@@ -1,0 +1,97 @@
+"""Tensors of a Hugging Face directory in block fp8, and the config.json that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from slimx.convert.safetensors import Tensor, Unit
+from slimx.convert.sources import Reading, row_blocks
+from slimx.errors import SlimxError
+from slimx.layout.table import Table
+from slimx.models.block_fp8 import SCALE_SUFFIX, scales_shape
+from slimx.reshard import kernel
+from slimx.reshard.kernel import NONFINITE, OP, PIECE, RULE
+from slimx.reshard.precision import Quantisation, Rule
+
+
+def quantised_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
+    """Checkpoint tensors that the family's fp8 checkpoints hold in fp8.
+
+    Raises SlimxError where engines could not use it: they fuse the sources of one row, block by block."""
+    names: set[str] = set()
+    for entry in table.entries():
+        if not entry.row.quantised:
+            continue
+        shapes = [shape for _, shape in entry.row.sources]
+        for name, shape in zip(entry.sources, shapes, strict=True):
+            if len(shapes) > 1 and shape[0] % block[0]:
+                raise SlimxError(
+                    f"tensor {name} has {shape[0]} rows, no whole blocks of {block[0]}: engines put it in one "
+                    f"tensor with {entry.sources[len(shapes) - 1]}; this model cannot be served in block fp8"
+                )
+            names.add(name)
+    return frozenset(names)
+
+
+def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> Unit:
+    """A matrix as e4m3 codes, and its scales behind it."""
+    block = quantisation.block
+
+    def blocks(reading: Reading) -> Iterator[torch.Tensor]:
+        scales = []
+        for rect in row_blocks(shape, 4, multiple=block[0]):
+            codes, own = _quantise(name, reading.read(name, rect).contiguous(), quantisation)
+            scales.append(own)
+            yield codes
+        yield torch.cat(scales)
+
+    codes = Tensor(name, torch.float8_e4m3fn, shape)
+    return Unit((codes, Tensor(name + SCALE_SUFFIX, torch.float32, scales_shape(shape, block))), blocks)
+
+
+def _quantise(name: str, values: torch.Tensor, quantisation: Quantisation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, uint8 [rows, cols], and scales [block rows, block cols] of `values`, bf16 or fp32 [rows, cols]."""
+    (rows, cols), (high, wide) = values.shape, quantisation.block
+    down, across = scales_shape((rows, cols), quantisation.block)
+    at = -(-rows * cols // 16) * 16
+    bucket = torch.empty(at + down * across * 4, dtype=torch.uint8)
+    piece = np.zeros(1, dtype=PIECE)
+    piece["src"], piece["item"], piece["out"] = values.data_ptr(), values.element_size(), 1
+    piece["src_ld"], piece["src_step"] = cols * values.element_size(), values.element_size()
+    piece["rows"], piece["cols"], piece["dst_ld"], piece["pos_ld"] = rows, cols, cols, cols
+    piece["scale"], piece["scale_ld"], piece["scale_pos_ld"] = at, across * 4, across * 4
+    piece["tensor"], piece["scale_tensor"] = 0, 1
+    piece["block_rows"], piece["block_cols"] = high, wide
+    piece["op"], piece["rule"] = OP.QUANTISE_FP8, RULE[quantisation.rule.upper()]
+    flags = np.zeros(2, dtype=np.uint32)
+    kernel.pack(piece, bucket, np.zeros(2, dtype=np.uint64), flags, threads=1)
+    if flags[0] & NONFINITE:
+        raise SlimxError(f"tensor {name} holds a value that is infinite or not a number: it cannot be quantised")
+    return bucket[: rows * cols].view(rows, cols), bucket[at:].view(torch.float32).view(down, across)
+
+
+def check_rule(rule: Rule, dtype: torch.dtype, name: str) -> None:
+    """Raises SlimxError where `rule` cannot quantise tensor `name` of `dtype` here."""
+    if rule != "triton":
+        return
+    kernel.triton_scales(kernel.TRITON_SCALES)
+    if dtype != torch.bfloat16:
+        raise SlimxError(f"tensor {name} is {dtype}: the rule triton quantises bf16 only; choose another rule")
+
+
+def with_quantisation(hf: Mapping[str, Any], quantisation: Quantisation, plain: Sequence[str]) -> dict[str, Any]:
+    """The config.json `hf` of a model in fp8 but for the matrices `plain`, as SGLang and transformers read it."""
+    described: dict[str, Any] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(quantisation.block),
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in plain],
+    }
+    if quantisation.rule == "ue8m0":
+        described["scale_fmt"] = "ue8m0"
+    return {**hf, "quantization_config": described}

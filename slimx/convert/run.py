@@ -1,0 +1,162 @@
+"""The three conversions: everything that can be wrong with their input is found here, before anything is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimx.convert import safetensors, torch_dist
+from slimx.convert.fp8 import check_rule, quantised, quantised_names, with_quantisation
+from slimx.convert.safetensors import ToHuggingFace, Unit, copied
+from slimx.convert.sources import Overlay
+from slimx.convert.target import Target, parse_layout
+from slimx.convert.torch_dist import ToMegatron
+from slimx.convert.torch_dist_reader import TorchDistReader
+from slimx.errors import SlimxError
+from slimx.models.checkpoint_reader import CheckpointReader
+from slimx.models.families import ModelSpec, read_model
+from slimx.models.megatron_directory import find_checkpoint
+from slimx.models.safe_pickle import read_metadata
+from slimx.reshard.precision import Quantisation, Rule
+
+_PREDICTION = "mtp.layers."
+
+
+def hf_to_megatron(
+    source: Path, *, dtype: torch.dtype | None = None, layout: str = "", file_bytes: int = torch_dist.FILE_BYTES
+) -> ToMegatron:
+    """The tensors of the Hugging Face directory `source` as a release of Megatron-LM, less those that a trainer does
+    not hold.
+
+    `dtype`: of the model; None: as stored, fp8 as bf16. `layout`: see `slimx.convert.target.parse_layout`.
+    `file_bytes`: about the size of a file."""
+    spec, reader = _open(source)
+    target, origin = Target(spec.table, parse_layout(layout)), f"{_content(source)} {dtype}"
+    return ToMegatron(spec, reader, target, dtype=dtype, file_bytes=file_bytes, origin=origin)
+
+
+def megatron_to_hf(
+    source: Path, original: Path, *, dtype: torch.dtype | None = None, file_bytes: int = safetensors.FILE_BYTES
+) -> ToHuggingFace:
+    """The weights of the Megatron directory `source` as a Hugging Face one. Config and tokenizer are those of
+    `original`, and so are the tensors, if it has any, that a trainer does not hold.
+
+    `dtype`: of the model; None: as saved."""
+    path = find_checkpoint(source)
+    spec = _with_prediction(original, _prediction_layers(path))
+    trained, table = TorchDistReader(path, spec.table), spec.table
+    theirs = CheckpointReader(original) if any(original.glob("*.safetensors")) else None
+    units = [
+        copied(name, shape, dtype if dtype is not None and own is None else trained.dtype(name))
+        for name, (shape, own) in _tensors(spec).items()
+    ]
+    source_of = Overlay(trained, theirs, table.aliases)
+    if theirs is not None:
+        units += _others(spec, theirs, dtype)
+    config = {key: value for key, value in spec.hf.items() if key != "quantization_config"}
+    return ToHuggingFace(
+        units,
+        source_of,
+        file_bytes=file_bytes,
+        what=f"megatron-to-hf {_content(path)} {_content(original)} {dtype}",
+        template=original,
+        config=_stored_as(config, dtype),
+    )
+
+
+def hf_to_fp8(
+    source: Path, *, rule: Rule = "ieee", dtype: torch.dtype | None = None, file_bytes: int = safetensors.FILE_BYTES
+) -> ToHuggingFace:
+    """The Hugging Face directory `source` with those tensors in block fp8 that its family's fp8 checkpoints have so.
+
+    `rule`: how scales are chosen (docs/numerics.md). `dtype`: of the other tensors; None: as stored."""
+    spec, reader = _open(source)
+    quantisation = Quantisation(rule)
+    names = quantised_names(spec.table, quantisation.block)
+    if not names:
+        raise SlimxError(f"{source}: {spec.family.ARCHITECTURE} has no fp8 form; no tensor of it is quantised")
+    units, plain = [], []
+    for name, (shape, own) in _tensors(spec).items():
+        if name in names:
+            check_rule(rule, reader.dtype(name), name)
+            units.append(quantised(name, shape, quantisation))
+            continue
+        units.append(copied(name, shape, dtype if dtype is not None and own is None else reader.dtype(name)))
+        if len(shape) > 1:
+            plain.append(name)
+    units += _others(spec, reader, dtype)
+    return ToHuggingFace(
+        units,
+        reader,
+        file_bytes=file_bytes,
+        what=f"hf-to-fp8 {_content(source)} {rule} {dtype}",
+        template=source,
+        config=_stored_as(with_quantisation(spec.hf, quantisation, plain), dtype),
+    )
+
+
+def _open(source: Path) -> tuple[ModelSpec, CheckpointReader]:
+    """Model and tensors of a Hugging Face directory, compared with each other."""
+    reader, least = CheckpointReader(source), read_model(source)
+    most = _with_prediction(source, least.family.mtp_layers(least.hf))
+    # Published checkpoints leave out layers of multi-token prediction that their config declares.
+    spec = most if reader.names & (most.table.checkpoint().keys() - least.table.checkpoint().keys()) else least
+    reader.check(spec.table, quantised=True)
+    return spec, reader
+
+
+def _with_prediction(path: Path, layers: int) -> ModelSpec:
+    """The model with up to `layers` layers of multi-token prediction."""
+    spec = read_model(path)
+    return read_model(path, mtp_layers=min(layers, spec.family.mtp_layers(spec.hf)))
+
+
+def _prediction_layers(path: Path) -> int:
+    """How many layers of multi-token prediction a torch_dist checkpoint holds."""
+    keys = read_metadata(path / ".metadata").state_dict_metadata
+    return len({key.removeprefix(_PREDICTION).split(".")[0] for key in keys if key.startswith(_PREDICTION)})
+
+
+def _tensors(spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], str | None]]:
+    """Shape and own dtype, if it has one, of every checkpoint tensor that a trainer holds."""
+    return {
+        name: (shape, entry.row.dtype)
+        for entry in spec.table.entries()
+        for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True)
+    }
+
+
+def _others(spec: ModelSpec, original: CheckpointReader, dtype: torch.dtype | None) -> list[Unit]:
+    """Those tensors of `original` that a trainer does not hold: repeated ones, and frozen ones as they are stored."""
+    names = [name for name in [*spec.table.aliases, *spec.table.frozen] if name in original.names]
+    return [
+        copied(
+            name,
+            original.shape(name),
+            dtype if dtype is not None and name in spec.table.aliases else original.dtype(name),
+        )
+        for name in names
+    ]
+
+
+def _stored_as(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """`config` with the dtype that was chosen."""
+    if dtype is None:
+        return config
+    named = str(dtype).removeprefix("torch.")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return {**config, key: named}
+
+
+def _content(directory: Path) -> str:
+    """Identifies the files of `directory` by name, size and time of change."""
+    found = []
+    for file in sorted(directory.iterdir()):
+        if file.is_file():
+            status = file.stat()
+            found.append((file.name, status.st_size, status.st_mtime_ns))
+    return hashlib.sha256(json.dumps([str(directory.resolve()), found]).encode()).hexdigest()

@@ -1,0 +1,138 @@
+"""Plans and writes a Hugging Face directory: safetensors files, index, config and tokenizer.
+
+A file is written from front to back, in blocks of rows: safetensors' own `save_file` wants all tensors of a file in
+memory. Its format is a length of 8 bytes, a JSON header with each tensor's dtype, shape and place, and the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from slimx.convert.sources import Reading, Source, row_blocks
+from slimx.convert.work import Stream
+from slimx.durable import write_synced
+from slimx.models.checkpoint_writer import TENSOR_SUFFIXES, shard_name
+
+FILE_BYTES = 4 * 10**9
+_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
+"""What safetensors calls a dtype."""
+
+
+class Tensor(NamedTuple):
+    """A tensor of the output."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tensors that are made together, and how: their bytes one after the other, in blocks."""
+
+    tensors: tuple[Tensor, ...]
+    blocks: Callable[[Reading], Iterator[torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def copied(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
+    """A tensor as it is, in `dtype`."""
+
+    def blocks(reading: Reading) -> Iterator[torch.Tensor]:
+        for rect in row_blocks(shape, dtype.itemsize):
+            yield reading.read(name, rect).to(dtype)
+
+    return Unit((Tensor(name, dtype, shape),), blocks)
+
+
+@dataclass(slots=True)
+class SafetensorsFile:
+    """One file of the output."""
+
+    source: Source
+    name: str = ""
+    units: list[Unit] = field(default_factory=list)
+    nbytes: int = 0
+
+    def write(self, stream: Stream) -> None:
+        """Header, then every unit's blocks."""
+        reading = Reading(self.source)
+        # Tensors follow each other without gaps, so those of odd sizes stand last: the others stay aligned.
+        units = sorted(self.units, key=lambda unit: any(tensor.nbytes % 8 for tensor in unit.tensors))
+        stream.write(_header([tensor for unit in units for tensor in unit.tensors]))
+        for unit in units:
+            for block in unit.blocks(reading):
+                stream.write(block.contiguous().reshape(-1).view(torch.uint8).numpy())
+                del block
+
+
+def _header(tensors: Sequence[Tensor]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        described[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class ToHuggingFace:
+    """Units into a Hugging Face directory."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        source: Source,
+        *,
+        file_bytes: int,
+        what: str,
+        template: Path,
+        config: Mapping[str, Any],
+    ):
+        """`what`: the conversion with its options and its source's content. `template`: directory whose files that hold
+        no tensors are copied. `config`: content of the new config.json."""
+        self.template, self.config = template, config
+        self.files: list[SafetensorsFile] = []
+        for unit in units:
+            if not self.files or self.files[-1].nbytes + unit.nbytes > file_bytes:
+                self.files.append(SafetensorsFile(source))
+            self.files[-1].units.append(unit)
+            self.files[-1].nbytes += unit.nbytes
+        digest = hashlib.sha256(what.encode())
+        for number, file in enumerate(self.files):
+            file.name = shard_name(number, len(self.files))
+            digest.update(repr([file.name, [unit.tensors for unit in file.units]]).encode())
+        self.fingerprint = digest.hexdigest()
+
+    def finish(self, directory: Path, notes: Mapping[str, Any]) -> None:
+        """Index, config and the template's other files."""
+        weight_map = {t.name: file.name for file in self.files for unit in file.units for t in unit.tensors}
+        total = sum(file.nbytes for file in self.files)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index, indent=1, sort_keys=True)
+        write_synced(directory / "model.safetensors.index.json", text.encode())
+        for file in sorted(self.template.iterdir()):
+            if file.is_file() and not file.name.endswith(TENSOR_SUFFIXES) and file.name != "config.json":
+                shutil.copy2(file, directory / file.name)
+        write_synced(directory / "config.json", (json.dumps(self.config, indent=2) + "\n").encode())

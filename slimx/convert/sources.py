@@ -1,0 +1,92 @@
+"""Where a conversion reads tensors, slice by slice, and how much of them stays in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from slimx.layout.maps import Rect
+from slimx.layout.parts import matrix
+
+BLOCK_BYTES = 32 * 2**20
+"""About what is held of one tensor at a time."""
+MAPPED_BYTES = 128 * 2**20
+"""Of a source's files, read since they were opened. They are mapped, and what was read stays in memory until they are
+closed."""
+
+
+class Source(Protocol):
+    """Tensors by their Hugging Face names."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what `read` gives."""
+        ...
+
+    def read(self, name: str, rect: Rect) -> torch.Tensor:
+        """The elements of a tensor that `rect` takes, [rect.rows, rect.cols]; they may lie in a mapped file."""
+        ...
+
+    def again(self) -> Source:
+        """The same with no file open."""
+        ...
+
+
+class Reading:
+    """A source as one thread reads it for a while: with a bounded part of its files in memory."""
+
+    def __init__(self, source: Source):
+        self._source, self._bytes = source.again(), 0
+
+    def read(self, name: str, rect: Rect) -> torch.Tensor:
+        """As `Source.read`; give it up before the next call, so that its file can be closed."""
+        if self._bytes > MAPPED_BYTES:
+            self._source, self._bytes = self._source.again(), 0
+        part = self._source.read(name, rect)
+        self._bytes += part.nbytes
+        return part
+
+
+class Overlay:
+    """Tensors of `trained`; those that only `original` has, from there; `aliases` are other names of `trained`'s."""
+
+    def __init__(self, trained: Source, original: Source | None, aliases: Mapping[str, str]):
+        self.trained, self.original, self.aliases = trained, original, dict(aliases)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Aliases only where the original has them too, as exports of a run do it."""
+        theirs = frozenset(self.original.names) if self.original is not None else frozenset()
+        return frozenset(self.trained.names) | theirs
+
+    def dtype(self, name: str) -> torch.dtype:
+        source, name = self._of(name)
+        return source.dtype(name)
+
+    def read(self, name: str, rect: Rect) -> torch.Tensor:
+        source, name = self._of(name)
+        return source.read(name, rect)
+
+    def again(self) -> Overlay:
+        return Overlay(self.trained.again(), self.original.again() if self.original else None, self.aliases)
+
+    def _of(self, name: str) -> tuple[Source, str]:
+        name = self.aliases.get(name, name)
+        if name in self.trained.names or self.original is None:
+            return self.trained, name
+        return self.original, name
+
+
+def row_blocks(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> Iterator[Rect]:
+    """The rows of a tensor from first to last in blocks of about BLOCK_BYTES that hold a `multiple` of rows, or end
+    with their matrix; none reaches from one matrix of a stack into the next."""
+    rows, cols = matrix(shape)
+    single = shape[-2] if len(shape) == 3 else rows
+    step = max(1, BLOCK_BYTES // max(1, cols * itemsize) // multiple) * multiple
+    for first in range(0, rows, single):
+        for row in range(first, first + single, step):
+            yield Rect(0, row, 0, min(step, first + single - row), cols, 0, 0)

@@ -1,0 +1,236 @@
+"""Plans and writes a Megatron directory: torch_dist files of the tensors of a weight table.
+
+    OUT/latest_checkpointed_iteration.txt      "release"
+    OUT/release/.metadata  metadata.json  common.pt  __RANK_N.distcp
+
+The format is torch.distributed.checkpoint's: a file is a row of tensors as `torch.save` writes them, and `.metadata`
+says where each lies. torch's own `FileSystemWriter.write_data` keeps every tensor of a file until the file is closed
+(torch 2.13), and megatron-core's save wants the whole model first; here one piece at a time is made and written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from slimx.convert.sources import BLOCK_BYTES, Reading, Source
+from slimx.convert.target import Box, Target
+from slimx.convert.work import Stream
+from slimx.durable import write_synced
+from slimx.layout.maps import Rect
+from slimx.models.families import ModelSpec
+from slimx.models.megatron_common import preloaded
+from slimx.models.megatron_directory import TRACKER, Place, numbers_layers, places
+
+FILE_BYTES = 5 * 10**8
+"""A rank that reads a file of a thousand others should not wait long for it; a model of 1 TB has 2,000 of them."""
+_RELEASE = "release"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of one tensor, stored on its own."""
+
+    place: Place
+    box: Box
+    dtype: torch.dtype
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of its first element in the whole tensor."""
+        return (*self.place.index, *self._trim(self.box.row, self.box.col))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (*(1 for _ in self.place.index), *self._trim(self.box.rows, self.box.cols))
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.rows * self.box.cols * self.dtype.itemsize
+
+    def _trim(self, row: int, col: int) -> tuple[int, ...]:
+        return (row,) if len(self.place.part.shape) == 1 else (row, col)
+
+    def make(self, reading: Reading) -> torch.Tensor:
+        """Its values, in memory of their own."""
+        box, part = self.box, self.place.part
+        out = torch.empty(box.rows, box.cols, dtype=self.dtype)
+        for rect in part.rects:
+            if (inside := clip(rect, box)) is not None:
+                target = out[inside.local_row :, inside.local_col :][: inside.rows, : inside.cols]
+                target.copy_(reading.read(part.sources[rect.source], inside))
+        return out.view(self.sizes)
+
+
+def clip(rect: Rect, box: Box) -> Rect | None:
+    """The part of `rect` inside `box`, which its local place counts from; None if they do not meet."""
+    top, left = max(rect.local_row, box.row), max(rect.local_col, box.col)
+    rows = min(rect.local_row + rect.rows, box.row + box.rows) - top
+    cols = min(rect.local_col + rect.cols, box.col + box.cols) - left
+    if rows <= 0 or cols <= 0:
+        return None
+    down, right = top - rect.local_row, left - rect.local_col
+    if rect.transposed:
+        down, right = right, down
+    row, col = rect.row + down * rect.step, rect.col + right
+    return Rect(rect.source, row, col, rows, cols, top - box.row, left - box.col, rect.step, rect.transposed)
+
+
+@dataclass(slots=True)
+class TorchDistFile:
+    """One file of pieces."""
+
+    name: str
+    source: Source
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+    def write(self, stream: Stream) -> list[list[int]]:
+        """Returns position and length of each piece, in bytes."""
+        reading, places_ = Reading(self.source), []
+        for piece in self.pieces:
+            start = stream.tell()
+            torch.save(piece.make(reading), stream)
+            places_.append([start, stream.tell() - start])
+        return places_
+
+
+class ToMegatron:
+    """Hugging Face tensors into a release of Megatron-LM."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: Source,
+        target: Target,
+        *,
+        dtype: torch.dtype | None,
+        file_bytes: int,
+        origin: str,
+    ):
+        """`dtype`: of the model; None: each tensor as it is stored. `origin`: identifies the source's content."""
+        self._file_bytes = file_bytes
+        self.spec, self.target = spec, target
+        self.per_layer = numbers_layers(spec.transformer)
+        everything = list(places(spec.table, per_layer=self.per_layer))
+        self._dtypes = _dtypes(everything, source, dtype)
+        self._shapes = {place.key: place.shape for place in everything}
+        self.files = self._plan(everything, source)
+        self.fingerprint = _fingerprint(f"hf-to-megatron {origin} {target}", self.files)
+
+    def _plan(self, everything: Sequence[Place], source: Source) -> list[TorchDistFile]:
+        """Files of each rank, filled one after the other in the order of the checkpoint."""
+        files: list[TorchDistFile] = []
+        open_: dict[int, TorchDistFile] = {}
+        count: dict[int, int] = {}
+        for place in everything:
+            for box in self.target.boxes(place.entry):
+                rank = self.target.rank(place.entry, box.shard)
+                for piece in _split(Piece(place, box, self._dtypes[place.key])):
+                    file = open_.get(rank)
+                    if file is None or file.nbytes + piece.nbytes > self._file_bytes:
+                        number = count[rank] = count.get(rank, -1) + 1
+                        file = open_[rank] = TorchDistFile(f"{_RELEASE}/__{rank}_{number}.distcp", source)
+                        files.append(file)
+                    file.pieces.append(piece)
+                    file.nbytes += piece.nbytes
+        return files
+
+    def finish(self, directory: Path, notes: Mapping[str, list[list[int]]]) -> None:
+        """Metadata, arguments, format and tracker."""
+        release = directory / _RELEASE
+        write_synced(release / ".metadata", pickle.dumps(self._metadata(notes)))
+        common = io.BytesIO()
+        torch.save(self._common(), common)
+        write_synced(release / "common.pt", common.getvalue())
+        form = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        write_synced(release / "metadata.json", json.dumps(form).encode())
+        write_synced(directory / TRACKER, _RELEASE.encode())
+
+    def _metadata(self, notes: Mapping[str, list[list[int]]]) -> Metadata:
+        chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in self._shapes}
+        stored: dict[MetadataIndex, _StorageInfo] = {}
+        for file in self.files:
+            for piece, (start, length) in zip(file.pieces, notes[file.name], strict=True):
+                offset, known = torch.Size(piece.offsets), chunks[piece.place.key]
+                index = MetadataIndex(piece.place.key, offset, len(known))
+                known.append(ChunkStorageMetadata(offset, torch.Size(piece.sizes)))
+                stored[index] = _StorageInfo(Path(file.name).name, start, length)
+        tensors = {
+            key: TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), torch.Size(shape), chunks[key])
+            for key, shape in self._shapes.items()
+        }
+        # No path and no random id: the same conversion gives the same bytes.
+        return Metadata(tensors, {key: (key,) for key in tensors}, stored, StorageMeta())
+
+    def _common(self) -> dict[str, Any]:
+        spec, sizes = self.spec, self.target.sizes
+        return preloaded(
+            spec.transformer,
+            vocab_size=spec.vocab_size,
+            max_sequence_length=spec.gpt["max_sequence_length"],
+            tied=spec.gpt["share_embeddings_and_output_weights"],
+            iteration=0,
+            content_metadata={
+                "distrib_optim_sharding_type": "fully_reshardable",
+                "distrib_optim_fully_reshardable_mem_efficient": False,
+                "chained_optim_avoid_prefix": True,
+                "singleton_local_shards": False,
+            },
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            no_save_optim=True,
+        )
+
+
+def _dtypes(everything: Sequence[Place], source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Of each key: its row's own, the model's, or the widest of what the source stores."""
+    out: dict[str, torch.dtype] = {}
+    for place in everything:
+        own = place.entry.row.dtype
+        if own is not None or dtype is not None:
+            out[place.key] = getattr(torch, own) if own is not None else dtype
+            continue
+        for name in place.part.sources:
+            found = source.dtype(name)
+            out[place.key] = torch.promote_types(found, out.get(place.key, found))
+    return out
+
+
+def _split(piece: Piece) -> Iterator[Piece]:
+    """Pieces of a bounded size, by rows."""
+    box = piece.box
+    step = max(1, BLOCK_BYTES // (box.cols * piece.dtype.itemsize))
+    for row in range(0, box.rows, step):
+        part = Box(box.shard, box.row + row, box.col, min(step, box.rows - row), box.cols)
+        yield Piece(piece.place, part, piece.dtype)
+
+
+def _fingerprint(what: str, files: Sequence[TorchDistFile]) -> str:
+    digest = hashlib.sha256(what.encode())
+    for file in files:
+        for piece in file.pieces:
+            digest.update(f"{file.name} {piece.place.key} {piece.offsets} {piece.sizes} {piece.dtype}\n".encode())
+    return digest.hexdigest()

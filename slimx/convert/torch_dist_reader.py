@@ -1,0 +1,200 @@
+"""Reads Hugging Face tensors out of a torch_dist checkpoint, whatever layout saved it, without loading whole files.
+
+Pieces of tensors are found by the checkpoint's metadata and read from mapped files. No byte is run as code: see
+`slimx.models.safe_pickle`, and torch's `weights_only`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Collection
+from copy import copy
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.table import Table
+from slimx.models.megatron_directory import Place, check_fit, places
+from slimx.models.safe_pickle import read_metadata
+from slimx.reshard.intersect import Move, moves
+
+_HEADERS = threading.Lock()
+"""Torch reads a header with a mode switched on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A saved piece of a tensor: where it begins in the tensor, its shape, and its place in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+class TorchDistReader:
+    """Tensors of a checkpoint of Megatron-LM by their Hugging Face names."""
+
+    def __init__(self, path: Path, table: Table):
+        """Raises SlimxError if the checkpoint does not fit `table`, or if a file is missing or truncated."""
+        fit = check_fit(path, table)
+        self.path = fit.path
+        metadata = read_metadata(self.path / ".metadata")
+        self._holders: dict[str, list[tuple[Place, Rect]]] = defaultdict(list)
+        for place in places(table, per_layer=fit.per_layer):
+            for rect in place.part.rects:
+                self._holders[place.part.sources[rect.source]].append((place, rect))
+        stacked = {place.key: len(place.index) for held in self._holders.values() for place, _ in held}
+        self._dtypes = {key: metadata.state_dict_metadata[key].properties.dtype for key in stacked}
+        self._stored = {key: _Pieces(self.path, key, count, metadata) for key, count in stacked.items()}
+        self._check_files()
+        self._files: dict[str, torch.Tensor] = {}
+        self._headers: dict[_Stored, tuple[int, int]] = {}
+        """First byte in its file and size of a piece's data; -1: not in the order of its elements."""
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = defaultdict(int)
+        for pieces in self._stored.values():
+            for piece in pieces.all:
+                ends[piece.file] = max(ends[piece.file], piece.start + piece.length)
+        for name, end in sorted(ends.items()):
+            file = self.path / name
+            if not file.is_file():
+                raise SlimxError(f"{file}: is missing, but .metadata names it; restore the file from its source")
+            if (size := file.stat().st_size) < end:
+                raise SlimxError(
+                    f"{file}: is truncated: {size} bytes, .metadata wants {end}; restore the file from its source"
+                )
+
+    @property
+    def names(self) -> Collection[str]:
+        """Every tensor of the model."""
+        return self._holders.keys()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor as it was saved."""
+        return self._dtypes[self._holders[name][0][0].key]
+
+    def again(self) -> TorchDistReader:
+        """The same with no file mapped."""
+        other = copy(self)
+        other._files = {}
+        return other
+
+    def read(self, name: str, rect: Rect) -> torch.Tensor:
+        """The elements of tensor `name` that `rect`, neither transposed nor stepping, takes: a copy."""
+        holders = self._holders[name]
+        out = torch.empty(rect.rows, rect.cols, dtype=self.dtype(name))
+        for move in moves([held for _, held in holders], replace(rect, local_row=0, local_col=0), name):
+            self._fill(out, holders[move.source][0], move)
+        return out
+
+    def _fill(self, out: torch.Tensor, place: Place, move: Move) -> None:
+        """Copy what `move` takes of the tensor at `place`, from all pieces that hold some of it."""
+        view = out[move.row :: move.row_step, move.col : move.col + move.cols][: move.rows]
+        if move.transposed:
+            view = view.T
+        step, filled = 1 if move.transposed else move.source_step, 0
+        for piece in self._stored[place.key].of(place.index):
+            (top, left), (high, wide) = _extent(piece, len(place.index))
+            first = max(0, -(-(top - move.source_row) // step))
+            last = min(view.shape[0], (top + high - 1 - move.source_row) // step + 1)
+            start, stop = max(0, left - move.source_col), min(view.shape[1], left + wide - move.source_col)
+            if first >= last or start >= stop:
+                continue
+            rows = self._bytes(piece, place.index)[move.source_row + first * step - top :: step][: last - first]
+            begin = (move.source_col + start - left) * out.itemsize
+            # Saved tensors begin anywhere in a file; a copy of the bytes begins where its dtype wants it.
+            part = rows[:, begin : begin + (stop - start) * out.itemsize].clone(memory_format=torch.contiguous_format)
+            view[first:last, start:stop].copy_(part.view(out.dtype))
+            filled += (last - first) * (stop - start)
+        if filled != view.numel():
+            raise SlimxError(
+                f"{self.path}: tensor {place.key} is not whole in it (at {list(place.index)}: {filled} of "
+                f"{view.numel()} elements); save it again"
+            )
+
+    def _bytes(self, piece: _Stored, index: tuple[int, ...]) -> torch.Tensor:
+        """The matrix of `piece` that stands at `index` in the whole tensor, uint8 [rows, bytes of a row]."""
+        if piece.file not in self._files:
+            path = self.path / piece.file
+            self._files[piece.file] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        number = 0
+        for at, first, count in zip(index, piece.offsets, piece.sizes, strict=False):
+            number = number * count + at - first
+        data = self._data(piece)
+        _, (rows, cols) = _extent(piece, len(index))
+        return data.view(-1, rows, data.numel() // (prod(piece.sizes) // cols))[number]
+
+    def _data(self, piece: _Stored) -> torch.Tensor:
+        """The bytes of a saved piece, in the order of its elements."""
+        mapped = self._files[piece.file]
+        if (at := self._headers.get(piece)) is None:
+            with _HEADERS, (self.path / piece.file).open("rb") as file, FakeTensorMode():
+                found = _load(file, piece)
+            storage = found.untyped_storage()
+            if tuple(found.shape) != piece.sizes:
+                raise SlimxError(
+                    f"{self.path / piece.file}: holds a tensor {list(found.shape)} where .metadata has "
+                    f"{list(piece.sizes)}; restore the file from its source"
+                )
+            start = piece.start + storage._checkpoint_offset + found.storage_offset() * found.itemsize
+            at = self._headers[piece] = (start, found.numel() * found.itemsize) if found.is_contiguous() else (-1, 0)
+        start, size = at
+        if start >= 0:
+            return mapped[start : start + size]
+        with (self.path / piece.file).open("rb") as file:
+            return _load(file, piece).contiguous().view(-1).view(torch.uint8)
+
+
+class _Pieces:
+    """The saved pieces of the tensor with one key, whose first `stacked` axes stack matrices."""
+
+    def __init__(self, path: Path, key: str, stacked: int, metadata: Metadata):
+        described = metadata.state_dict_metadata[key]
+        self.all = [_stored(path, key, chunk, metadata) for chunk in described.chunks]
+        self._by_index: dict[tuple[int, ...], list[_Stored]] = defaultdict(list)
+        """Those that lie in one matrix, by its index."""
+        self._others: list[_Stored] = []
+        for piece in self.all:
+            single = all(size == 1 for size in piece.sizes[:stacked])
+            (self._by_index[piece.offsets[:stacked]] if single else self._others).append(piece)
+
+    def of(self, index: tuple[int, ...]) -> list[_Stored]:
+        """Pieces that hold some of the matrix at `index`."""
+        wide = [
+            piece
+            for piece in self._others
+            if all(o <= at < o + n for at, o, n in zip(index, piece.offsets, piece.sizes, strict=False))
+        ]
+        return self._by_index.get(index, []) + wide
+
+
+def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> _Stored:
+    found = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
+    if found is None:
+        raise SlimxError(f"{path / '.metadata'}: does not say where {key} at {list(chunk.offsets)} is; save it again")
+    if getattr(found, "transform_descriptors", None):
+        raise SlimxError(f"{path}: tensor {key} is compressed; save it again without extensions")
+    return _Stored(tuple(chunk.offsets), tuple(chunk.sizes), found.relative_path, found.offset, found.length)
+
+
+def _load(file: BinaryIO, piece: _Stored) -> torch.Tensor:
+    return torch.load(_create_file_view(file, piece.start, piece.length), map_location="cpu", weights_only=True)
+
+
+def _extent(piece: _Stored, stacked: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """First row and column, and rows and columns, behind the axes that stack matrices; a vector is one column."""
+    row, col = (*piece.offsets[stacked:], 0)[:2]
+    rows, cols = (*piece.sizes[stacked:], 1)[:2]
+    return (row, col), (rows, cols)

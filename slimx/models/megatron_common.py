@@ -1,0 +1,49 @@
+"""What a torch_dist checkpoint holds beside its tensors: `common.pt`, which Megatron-LM reads before anything else."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+VERSION = 3.0
+"""Megatron-LM's `checkpoint_version`: the order of query, key and value in a fused weight."""
+
+
+def preloaded(
+    transformer: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    tied: bool,
+    iteration: int,
+    content_metadata: Mapping[str, Any],
+    **arguments: Any,
+) -> dict[str, Any]:
+    """The content of `common.pt`. Megatron-LM compares the arguments with its own.
+
+    `transformer`: fields of megatron-core's TransformerConfig; plain values are taken over. `tied`: whether embedding
+    and output layer are one weight. `arguments`: more of Megatron-LM's. The names are those of
+    megatron/training/arguments.py, core_r0.16.0.
+    """
+    plain = {k: v for k, v in transformer.items() if isinstance(v, int | float | str | torch.dtype | None)}
+    return {
+        "args": argparse.Namespace(
+            **plain,
+            padded_vocab_size=vocab_size,
+            max_position_embeddings=max_sequence_length,
+            untie_embeddings_and_output_weights=not tied,
+            add_position_embedding=False,
+            iteration=iteration,
+            ckpt_format="torch_dist",
+            use_dist_ckpt=True,
+            no_save_rng=True,
+            **arguments,
+        ),
+        "checkpoint_version": VERSION,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": dict(content_metadata),
+    }
