@@ -1,4 +1,4 @@
-"""Sections rollout, reward and eval: what is generated, how it is scored, and on what it is tried."""
+"""Sections rollout and eval: what is generated, and on what it is tried."""
 
 from __future__ import annotations
 
@@ -60,12 +60,6 @@ class Rollout(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"rollout.engines names a group twice in {names}; give each group its own name")
         return self
-
-
-class Reward(Section):
-    function: str | None = Field("slimx.rewards.exact.reward", description="dotted path of the reward hook; null: none")
-    deadline: PositiveFloat = Field(60, description="seconds for one reward call")
-    workers: PositiveInt = Field(8, description="reward calls that run at once (threads)")
 
 
 class Eval(Section):

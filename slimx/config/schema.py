@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from slimx.config.algorithm import Algorithm, Critic, CriticLayout
-from slimx.config.rollout import Eval, Reward, Rollout
+from slimx.config.reward import Reward
+from slimx.config.rollout import Eval, Rollout
 from slimx.config.run import Cluster, Model, Numerics, Run, Track
 from slimx.config.schedule import Checkpoint, Publish, Schedule
 from slimx.config.section import Section
@@ -42,7 +43,7 @@ class Config(Section):
         name = self.algorithm.name
         if name != "sft" and not self.rollout.engines:
             raise ValueError(f"algorithm.name is {name} but rollout.engines is empty; add an engine group or use sft")
-        if name != "sft" and self.reward.function is None:
+        if name != "sft" and not self.reward.given:
             raise ValueError(f"algorithm.name is {name} but reward.function is null; name a reward hook")
         if name == "ppo" and self.critic is None:
             raise ValueError("algorithm.name is ppo, which needs a critic; add a section `critic: {}`")

@@ -25,6 +25,7 @@ from slimx.preflight.routing import check_routing
 from slimx.preflight.teacher import check_teacher
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
+from slimx.rewards.mixture import Mixture
 from slimx.rollout.hooks import Hooks, load_hooks
 from slimx.rollout.spec import EngineSpec, server_args
 from slimx.trainer.backends import Backends, choose_backends, installed
@@ -79,6 +80,8 @@ def check_run(config: Config) -> Prepared:
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
     eval_prompts = _prompts(config, config.eval.prompts, tokenizer, spec) if config.eval.prompts else []
+    if isinstance(hooks.reward, Mixture):
+        hooks.reward.check([*prompts, *eval_prompts])
     longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     if longest > spec.gpt["max_sequence_length"]:
         raise SlimxError(

@@ -11,14 +11,19 @@ import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from slimx.config.reward import Reward as RewardConfig
+from slimx.config.reward import RewardPart
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import encode_prompt
 from slimx.errors import SlimxError
+from slimx.rewards.isolation import asks_for_process
+from slimx.rewards.mixture import Mixture, Part
 from slimx.rollout.client import Completion
 from slimx.rollout.draft import Draft
 
@@ -112,15 +117,69 @@ class Hooks:
 
 def load_hooks(config: Config) -> Hooks:
     """Import and check the configured hooks. Raises SlimxError naming the key, the path and what is wrong."""
-    reward, keep = config.reward.function, config.rollout.keep
+    keep, reward = config.rollout.keep, load_reward(config.reward)
+    if reward is not None:
+        in_process(config.reward, reward)
     return Hooks(
         generate=_load("rollout.generate", config.rollout.generate, ("ctx", "prompt"), is_async=True),
-        reward=_load("reward.function", reward, ("ctx", "trajectory"), is_async=True) if reward else None,
+        reward=reward,
         keep=_load("rollout.keep", keep, ("group",), is_async=False) if keep else None,
     )
 
 
-def _load(key: str, path: str, parameters: tuple[str, ...], *, is_async: bool) -> Any:
+def load_reward(config: RewardConfig) -> Reward | None:
+    """The reward hook of a configuration, its parts and options filled in; SlimxError as `load_hooks`."""
+    if config.parts:
+        return Mixture(
+            tuple(
+                Part(part.name, _load_reward(f"reward.parts.{number}", part), part.weight, part.where)
+                for number, part in enumerate(config.parts)
+            )
+        )
+    return _load_reward("reward", config) if config.function else None
+
+
+def in_process(config: RewardConfig, reward: Reward) -> bool:
+    """Whether calls of `reward` run in processes (`reward.isolation`). SlimxError where a hook refuses threads."""
+    hooks = [part.hook for part in reward.parts] if isinstance(reward, Mixture) else [reward]
+    needing = [name_of(hook) for hook in hooks if asks_for_process(hook)]
+    if config.isolation == "thread" and needing:
+        raise SlimxError(
+            f"reward.isolation is thread, but {needing[0]} computes for long without awaiting and could not be ended "
+            "there at its deadline; set reward.isolation=auto"
+        )
+    return config.isolation == "process" or bool(needing)
+
+
+def name_of(hook: Any) -> str:
+    """A hook as an error names it."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    if isinstance(hook, Mixture):
+        return " + ".join(name_of(part.hook) for part in hook.parts)
+    return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"
+
+
+def _load_reward(key: str, config: RewardConfig | RewardPart) -> Reward:
+    return _load(
+        f"{key}.function",
+        config.function,
+        ("ctx", "trajectory"),
+        is_async=True,
+        options=(f"{key}.options", config.options),
+    )
+
+
+def _load(
+    key: str,
+    path: str,
+    parameters: tuple[str, ...],
+    *,
+    is_async: bool,
+    options: tuple[str, dict[str, Any]] = ("", {}),
+) -> Any:
+    """The function at `path`, the value of `key`, which takes `parameters`. `options`: a key and its value, the keyword
+    arguments that are filled in."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise SlimxError(f"{key} is {path!r}: give a dotted path such as package.module.function")
@@ -136,17 +195,22 @@ def _load(key: str, path: str, parameters: tuple[str, ...], *, is_async: bool) -
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
     if not callable(function):
         raise SlimxError(f"{key}: {path} is a {type(function).__name__}; write {shape}")
+    signature = inspect.signature(function)
+    options_key, given = options
     try:
-        inspect.signature(function).bind(*parameters)
+        signature.bind_partial(**given)
     except TypeError as error:
-        raise SlimxError(
-            f"{key}: {path}{inspect.signature(function)} cannot be called ({error}); write {shape}"
-        ) from error
+        raise SlimxError(f"{options_key}: {path}{signature} does not take them ({error}); correct the names") from error
+    try:
+        signature.bind(*parameters, **given)
+    except TypeError as error:
+        instead = f"write {shape}" + (f", or give what is missing in {options_key}" if options_key else "")
+        raise SlimxError(f"{key}: {path}{signature} cannot be called ({error}); {instead}") from error
     # A partial and a function say so themselves, an object with an async __call__ through that.
     called = getattr(function, "__call__", function)  # noqa: B004
     if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
         raise SlimxError(f"{key}: {path} must{'' if is_async else ' not'} be async; write {shape}")
-    return function
+    return partial(function, **given) if given else function
 
 
 def seed_of(*parts: int) -> int:

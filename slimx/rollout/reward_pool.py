@@ -1,7 +1,7 @@
 """Runs reward hooks in threads of their own, so that one that hangs or blocks cannot stop the others or the run.
 
 A Python thread cannot be ended. A call that outlives its deadline is abandoned: its thread is left to itself (a daemon,
-gone with the process) and a fresh one takes its place.
+gone with the process) and a fresh one takes its place. `slimx.rollout.reward_processes` ends such calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from slimx.data.records import Trajectory
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout.hooks import Reward, RewardContext
+from slimx.rollout.hooks import Reward, RewardContext, name_of
 
 
 class RewardPool:
@@ -66,10 +66,10 @@ class RewardPool:
                     replaced.set()
                     self._start_worker()
         if not result.done():
-            raise DeadlineError(f"the reward of trajectory {trajectory.id}", self.deadline_s, _name(self.reward))
+            raise DeadlineError(f"the reward of trajectory {trajectory.id}", self.deadline_s, name_of(self.reward))
         if (error := result.exception()) is not None:
-            raise SlimxError(f"reward hook {_name(self.reward)} raised {type(error).__name__}: {error}") from error
-        return _checked(result.result(), _name(self.reward))
+            raise SlimxError(f"reward hook {name_of(self.reward)} raised {type(error).__name__}: {error}") from error
+        return checked(result.result(), name_of(self.reward))
 
     def close(self) -> None:
         """Let the workers end once they are idle."""
@@ -96,7 +96,7 @@ def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None
         result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
-def _checked(value: Any, name: str) -> tuple[float, dict[str, float]]:
+def checked(value: Any, name: str) -> tuple[float, dict[str, float]]:
     """A finite number, or a dict of finite numbers whose sum is the reward."""
     parts = value if isinstance(value, dict) else {"reward": value}
     for key, part in parts.items():
@@ -108,7 +108,3 @@ def _checked(value: Any, name: str) -> tuple[float, dict[str, float]]:
         raise SlimxError(f"reward hook {name} returned an empty dict; return a finite number or a dict of them")
     floats = {key: float(part) for key, part in parts.items()}
     return sum(floats.values()), floats if isinstance(value, dict) else {}
-
-
-def _name(function: Any) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"

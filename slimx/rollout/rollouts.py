@@ -14,7 +14,7 @@ from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.hooks import Generator, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
-from slimx.rollout.reward_pool import RewardPool
+from slimx.rollout.reward_processes import reward_runner
 
 
 @dataclass(slots=True)
@@ -41,11 +41,7 @@ class GroupMaker:
         self.version = 0
         """Newest published weight version; the loop keeps it."""
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
-        self._rewards = (
-            RewardPool(hooks.reward, workers=config.reward.workers, deadline_s=config.reward.deadline)
-            if hooks.reward
-            else None
-        )
+        self._rewards = reward_runner(config.reward, hooks.reward, config.model.path) if hooks.reward else None
 
     async def make(self, prompt: Prompt, *, group_id: str, number: int, evaluation: bool = False) -> Outcome:
         """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
@@ -63,7 +59,7 @@ class GroupMaker:
         return self._filtered(group) if self.hooks.keep and not evaluation else Outcome(group)
 
     def close(self) -> None:
-        """Let the reward threads end."""
+        """Let the reward threads or processes end."""
         if self._rewards:
             self._rewards.close()
 

@@ -1,0 +1,56 @@
+"""Section reward: what a rollout is worth, by which hooks, and where these run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from slimx.config.section import Section
+
+
+class RewardPart(Section):
+    """One of several rewards that are summed, or one for the prompts of one dataset."""
+
+    name: str = Field(description="name of the part in metrics and samples")
+    function: str = Field(description="dotted path of the reward hook")
+    weight: float = Field(1.0, description="factor of everything that the hook returns")
+    where: dict[str, str | int | float | bool] = Field(
+        default_factory=dict,
+        description="metadata that a prompt must have for this part to judge it, such as {dataset: gsm8k}; {}: any",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the hook")
+
+
+class Reward(Section):
+    function: str | None = Field("slimx.rewards.exact.reward", description="dotted path of the reward hook; null: none")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `function`")
+    parts: tuple[RewardPart, ...] = Field(
+        (), description="several hooks instead of `function`: a reward is the weighted sum of those that fit the prompt"
+    )
+    isolation: Literal["auto", "thread", "process"] = Field(
+        "auto",
+        description="where reward calls run. thread: in the driver; process: in processes that are killed at the "
+        "deadline; auto: process where a hook asks for it (math does)",
+    )
+    deadline: PositiveFloat = Field(60, description="seconds for one reward call, all parts together")
+    workers: PositiveInt = Field(8, description="reward calls that run at once (threads or processes)")
+
+    @property
+    def given(self) -> bool:
+        """Whether there is any reward."""
+        return bool(self.function or self.parts)
+
+    @model_validator(mode="after")
+    def _parts(self) -> Reward:
+        names = [part.name for part in self.parts]
+        if len(set(names)) < len(names):
+            raise ValueError(f"reward.parts names a part twice in {names}; give each its own name")
+        if self.parts and (self.options or self.function not in (None, type(self).model_fields["function"].default)):
+            raise ValueError(
+                "reward.parts is given and so is reward.function (or reward.options), which parts replace; make the "
+                "function one of the parts"
+            )
+        if self.options and self.function is None:
+            raise ValueError("reward.options is given but reward.function is null; name the function or leave it out")
+        return self

@@ -1,0 +1,33 @@
+"""What the reward hooks of this room read of what the loop passes them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from slimx.data.records import Prompt
+from slimx.errors import SlimxError
+
+
+class Context(Protocol):
+    """A part of `slimx.rollout.hooks.RewardContext`."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def text(self) -> str:
+        """The sampled tokens of the trajectory as text, without special tokens."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+def answer_of(ctx: Context, hook: str) -> str:
+    """The prompt's answer. Raises SlimxError for a prompt without one: 0 for each of its rollouts would hide that."""
+    if ctx.prompt.answer is None:
+        raise SlimxError(
+            f"prompt {ctx.prompt.id!r} has no answer for {hook} to compare with; add `answer` to its line or choose "
+            "another reward.function"
+        )
+    return ctx.prompt.answer

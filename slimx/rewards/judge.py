@@ -1,0 +1,82 @@
+"""The reward that another model gives: a judge that writes its verdict, or a reward model that scores a conversation.
+
+Both are asked over HTTP at the address of an SGLang server (or, for a judge, any server with OpenAI's chat API)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from slimx.data.records import Trajectory
+from slimx.errors import SlimxError
+from slimx.rewards.context import Context
+from slimx.rewards.http import post
+
+TEMPLATE = """Question:
+{question}
+
+Reference answer:
+{answer}
+
+Response to be judged:
+{text}
+
+How good is the response? Think briefly, then write "Score: N" with N from 0 (wrong) to 10 (perfect)."""
+
+
+async def reward(
+    ctx: Context,
+    trajectory: Trajectory,
+    *,
+    url: str,
+    model: str = "default",
+    template: str = TEMPLATE,
+    pattern: str = r"Score:\s*(\d+(?:\.\d+)?)",
+    scale: float = 10.0,
+    max_tokens: int = 512,
+    timeout: float = 60.0,
+    retries: int = 3,
+) -> float:
+    """The last number that `pattern` finds in the judge's greedy answer, over `scale`.
+
+    `url`: of the server, without a path. `template` may hold {question}, {answer} and {text}. Raises SlimxError for a
+    verdict without a number."""
+    # Not str.format: a response may hold braces.
+    given = {"question": question(ctx), "answer": ctx.prompt.answer or "none", "text": ctx.text}
+    asked = re.sub(r"\{(question|answer|text)\}", lambda name: given[name[1]], template)
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": asked}],
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+    }
+    said = await post(f"{url.rstrip('/')}/v1/chat/completions", body, timeout_s=timeout, retries=retries)
+    try:
+        verdict = said["choices"][0]["message"]["content"] or ""
+    except (LookupError, TypeError) as error:
+        raise SlimxError(f"{url} answered {str(said)[:200]}, which is no chat completion; is it a judge?") from error
+    found = re.findall(pattern, verdict)
+    if not found:
+        raise SlimxError(f"the judge at {url} wrote no score that {pattern!r} finds, but {verdict[-200:]!r}")
+    return float(found[-1]) / scale
+
+
+async def score(ctx: Context, trajectory: Trajectory, *, url: str, timeout: float = 60.0, retries: int = 3) -> float:
+    """The number that a reward model gives to the conversation: SGLang's /classify of a model with one output.
+
+    The whole trajectory is sent as text, decoded by the policy's tokenizer. Raises SlimxError for another answer."""
+    text = ctx.tokenizer.decode(trajectory.token_ids.tolist(), skip_special_tokens=False)
+    said = await post(f"{url.rstrip('/')}/classify", {"text": [text]}, timeout_s=timeout, retries=retries)
+    try:
+        (value,) = said[0]["embedding"]
+        return float(value)
+    except (LookupError, TypeError, ValueError) as error:
+        raise SlimxError(f"{url}/classify answered {str(said)[:200]}; a reward model gives one number") from error
+
+
+def question(ctx: Context) -> str:
+    """The prompt as text: its last user message, or its decoded ids."""
+    for message in reversed(ctx.prompt.messages or []):
+        if message.get("role") == "user":
+            return str(message.get("content", ""))
+    return ctx.tokenizer.decode(ctx.prompt.token_ids or [])

@@ -1,0 +1,118 @@
+"""Runs reward hooks in processes of their own: one that computes for ever is killed at its deadline.
+
+    driver  -- prompt, trajectory, text -->  worker: imports the hooks once, one call at a time
+            <-- number or numbers ---------
+
+A killed or crashed worker is replaced, and only its call fails. Hooks see a copy of the trajectory: what they change in
+it is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+from concurrent.futures import TimeoutError as Late
+from functools import cache
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from slimx.config.reward import Reward as RewardConfig
+from slimx.data.records import Prompt, Trajectory
+from slimx.data.tokens import load_tokenizer
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.hooks import Reward, RewardContext, in_process, load_reward, name_of
+from slimx.rollout.process import end_with_parent
+from slimx.rollout.reward_pool import RewardPool, checked
+
+
+class RewardProcesses:
+    """`config.workers` processes, started with the first call."""
+
+    def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str):
+        """`reward`: the hook that `config` names, which each worker loads for itself. `tokenizer_path`: directory that
+        it loads the tokenizer from if a hook uses it."""
+        self.config, self.reward, self.tokenizer_path = config, reward, tokenizer_path
+        self.killed = 0
+        """Calls ended at their deadline."""
+        self._pool = ProcessPool(
+            max_workers=config.workers,
+            # A fork would take along the driver's threads and connections.
+            context=multiprocessing.get_context("spawn"),
+            initializer=_begin,
+            initargs=(os.getpid(),),
+        )
+
+    async def judge(self, ctx: RewardContext, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
+        """(reward, its parts). SlimxError for what the hook raised, returned wrongly or not in time."""
+        name, deadline = name_of(self.reward), self.config.deadline
+        call = self._pool.schedule(
+            _judge,
+            args=(self.config, self.tokenizer_path, ctx.prompt, trajectory, ctx.text, ctx.evaluation),
+            timeout=deadline,
+        )
+        try:
+            value = await asyncio.wrap_future(call)
+        except Late:
+            self.killed += 1
+            raise DeadlineError(f"the reward of trajectory {trajectory.id}", deadline, name) from None
+        except ProcessExpired as error:
+            raise SlimxError(
+                f"reward hook {name} ended its process while it judged trajectory {trajectory.id} (exit status "
+                f"{error.exitcode}); run the hook on this trajectory alone to see why"
+            ) from error
+        except Exception as error:
+            raise SlimxError(f"reward hook {name} raised {type(error).__name__}: {error}") from error
+        return checked(value, name)
+
+    def close(self) -> None:
+        """End the workers and what they are at."""
+        self._pool.stop()
+        self._pool.join()
+
+
+def reward_runner(config: RewardConfig, reward: Reward, tokenizer_path: str) -> RewardPool | RewardProcesses:
+    """Where reward calls run, by `reward.isolation`."""
+    if in_process(config, reward):
+        return RewardProcesses(config, reward, tokenizer_path)
+    return RewardPool(reward, workers=config.workers, deadline_s=config.deadline)
+
+
+class _LaterTokenizer:
+    """The tokenizer at `path`, loaded when it is first asked for something: most hooks never do."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_tokenizer(self._path), name)
+
+
+@cache
+def _tokenizer(path: str) -> Any:
+    return load_tokenizer(path)
+
+
+@cache
+def _hook(config: str) -> Reward:
+    reward = load_reward(RewardConfig.model_validate_json(config))
+    assert reward is not None
+    return reward
+
+
+def _begin(driver: int) -> None:
+    """What a worker does first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt ends
+    end_with_parent(driver)
+    # It warns at every use of a time-out in a thread; here they are in the main one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def _judge(
+    config: RewardConfig, tokenizer_path: str, prompt: Prompt, trajectory: Trajectory, text: str, evaluation: bool
+) -> Any:
+    ctx = RewardContext(prompt, _LaterTokenizer(tokenizer_path), text, evaluation)
+    return asyncio.run(_hook(config.model_dump_json())(ctx, trajectory))

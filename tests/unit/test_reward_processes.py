@@ -1,0 +1,102 @@
+"""A reward in a process of its own cannot stop the others: it is killed at its deadline, and replaced when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slimx.config.reward import Reward
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.hooks import load_reward
+from slimx.rollout.reward_pool import RewardPool
+from slimx.rollout.reward_processes import RewardProcesses, reward_runner
+from tests.unit.reward_stand import context, trajectory
+
+HOOK = "tests.unit.reward_stand.misbehaving"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def processes(**options: Any) -> RewardProcesses:
+    config = Reward(function=HOOK, isolation="process", **{"workers": 2, "deadline": 20, **options})
+    runner = reward_runner(config, load_reward(config), "no tokenizer is needed")
+    assert isinstance(runner, RewardProcesses)
+    return runner
+
+
+async def judge(runner: RewardProcesses, text: str) -> Any:
+    try:
+        return await runner.judge(context(text), trajectory())
+    except SlimxError as error:
+        return error
+
+
+@pytest.fixture
+def deadline_s() -> float:
+    """Long enough for a worker to start and import."""
+    return 6.0
+
+
+async def test_calls_that_break_fail_alone_and_the_others_are_judged(deadline_s):
+    runner = processes(deadline=deadline_s, options={"worth": 0.5})
+    try:
+        texts = ["compute for ever", "fine", "crash", "raise", "sleep a little", "nothing", "fine"]
+        late, *others = await asyncio.gather(*(judge(runner, text) for text in texts))
+        assert isinstance(late, DeadlineError) and "the reward of trajectory t" in str(late) and HOOK in str(late)
+        fine, crashed, raised, slow, nothing, last = others
+        assert fine == slow == last == (0.5, {})
+        assert f"{HOOK} ended its process while it judged trajectory t (exit status 77)" in str(crashed)
+        assert f"{HOOK} raised ValueError: no" in str(raised)
+        assert f"{HOOK} returned None" in str(nothing)
+        assert runner.killed == 1
+        (first, _), (second, _) = await asyncio.gather(judge(runner, "process"), judge(runner, "process"))
+        assert os.getpid() not in (first, second), "not in the driver"
+    finally:
+        runner.close()
+    assert not [child for child in psutil.Process().children() if child.pid in (first, second)]
+
+
+def test_thread_and_process_are_chosen_by_the_hook_or_the_key():
+    for config, kind in (
+        (Reward(), RewardPool),
+        (Reward(isolation="process", workers=1), RewardProcesses),
+        (Reward(function="slimx.rewards.math.reward", workers=1), RewardProcesses),
+        (Reward(parts=[{"name": "m", "function": "slimx.rewards.math.reward"}], workers=1), RewardProcesses),
+    ):
+        runner = reward_runner(config, load_reward(config), "")
+        runner.close()
+        assert isinstance(runner, kind)
+
+
+def test_workers_end_when_the_driver_is_killed(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import asyncio\n"
+        "from tests.unit.reward_stand import context, trajectory\n"
+        "from tests.unit.test_reward_processes import processes\n"
+        "async def main():\n"
+        "    runner = processes(workers=1)\n"
+        "    pid, _ = await runner.judge(context('process'), trajectory())\n"
+        "    print(int(pid), flush=True)\n"
+        "    await runner.judge(context('compute for ever'), trajectory())\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert driver.stdout is not None
+    worker = psutil.Process(int(driver.stdout.readline()))
+    time.sleep(0.2)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(10)
+    driver.stdout.close()
+    worker.wait(10)
