@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen3, qwen3_moe
+from slimx.models import deepseek_v3, glm4_moe, llama, minimax_m2, qwen2, qwen3, qwen3_moe
 
 
 class Family(Protocol):
@@ -45,7 +45,7 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
-    family.ARCHITECTURE: family for family in (deepseek_v3, glm4_moe, minimax_m2, qwen3, qwen3_moe)
+    family.ARCHITECTURE: family for family in (deepseek_v3, glm4_moe, llama, minimax_m2, qwen2, qwen3, qwen3_moe)
 }
 
 _GATED_DELTA_NET = (

@@ -26,9 +26,10 @@ class Case:
     """Also in bfloat16, and saved and restored as a trainer's checkpoint."""
 
 
-def stock(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
+def stock(config: str, *without: str, **fields: Any) -> Callable[[Path, int], Oracle]:
     """A model that transformers knows, from the name of its configuration's class and what differs from `SHAPE`."""
-    return lambda path, seed: Oracle(path, seed, config, {**SHAPE, **fields})
+    shape = {name: value for name, value in SHAPE.items() if name not in without}
+    return lambda path, seed: Oracle(path, seed, config, {**shape, **fields})
 
 
 def deepseek(name: str) -> Callable[[Path, int], Oracle]:
@@ -52,10 +53,22 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 CASES: dict[str, Case] = {
     "V3": Case(make=deepseek("V3"), mtp=1, thorough=True),
     "Moonlight": Case(make=deepseek("Moonlight")),
     "Qwen3-MoE": Case(make=stock("Qwen3MoeConfig", **EXPERTS, norm_topk_prob=True)),
+    "Llama": Case(make=stock("LlamaConfig", rope_parameters=LLAMA_3), dense=True),
+    "Llama-tied": Case(make=stock("LlamaConfig", rope_parameters=LLAMA_3, tie_word_embeddings=True), dense=True),
+    "Qwen2": Case(make=stock("Qwen2Config", "head_dim"), dense=True),
+    "Qwen2-tied": Case(make=stock("Qwen2Config", "head_dim", tie_word_embeddings=True), dense=True),
     "Qwen3": Case(make=stock("Qwen3Config"), dense=True),
     "Qwen3-tied": Case(make=stock("Qwen3Config", tie_word_embeddings=True), dense=True),
 }

@@ -1,0 +1,55 @@
+"""Llama 3, 3.1, 3.2 and 3.3 (dense, text): grouped-query attention without norms or biases, and a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.layout.table import Table
+from slimx.models import decoder
+from slimx.models.dense import dense_engine_table, dense_table
+from slimx.models.rows import Attention
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The only values with which megatron-core 0.16.1 scales rotary frequencies (`RotaryEmbedding._apply_scaling`): those
+of all published Llama 3 models. Only `factor` can be chosen."""
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig."""
+    return decoder.decoder_fields(hf, Attention.of(hf))
+
+
+def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of megatron-core's GPTModel; positions are scaled from 3.1 on."""
+    kind, fields = decoder.rotary(hf)
+    scaled = {"rope_scaling": True, "rope_scaling_factor": fields["factor"]} if kind == "llama3" else {}
+    return decoder.gpt_arguments(hf) | scaled
+
+
+def unsupported(hf: dict[str, Any]) -> str | None:
+    """What of this config cannot be built, in words; None if all can."""
+    kind, fields = decoder.rotary(hf)
+    if kind not in ("default", "llama3"):
+        return f"rotary scaling of type {kind}"
+    if kind == "llama3":
+        for key, only in _SCALING.items():
+            if fields[key] != only:
+                return f"rotary scaling of {key} {fields[key]} instead of {only}"
+    return decoder.unusual(hf, ("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"))
+
+
+def mtp_layers(hf: dict[str, Any]) -> int:
+    """Layers of multi-token prediction: the family has none."""
+    return 0
+
+
+def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+    """Where every checkpoint tensor lives in the Megatron model."""
+    return dense_table(hf, Attention.of(hf))
+
+
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """Where SGLang holds every checkpoint tensor (`sglang.srt.models.llama`); there are no experts to fuse."""
+    return dense_engine_table(hf, Attention.of(hf))

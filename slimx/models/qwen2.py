@@ -1,0 +1,44 @@
+"""Qwen2 and Qwen2.5 (0.5B to 72B, dense): attention with biases of query, key and value, and a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.layout.table import Table
+from slimx.models.decoder import decoder_fields, rotary, unusual
+from slimx.models.decoder import gpt_arguments as gpt_arguments
+from slimx.models.dense import dense_engine_table, dense_table
+from slimx.models.rows import Attention
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig."""
+    return decoder_fields(hf, _attention(hf))
+
+
+def unsupported(hf: dict[str, Any]) -> str | None:
+    """What of this config cannot be built, in words; None if all can."""
+    if (kind := rotary(hf)[0]) != "default":
+        return f"rotary scaling of type {kind}"
+    return unusual(hf, ("use_sliding_window", False), ("hidden_act", "silu"))
+
+
+def mtp_layers(hf: dict[str, Any]) -> int:
+    """Layers of multi-token prediction: the family has none."""
+    return 0
+
+
+def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
+    """Where every checkpoint tensor lives in the Megatron model."""
+    return dense_table(hf, _attention(hf))
+
+
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """Where SGLang holds every checkpoint tensor (`sglang.srt.models.qwen2`); there are no experts to fuse."""
+    return dense_engine_table(hf, _attention(hf))
+
+
+def _attention(hf: dict[str, Any]) -> Attention:
+    return Attention.of(hf, qkv_bias=True)
