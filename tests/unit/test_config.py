@@ -297,7 +297,7 @@ def test_a_damaged_checkpoint_is_refused_by_its_path(command, file, model, tmp_p
     [
         ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
         ({"hidden_size": 64}, "tensor model.embed_tokens.weight has shape [128, 128], its config.json wants [128, 64]"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM is not supported"),
+        ({"architectures": ["BertForMaskedLM"]}, "architecture BertForMaskedLM is not supported"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(command, file, model, tmp_path, change, told):
