@@ -94,7 +94,7 @@ bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare be
 .PHONY: ci-deps
 ci-deps: ## Debian packages that tests use (as root)
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium \
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap chromium \
 	  $$($(PYTHON) -c 'import ensurepip' 2> /dev/null || echo python3-venv)
 
 # The GPU's machine needs nvcc and an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.

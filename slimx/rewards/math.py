@@ -11,7 +11,7 @@ from math_verify import parse, verify
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.rewards.context import Context, answer_of
-from slimx.rewards.isolation import needs_process
+from slimx.rewards.needs import needs_process
 
 SECONDS = 5
 """For parsing a response, and again for comparing it."""

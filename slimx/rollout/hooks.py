@@ -22,7 +22,7 @@ from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import encode_prompt
 from slimx.errors import SlimxError
-from slimx.rewards.isolation import asks_for_process
+from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, Part
 from slimx.rollout.client import Completion
 from slimx.rollout.draft import Draft
@@ -120,6 +120,8 @@ def load_hooks(config: Config) -> Hooks:
     keep, reward = config.rollout.keep, load_reward(config.reward)
     if reward is not None:
         in_process(config.reward, reward)
+        for hook in _parts(reward):
+            needs.check(hook)
     return Hooks(
         generate=_load("rollout.generate", config.rollout.generate, ("ctx", "prompt"), is_async=True),
         reward=reward,
@@ -141,8 +143,7 @@ def load_reward(config: RewardConfig) -> Reward | None:
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
     """Whether calls of `reward` run in processes (`reward.isolation`). SlimxError where a hook refuses threads."""
-    hooks = [part.hook for part in reward.parts] if isinstance(reward, Mixture) else [reward]
-    needing = [name_of(hook) for hook in hooks if asks_for_process(hook)]
+    needing = [name_of(hook) for hook in _parts(reward) if needs.asks_for_process(hook)]
     if config.isolation == "thread" and needing:
         raise SlimxError(
             f"reward.isolation is thread, but {needing[0]} computes for long without awaiting and could not be ended "
@@ -156,8 +157,12 @@ def name_of(hook: Any) -> str:
     while isinstance(hook, partial):
         hook = hook.func
     if isinstance(hook, Mixture):
-        return " + ".join(name_of(part.hook) for part in hook.parts)
+        return " + ".join(map(name_of, _parts(hook)))
     return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"
+
+
+def _parts(reward: Reward) -> list[Reward]:
+    return [part.hook for part in reward.parts] if isinstance(reward, Mixture) else [reward]
 
 
 def _load_reward(key: str, config: RewardConfig | RewardPart) -> Reward:

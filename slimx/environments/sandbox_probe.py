@@ -1,0 +1,75 @@
+"""What `Sandbox.check` runs inside: tries what the sandbox promises to prevent, and prints what it found.
+
+It is run as a program inside, where slimx is not installed, and imports nothing but Python's own library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
+VISIBLE = {"bin", "code", "dev", "lib", "lib64", "proc", "tmp", "usr"}
+
+
+def source() -> str:
+    """This file."""
+    return Path(__file__).read_text()
+
+
+def fails(action: object, *arguments: object) -> bool:
+    try:
+        action(*arguments)
+    except (OSError, MemoryError):
+        return True
+    return False
+
+
+def write(path: str) -> None:
+    with open(path, "w") as file:
+        file.write("x")
+
+
+def processes(limit: int) -> int:
+    """How many can be started, up to `limit`."""
+    started = []
+    release, hold = os.pipe()
+    try:
+        while len(started) < limit:
+            child = os.fork()
+            if child == 0:
+                os.close(hold)
+                os.read(release, 1)  # ends when the parent closes its side
+                os._exit(0)
+            started.append(child)
+    except OSError:
+        pass
+    os.close(hold)
+    for child in started:
+        os.waitpid(child, 0)
+    return len(started)
+
+
+def main() -> None:
+    outside = json.load(sys.stdin)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    shared = {name for name, link in outside["namespaces"].items() if os.readlink(f"/proc/self/ns/{name}") == link}
+    promises = {
+        "the code is not root": os.getuid() != 0 and os.geteuid() != 0,
+        "the code has no capabilities": int(status["CapEff"], 16) == 0 and int(status["CapBnd"], 16) == 0,
+        "the code gains no privileges": status["NoNewPrivs"].strip() == "1",
+        "users and host name are its own": not {"user", "uts"} & shared,
+        "other processes are out of sight and reach": not {"pid", "ipc"} & shared,
+        "there is no network": "net" not in shared,
+        "files outside cannot be written": all(fails(write, path) for path in ("/x", "/usr/x", "/dev/x", "/code/x")),
+        "files outside cannot be read": set(os.listdir("/")) <= VISIBLE,
+        "the number of processes is limited": processes(outside["processes"]) < outside["processes"],
+        "memory is limited": fails(bytearray, outside["memory"]),
+    }
+    print(json.dumps(promises))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""How a reward hook says what it needs: a process of its own, a check before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def needs_process(hook: Hook) -> Hook:
+    """Mark a hook that computes for long without awaiting: in a thread it could not be ended at its deadline, and would
+    hold up all others while it runs."""
+    hook.needs_process = True  # type: ignore[attr-defined]
+    return hook
+
+
+def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
+    """Have `check` called with the hook's options before a run starts; what it raises (SlimxError) ends the start."""
+
+    def mark(hook: Hook) -> Hook:
+        hook.check = check  # type: ignore[attr-defined]
+        return hook
+
+    return mark
+
+
+def asks_for_process(hook: Any) -> bool:
+    """Whether `needs_process` marks the hook, or the function behind a partial."""
+    return getattr(_function(hook), "needs_process", False)
+
+
+def check(hook: Any) -> None:
+    """Call the check that the hook has, if it has one, with the options that a partial fills in."""
+    options = hook.keywords if isinstance(hook, partial) else {}
+    getattr(_function(hook), "check", lambda **_: None)(**options)
+
+
+def _function(hook: Any) -> Any:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook
