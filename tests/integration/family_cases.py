@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration import deepseek_v3_oracle
+from tests.integration import deepseek_v3_oracle, prediction_oracle
 from tests.integration.family_oracle import Oracle
 
 
@@ -30,6 +30,11 @@ def stock(config: str, *without: str, **fields: Any) -> Callable[[Path, int], Or
     """A model that transformers knows, from the name of its configuration's class and what differs from `SHAPE`."""
     shape = {name: value for name, value in SHAPE.items() if name not in without}
     return lambda path, seed: Oracle(path, seed, config, {**shape, **fields})
+
+
+def predicting(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
+    """The same with a layer of multi-token prediction, if its `num_mtp_layers` says so."""
+    return lambda path, seed: prediction_oracle.Oracle(path, seed, config, {**SHAPE, **fields})
 
 
 def deepseek(name: str) -> Callable[[Path, int], Oracle]:
@@ -61,6 +66,18 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+"""A half of each head rotates."""
+GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 4,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "rope_parameters": ROTARY,
+}
 CASES: dict[str, Case] = {
     "V3": Case(make=deepseek("V3"), mtp=1, thorough=True),
     "Moonlight": Case(make=deepseek("Moonlight")),
@@ -71,4 +88,12 @@ CASES: dict[str, Case] = {
     "Qwen2-tied": Case(make=stock("Qwen2Config", "head_dim", tie_word_embeddings=True), dense=True),
     "Qwen3": Case(make=stock("Qwen3Config"), dense=True),
     "Qwen3-tied": Case(make=stock("Qwen3Config", tie_word_embeddings=True), dense=True),
+    "GLM-4.5": Case(make=predicting("Glm4MoeConfig", **GLM, use_qk_norm=True, num_mtp_layers=1), mtp=1),
+    "GLM-4.5-Air": Case(
+        make=stock("Glm4MoeConfig", **GLM, use_qk_norm=False, first_k_dense_replace=2, num_mtp_layers=0)
+    ),
+    "MiniMax-M2": Case(
+        make=stock("MiniMaxM2Config", num_local_experts=8, num_experts_per_tok=3, rope_parameters=ROTARY),
+        thorough=True,
+    ),
 }

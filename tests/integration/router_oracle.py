@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from slimx.data.records import Trajectory
 from slimx.data.weights import loss_weights
 from tests.integration.conftest import Weights, perturbed
-from tests.integration.deepseek_v3_oracle import MODELS, Oracle, split_experts
+from tests.integration.deepseek_v3_oracle import MODELS, Oracle
+from tests.integration.prediction_oracle import split_experts
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -1,4 +1,5 @@
-"""What only a DeepSeek-V3 has, in every layout: the routes of its layers, the selection bias, the prediction layer.
+"""What DeepSeek-V3 brought and GLM-4.5 took over, in every layout: the routes of their layers, the selection bias, the
+prediction layer; and trainers' checkpoints of what families split in ways of their own.
 
 Logits, gradients and conversion: test_families, whose ranks these tests share.
 """
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from slimx.layout.ranks import coordinates
-from tests.integration.deepseek_v3_oracle import MODELS, WRONG
+from tests.integration.deepseek_v3_oracle import MODELS
 from tests.integration.family_laboratory import SIZES, difference
+from tests.integration.prediction_oracle import WRONG
 from tests.integration.trainer_rank import demonstrations
 
 pytestmark = pytest.mark.integration
@@ -21,7 +23,7 @@ only_v3 = pytest.mark.parametrize("model", ["V3"])
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, "GLM-4.5"])
 @every_layout
 def test_every_layer_routes_as_transformers_does_and_one_wrong_route_is_found_where_it_is(families, layout, model):
     ran = families(layout, model)
@@ -50,7 +52,7 @@ def test_the_selection_bias_is_exact_in_a_bfloat16_model_and_no_step_moves_it(fa
         }
 
 
-@only_v3
+@pytest.mark.parametrize("model", ["V3", "MiniMax-M2"])
 @every_layout
 def test_a_trainers_checkpoint_gives_every_weight_back_bit_for_bit(families, layout, model):
     ran = families(layout, model)
@@ -59,12 +61,12 @@ def test_a_trainers_checkpoint_gives_every_weight_back_bit_for_bit(families, lay
         assert [name for name, tensor in saved.items() if not torch.equal(restored[name], tensor)] == []
 
 
-@only_v3
+@pytest.mark.parametrize("model", ["V3", "GLM-4.5"])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if SIZES[name].pipeline == 1])
 def test_the_prediction_layer_learns_as_in_transformers_and_leaves_the_policy_alone(families, layout, model):
     ran, oracle = families(layout, model), families.oracle(model)
     oracle.mtp.zero_grad()
-    with np.load(ran.directory / "V3.mtp.0.npz") as arrays:
+    with np.load(ran.directory / f"{model}.mtp.0.npz") as arrays:
         at = 0
         for length in arrays["lengths"]:
             tokens, labels, weight, found = (
