@@ -1,8 +1,8 @@
-"""Advantages of a group's rollouts."""
+"""Advantages of a group's rollouts, from one reward each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,3 +18,29 @@ def grpo(rewards: Sequence[float], *, normalize_std: bool = True, eps: float = 1
     if normalize_std and len(values) > 1:
         centred = centred / (values.std(ddof=1) + eps)
     return centred.astype(np.float32)
+
+
+def rloo(rewards: Sequence[float]) -> np.ndarray:
+    """r minus the mean of the other rollouts of the group, float32 [n] (RLOO, 2402.14740); 0 where there is none."""
+    values = np.asarray(rewards, dtype=np.float64)
+    others = max(len(values) - 1, 1)
+    return (len(values) / others * (values - values.mean())).astype(np.float32)
+
+
+def remax(rewards: Sequence[float], baseline: float) -> np.ndarray:
+    """r minus the reward of a greedy answer to the same prompt, float32 [n] (ReMax, 2310.10505)."""
+    return (np.asarray(rewards, dtype=np.float64) - baseline).astype(np.float32)
+
+
+def gdpo(parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], *, eps: float = 1e-6) -> np.ndarray:
+    """Each reward part normalised in the group on its own, then summed with its weight (1 where `weights` has none),
+    float32 [n] (GDPO, 2601.05242). A part that hardly varies then counts as much as one that varies a lot, which a sum
+    of rewards would hide. Normalising over the batch is the caller's."""
+    total = sum(weights.get(name, 1.0) * grpo(values, eps=eps).astype(np.float64) for name, values in parts.items())
+    return np.asarray(total, np.float32)
+
+
+def standardise(values: np.ndarray, *, eps: float = 1e-8) -> np.ndarray:
+    """Mean 0 and standard deviation 1 over all of them (GDPO's last step; here n in the denominator)."""
+    centred = values.astype(np.float64) - values.mean(dtype=np.float64)
+    return (centred / np.sqrt(np.square(centred).mean() + eps)).astype(np.float32)

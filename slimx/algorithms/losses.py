@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
-from slimx.algorithms.kl import k3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossInputs:
-    """Per-token tensors of one micro-batch, each [T]; log-probs are of the label under softmax(logits / temperature),
-    over the tokens that top-k and top-p kept when it was sampled."""
-
-    logprobs: torch.Tensor
-    """The policy's, with gradient."""
-    weight: torch.Tensor
-    """Loss weight; sums to 1 over all micro-batches and data-parallel ranks of an update; 0 where not trained."""
-    advantages: torch.Tensor
-    old_logprobs: torch.Tensor
-    """What the ratio compares with: the engine's, or the trainer's own before the step (algorithm.old_logprobs)."""
-    rollout_logprobs: torch.Tensor | None = None
-    """The engine's; None: `old_logprobs` are."""
-    reference_logprobs: torch.Tensor | None = None
-    """Of the initial weights (algorithm.reference)."""
-    teacher_logprobs: torch.Tensor | None = None
-    """Of another checkpoint (algorithm.teacher)."""
-    entropy: torch.Tensor | None = None
-    """Of the distribution that each label is from, in nats, with gradient."""
-
-
-Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Returns the micro-batch's part of the loss (a sum, already weighted) and metrics that add up the same way."""
+from slimx.algorithms.corrections import Correction
+from slimx.algorithms.inputs import Loss, LossInputs
+from slimx.algorithms.kl import Estimator, k3
+from slimx.algorithms.surrogates import Surrogate, Tokens
 
 
 def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -42,43 +16,84 @@ def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     return loss, {"loss/sft": loss.detach()}
 
 
-def policy_loss(*, clip_low: float, clip_high: float, kl_coef: float = 0.0) -> Loss:
-    """PPO's clipped surrogate per token (1707.06347) with an asymmetric clip (DAPO, 2503.14476) and k3 KL to a
-    reference."""
+def policy_loss(
+    surrogate: Surrogate,
+    *,
+    kl_coef: float = 0.0,
+    kl: Estimator = k3,
+    kl_unbiased: bool = False,
+    entropy_coef: float = 0.0,
+    teacher_coef: float = 0.0,
+    correction: Correction | None = None,
+) -> Loss:
+    """-(surrogate) + kl_coef KL(policy || reference) - entropy_coef entropy.
+
+    `kl_unbiased`: the estimate times policy / old, whose gradient has the KL's gradient as its mean also where others
+    sampled (DeepSeek-V3.2, 2512.02556). `teacher_coef`: so much of log teacher - log engine is added to each token's
+    advantage, a single-sample reverse KL (on-policy distillation, thinkingmachines.ai/blog/on-policy-distillation).
+    `correction` weighs the surrogate only."""
 
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         weight, trained = inputs.weight, inputs.weight > 0
-        # Outside the trained tokens the old log-probs mean nothing: a ratio there could overflow and 0 * inf is NaN.
-        difference = torch.where(trained, inputs.logprobs - inputs.old_logprobs, 0.0)
-        ratio = difference.exp()
-        clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-        surrogate = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
-        policy = -(weight * surrogate).sum()
-        total = policy
+        # Outside the trained tokens log-probs mean nothing: a ratio there could overflow and 0 * inf is NaN.
+        log_ratio = torch.where(trained, inputs.logprobs - inputs.old_logprobs, 0.0)
+        tokens = Tokens(
+            logprobs=torch.where(trained, inputs.logprobs, 0.0),
+            log_ratio=log_ratio,
+            advantages=_advantages(inputs, trained, teacher_coef),
+            trained=trained,
+            selected=None if inputs.selected is None else inputs.selected > 0,
+            sequence_sum=inputs.sequence_sum or _one_sequence,
+        )
+        objective, held = surrogate(tokens)
+        weights, metrics = weight, {}
+        if correction is not None:
+            factor, outside = correction(inputs.old_logprobs - _rollout(inputs), trained, tokens.sequence_sum)
+            weights = weight * factor
+            metrics = {"correction/weight": weights.sum(), "correction/outside": (weight * outside).sum()}
+        total = policy = -(weights * objective).sum()
         with torch.no_grad():
-            metrics = {
+            metrics |= {
                 "loss/policy": policy.detach(),
-                "loss/clip_fraction": (weight * (ratio * inputs.advantages > surrogate)).sum(),
-                "kl/rollout": (weight * _kl_from_rollout(inputs, trained)).sum(),
+                "loss/clip_fraction": (weight * (held & trained)).sum(),
+                "kl/rollout": (weight * kl_from_rollout(inputs, trained)).sum(),
             }
             if inputs.entropy is not None:
                 metrics["policy/entropy"] = (weight * inputs.entropy).sum()
             if inputs.teacher_logprobs is not None:
-                teacher = torch.where(trained, inputs.teacher_logprobs, inputs.logprobs)
-                metrics["kl/teacher"] = (weight * k3(inputs.logprobs, teacher)).sum()
+                teacher = torch.where(trained, inputs.teacher_logprobs, 0.0)
+                metrics["kl/teacher"] = (weight * k3(tokens.logprobs, teacher)).sum()
+        if entropy_coef:
+            total = total - entropy_coef * (weight * torch.where(trained, inputs.entropy, 0.0)).sum()
         if inputs.reference_logprobs is not None:
-            reference = torch.where(trained, inputs.reference_logprobs, inputs.logprobs.detach())
-            kl = (weight * k3(inputs.logprobs, reference)).sum()
-            metrics["kl/reference"] = kl.detach()
+            reference = torch.where(trained, inputs.reference_logprobs, 0.0)
+            with torch.no_grad():
+                metrics["kl/reference"] = (weight * k3(tokens.logprobs, reference)).sum()
             if kl_coef:
-                total = total + kl_coef * kl
+                estimate = kl(tokens.logprobs, reference)
+                penalty = (weight * (log_ratio.exp() * estimate if kl_unbiased else estimate)).sum()
+                metrics["loss/kl"] = penalty.detach()
+                total = total + kl_coef * penalty
         return total, metrics
 
     return loss
 
 
-def _kl_from_rollout(inputs: LossInputs, trained: torch.Tensor) -> torch.Tensor:
+def kl_from_rollout(inputs: LossInputs, trained: torch.Tensor) -> torch.Tensor:
     """KL(rollout || policy) per token: the tokens come from the rollout's policy, and k3 has its roles accordingly."""
-    rollout = inputs.old_logprobs if inputs.rollout_logprobs is None else inputs.rollout_logprobs
-    difference = torch.where(trained, inputs.logprobs - rollout, 0.0)
+    difference = torch.where(trained, inputs.logprobs - _rollout(inputs), 0.0)
     return k3(torch.zeros_like(difference), difference)
+
+
+def _advantages(inputs: LossInputs, trained: torch.Tensor, teacher_coef: float) -> torch.Tensor:
+    if not teacher_coef:
+        return inputs.advantages
+    return inputs.advantages + teacher_coef * torch.where(trained, inputs.teacher_logprobs - _rollout(inputs), 0.0)
+
+
+def _rollout(inputs: LossInputs) -> torch.Tensor:
+    return inputs.old_logprobs if inputs.rollout_logprobs is None else inputs.rollout_logprobs
+
+
+def _one_sequence(values: torch.Tensor) -> torch.Tensor:
+    return values.sum().expand_as(values)

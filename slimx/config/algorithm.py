@@ -1,131 +1,274 @@
-"""Sections algorithm and critic: what the loss is made of."""
+"""Section algorithm: what advantages and loss are made of."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
-from slimx.config.section import Count, Section, Share
-from slimx.config.trainer import Optimizer
+from slimx.config.presets import PRESETS, Name
+from slimx.config.section import Section, Share
+
+ADVANTAGES = (
+    "grpo",
+    "rloo",
+    "reinforce",
+    "reinforce_baseline",
+    "remax",
+    "gdpo",
+    "gigpo",
+    "gae",
+    "dpo",
+    "none",
+)
+LOSSES = ("clip", "gspo", "cispo", "topr", "sapo", "clip_cov", "kl_cov", "plain", "sft")
+WHITENED = ("reinforce", "reinforce_baseline", "gdpo", "gae")
+TOKEN_REWARDS = ("reinforce", "reinforce_baseline", "gae")
+"""Estimators with a reward for every token."""
+
+
+class Correction(Section):
+    """Weights for the gap between trainer and engine, w = trainer / engine. They need `old_logprobs: recompute`, since
+    otherwise the ratio in the loss already begins at the engine's log-probs."""
+
+    kind: Literal["none", "truncate", "icepop", "mask"] = Field(
+        "none",
+        description="the objective of a token is multiplied by, truncate: w within [low, high]; icepop: w inside the "
+        "bounds and 0 outside; mask: 1 inside and 0 outside",
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token",
+        description="w of each token, of its whole sequence (the product), or the geometric mean of the sequence's",
+    )
+    low: float = Field(0.0, ge=0, description="lower bound of w; 0: none")
+    high: PositiveFloat = Field(2.0, description="upper bound of w")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Correction:
+        if self.kind == "none" and (self.level, self.low, self.high) != ("token", 0.0, 2.0):
+            raise ValueError(
+                "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind"
+            )
+        if self.low >= self.high or not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"algorithm.correction keeps weights in [{self.low:g}, {self.high:g}], which does not hold 1, the "
+                "weight of two sides that agree; set low <= 1 <= high"
+            )
+        return self
 
 
 class Algorithm(Section):
-    name: Literal["grpo", "ppo", "sft"] = Field(
+    name: Name = Field(
         "grpo",
-        description="grpo: clipped policy gradient, advantages within a group; ppo: the same loss, advantages from a "
-        "critic (section critic); sft: cross entropy",
+        description="a published algorithm: default values of the other keys (docs/algorithms.md has the table)",
+    )
+    advantages: str = Field(
+        "grpo",
+        description=f"estimator: {', '.join(ADVANTAGES)}; or the dotted path of a hook: advantages(groups) -> "
+        "one number or array [L-1] per trajectory",
+    )
+    loss: str = Field(
+        "clip",
+        description=f"objective of a token: {', '.join(LOSSES)}; or the dotted path of a hook: loss(inputs) -> "
+        "(loss, metrics), which is then the whole loss",
     )
     clip_low: PositiveFloat = Field(0.2, description="ratio clipped below 1 - clip_low")
     clip_high: PositiveFloat = Field(0.2, description="ratio clipped above 1 + clip_high")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="loss clip: a ratio above this pushes a token with a negative advantage no further; null: no bound",
+    )
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
     advantage_eps: PositiveFloat = Field(1e-6, description="added to the standard deviation")
-    aggregation: Literal["token", "sample", "prompt"] = Field(
-        "token",
-        description="what the loss of an update is a mean of: token: all trained tokens; sample: rollouts, each the "
-        "mean of its tokens; prompt: groups, each the mean of the tokens of all its rollouts",
+    reward_weights: dict[str, float] = Field(
+        {}, description="gdpo: weight of each reward part's normalised advantage; parts not named have 1"
     )
-    reference: bool = Field(False, description="log KL to the initial weights (one more forward pass)")
-    kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference), k3, in the loss")
-    gamma: Share = Field(1.0, description="ppo: discount per trained token")
+    step_coef: float = Field(1.0, ge=0, description="gigpo: weight of the advantage among equal states")
+    gamma: Share = Field(1.0, description="discount: per trained token (gae, reinforce), or per turn (gigpo)")
     gae_lambda: Share = Field(
-        1.0, description="ppo: decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic"
+        1.0, description="gae: decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic"
     )
     whiten: bool = Field(
-        True, description="ppo: advantages of a step get mean 0 and standard deviation 1 over its trained tokens"
+        False,
+        description="advantages of a step get mean 0 and standard deviation 1 over its trained tokens (gdpo: over its "
+        "rollouts)",
+    )
+    aggregation: Literal["token", "sample", "prompt", "constant", "sum"] = Field(
+        "token",
+        description="what the loss of an update is a mean of: token: all trained tokens; sample: rollouts, each the "
+        "mean of its tokens; prompt: groups, each the mean of the tokens of all its rollouts; constant: rollouts, each "
+        "the sum of its tokens over rollout.sampling.max_new_tokens; sum: groups, each the sum of its tokens",
+    )
+    reference: bool = Field(False, description="log KL to the initial weights (one more forward pass)")
+    kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
+    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
+        "k3", description="of the KL in the loss; low_variance: k3 with bounds"
+    )
+    kl_unbiased: bool = Field(
+        False, description="multiply the KL in the loss by the ratio, so that its gradient is unbiased"
     )
     kl_reward_coef: float = Field(
-        0.0, ge=0, description="ppo: weight of log policy - log reference, taken from each trained token's reward"
+        0.0, ge=0, description="weight of KL(policy || reference) in each trained token's reward"
     )
+    kl_reward_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
+        "k1", description="of the KL in the reward; k1: log policy - log reference"
+    )
+    entropy_coef: float = Field(0.0, description="weight of the policy's entropy, which is raised where it is positive")
     teacher: str | None = Field(
         None,
         description="Hugging Face directory of a model of the same architecture, whose log-probs of the rollouts are "
         "measured (kl/teacher; one more forward pass, one more copy of the weights in host memory); null: none",
+    )
+    teacher_coef: float = Field(
+        0.0, ge=0, description="on-policy distillation: weight of log teacher - log engine in each token's advantage"
     )
     old_logprobs: Literal["rollout", "recompute"] = Field(
         "rollout",
         description="log-probs that the ratio compares with: rollout: the engine's; recompute: the trainer's own, of "
         "the weights before the step (one more forward pass)",
     )
+    correction: Correction = Correction()
+    sapo_tau_positive: PositiveFloat = Field(1.0, description="sapo: temperature where the advantage is positive")
+    sapo_tau_negative: PositiveFloat = Field(1.05, description="sapo: temperature where it is not")
+    cov_share: Share = Field(2e-4, description="clip_cov, kl_cov: share of an update's trained tokens that is selected")
+    cov_low: float = Field(1.0, description="clip_cov: selected tokens have a covariance above this")
+    cov_high: float = Field(5.0, description="clip_cov: and below this")
+    cov_kl_coef: PositiveFloat = Field(1.0, description="kl_cov: weight of |log ratio| at selected tokens")
+    dpo_beta: PositiveFloat = Field(0.1, description="dpo: inverse temperature of the preference")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        name = values.get("name", "grpo")
+        return {**PRESETS[name], **values} if isinstance(name, str) and name in PRESETS else values
 
     @model_validator(mode="after")
-    def _kl(self) -> Algorithm:
-        for key, default in (("teacher", None), ("old_logprobs", "rollout")):
-            if self.name == "sft" and getattr(self, key) != default:
+    def _known(self) -> Algorithm:
+        for key, known in (("advantages", ADVANTAGES), ("loss", LOSSES)):
+            value = getattr(self, key)
+            if value not in known and "." not in value:
                 raise ValueError(
-                    f"algorithm.{key} is {getattr(self, key)} but algorithm.name is sft, whose loss has no use for it; "
-                    "leave it out"
-                )
-        if self.kl_coef > 0 and not self.reference:
-            raise ValueError(
-                "algorithm.kl_coef is positive but algorithm.reference is false; set algorithm.reference=true"
-            )
-        if self.kl_reward_coef > 0 and not self.reference:
-            raise ValueError(
-                "algorithm.kl_reward_coef is positive but algorithm.reference is false; set algorithm.reference=true"
-            )
-        if self.name != "ppo":
-            own = ("gamma", "gae_lambda", "whiten", "kl_reward_coef")
-            given = [key for key in own if getattr(self, key) != type(self).model_fields[key].default]
-            if given:
-                raise ValueError(
-                    f"algorithm.{given[0]} belongs to ppo but algorithm.name is {self.name}; set algorithm.name=ppo or "
-                    "leave it out"
+                    f"algorithm.{key} is {value}, which is none of {', '.join(known)}, and no dotted path of a hook"
                 )
         return self
 
-
-class CriticOptimizer(Optimizer):
-    """As `trainer.optimizer`, with a larger default."""
-
-    lr: PositiveFloat = Field(1e-5, description="peak learning rate")
-
-
-class CriticLayout(Section):
-    """Sizes of a critic on ranks of its own; each key means what the trainer's key of that name means."""
-
-    world_size: PositiveInt = Field(1, description="number of the critic's ranks, beside those of the trainer")
-    tensor: PositiveInt = Field(1, description="tensor parallel size (TP)")
-    pipeline: PositiveInt = Field(1, description="pipeline parallel size (PP)")
-    virtual_pipeline: PositiveInt = Field(1, description="model chunks of each pipeline rank (VPP)")
-    layers_per_stage: tuple[Count, ...] | None = Field(
-        None, description="decoder layers of each stage, in the order of the forward pass; null: equal"
-    )
-    context: PositiveInt = Field(1, description="context parallel size (CP)")
-    data: PositiveInt | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
-    expert: PositiveInt = Field(1, description="expert parallel size (EP)")
-    expert_tensor: PositiveInt | None = Field(
-        None, description="tensor parallel size inside an expert (ETP); null: the critic's TP"
-    )
-
-
-class Critic(Section):
-    """The value model of PPO: the policy's architecture with one number per token instead of logits. What is not said
-    here (attention, recompute, deadline, ...) is the trainer's."""
-
-    load: str | None = Field(
-        None, description="Hugging Face directory of the trunk's initial weights; null: the policy's own"
-    )
-    head: Literal["zero", "normal"] = Field(
-        "zero", description="value head at the start: zero, or normal with standard deviation 1/sqrt(hidden size + 1)"
-    )
-    placement: Literal["shared", "own"] = Field(
-        "shared", description="shared: in the trainer's ranks, one after the other; own: in ranks of its own (layout)"
-    )
-    layout: CriticLayout | None = Field(None, description="placement own: sizes of the critic; null: one rank")
-    optimizer: CriticOptimizer = CriticOptimizer()
-    value_clip: float = Field(
-        0.2, ge=0, description="a value that moved further than this in a step gains nothing by it; 0: no clipping"
-    )
-    warmup_steps: Count = Field(
-        0, description="first steps of the run that train the critic only; the policy stays as it is"
-    )
+    @model_validator(mode="after")
+    def _used(self) -> Algorithm:
+        for key, (used, where) in NEEDS.items():
+            if getattr(self, key) != self.default(key) and not used(self):
+                raise ValueError(f"algorithm.{key} {where}, and {self.says()}; leave it out")
+        return self
 
     @model_validator(mode="after")
-    def _placement(self) -> Critic:
-        if self.placement == "shared" and self.layout is not None:
+    def _together(self) -> Algorithm:
+        for key in ("kl_coef", "kl_reward_coef"):
+            if getattr(self, key) > 0 and not self.reference:
+                raise ValueError(
+                    f"algorithm.{key} is positive but algorithm.reference is false; set algorithm.reference=true"
+                )
+        if self.advantages == "dpo" and not self.reference:
+            raise ValueError("algorithm.advantages is dpo, which compares with a reference; set reference=true")
+        if self.advantages == "dpo" and (self.loss, self.aggregation) != ("plain", "sum"):
             raise ValueError(
-                "critic.layout is given but critic.placement is shared, where the critic is split as the trainer is; "
-                "set critic.placement=own or leave critic.layout out"
+                "dpo needs algorithm.advantages=dpo, loss=plain and aggregation=sum together, since its gradient is "
+                "that sum; set algorithm.name=dpo and leave these three out"
+            )
+        if (self.loss == "sft") and self.advantages != "none":
+            raise ValueError("algorithm.loss=sft looks at no advantages; set algorithm.name=sft")
+        if self.advantages == "none" and self.loss != "sft" and not self.teacher_coef:
+            raise ValueError(
+                "algorithm.advantages is none and algorithm.teacher_coef 0: every advantage would be 0; choose an "
+                "estimator, or algorithm.name=distillation"
+            )
+        if self.teacher_coef and self.teacher is None:
+            raise ValueError("algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher")
+        if self.correction.kind != "none" and self.old_logprobs != "recompute":
+            raise ValueError(
+                "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
+                "algorithm.old_logprobs is rollout: both would be the same; set algorithm.old_logprobs=recompute"
+            )
+        if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
+            raise ValueError(
+                "algorithm.kl_estimator is k1: in a loss its gradient has mean 0 whatever the reference; use k2 or k3, "
+                "or set algorithm.kl_unbiased=true"
             )
         return self
+
+    def default(self, key: str) -> Any:
+        """The value of `key` under this name where nothing is said."""
+        value = PRESETS[self.name].get(key, type(self).model_fields[key].default)
+        return Correction(**value) if key == "correction" and isinstance(value, dict) else value
+
+    def says(self) -> str:
+        """Which algorithm this is, for a refusal."""
+        return f"algorithm.name is {self.name} (loss {self.loss}, advantages {self.advantages})"
+
+    @property
+    def group_relative(self) -> bool:
+        """Whether all of an advantage is a comparison within a group."""
+        return self.advantages in ("grpo", "rloo", "reinforce_baseline", "gdpo", "gigpo", "dpo")
+
+    @property
+    def waits(self) -> bool:
+        """Whether advantages, or which tokens they are for, are known only from the whole step's rows."""
+        return self.advantages in (*TOKEN_REWARDS, "dpo") or self.loss in ("clip_cov", "kl_cov")
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is the user's."""
+        return self.loss not in LOSSES
+
+
+def _loss(*names: str) -> tuple[Callable[[Algorithm], bool], str]:
+    return lambda a: a.loss in names, f"belongs to algorithm.loss={' or '.join(names)}"
+
+
+def _advantages(*names: str) -> tuple[Callable[[Algorithm], bool], str]:
+    return lambda a: a.advantages in names, f"belongs to algorithm.advantages={' or '.join(names)}"
+
+
+def _policy_gradient(a: Algorithm) -> bool:
+    return a.loss != "sft" and a.advantages != "dpo" and not a.own_loss
+
+
+NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
+    "clip_low": _loss("clip", "gspo", "cispo", "clip_cov"),
+    "clip_high": _loss("clip", "gspo", "cispo", "clip_cov"),
+    "dual_clip": _loss("clip"),
+    "sapo_tau_positive": _loss("sapo"),
+    "sapo_tau_negative": _loss("sapo"),
+    "cov_share": _loss("clip_cov", "kl_cov"),
+    "cov_low": _loss("clip_cov"),
+    "cov_high": _loss("clip_cov"),
+    "cov_kl_coef": _loss("kl_cov"),
+    "normalize_std": _advantages("grpo", "gigpo"),
+    "advantage_eps": (
+        lambda a: a.advantages == "gdpo" or (a.advantages in ("grpo", "gigpo") and a.normalize_std),
+        "is added to a standard deviation by which nothing is divided here",
+    ),
+    "reward_weights": _advantages("gdpo"),
+    "step_coef": _advantages("gigpo"),
+    "gamma": _advantages("gae", "reinforce", "reinforce_baseline", "gigpo"),
+    "gae_lambda": _advantages("gae"),
+    "whiten": _advantages(*WHITENED),
+    "dpo_beta": _advantages("dpo"),
+    "kl_reward_coef": _advantages(*TOKEN_REWARDS),
+    "kl_reward_estimator": (lambda a: a.kl_reward_coef > 0, "needs a positive algorithm.kl_reward_coef"),
+    "kl_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
+    "kl_estimator": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
+    "kl_unbiased": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
+    "entropy_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
+    "reference": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
+    "teacher": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
+    "teacher_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
+    "old_logprobs": (
+        lambda a: a.loss != "sft" and a.advantages != "dpo",
+        "is what the ratio compares with, and there is none",
+    ),
+    "correction": (_policy_gradient, "weighs the policy-gradient losses"),
+}
+"""Where each key has an effect, and how that is said."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from slimx.config.algorithm import Algorithm, Critic, CriticLayout
+from slimx.config.algorithm import Algorithm
+from slimx.config.critic import Critic, CriticLayout
 from slimx.config.reward import Reward
 from slimx.config.rollout import Eval, Rollout
 from slimx.config.run import Cluster, Model, Numerics, Run, Track
@@ -31,7 +32,9 @@ class Config(Section):
     rollout: Rollout
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
-    critic: Critic | None = Field(None, description="needed by `algorithm.name=ppo` and by nothing else; may be `{}`")
+    critic: Critic | None = Field(
+        None, description="needed by `algorithm.advantages=gae` (ppo) and by nothing else; may be `{}`"
+    )
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()
@@ -40,15 +43,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across(self) -> Config:
-        name = self.algorithm.name
-        if name != "sft" and not self.rollout.engines:
-            raise ValueError(f"algorithm.name is {name} but rollout.engines is empty; add an engine group or use sft")
-        if name != "sft" and not self.reward.given:
-            raise ValueError(f"algorithm.name is {name} but reward.function is null; name a reward hook")
-        if name == "ppo" and self.critic is None:
-            raise ValueError("algorithm.name is ppo, which needs a critic; add a section `critic: {}`")
-        if name != "ppo" and self.critic is not None:
-            raise ValueError(f"critic is given but algorithm.name is {name}, which has none; remove it or use ppo")
+        self._check_algorithm()
         if self.critic is not None:
             self.as_critic()
         if self.trainer.moe.replay == "R3" and not (self.rollout.engines and self.rollout.routed_experts):
@@ -83,6 +78,30 @@ class Config(Section):
         if not self.rollout.engines and (self.schedule.max_staleness or self.schedule.colocate):
             raise ValueError("schedule.max_staleness and schedule.colocate need engines; rollout.engines is empty")
         return self
+
+    def _check_algorithm(self) -> None:
+        """What the algorithm needs of the other sections."""
+        algorithm, name, size = self.algorithm, self.algorithm.name, self.rollout.group_size
+        demonstrated = algorithm.loss == "sft" or algorithm.advantages == "dpo"
+        if not demonstrated and not self.rollout.engines:
+            raise ValueError(f"algorithm.name is {name} but rollout.engines is empty; add an engine group or use sft")
+        if not demonstrated and algorithm.advantages != "none" and not self.reward.given:
+            raise ValueError(f"algorithm.name is {name} but reward.function is null; name a reward hook")
+        if algorithm.advantages == "gae" and self.critic is None:
+            raise ValueError(f"algorithm.name is {name}, which needs a critic; add a section `critic: {{}}`")
+        if algorithm.advantages != "gae" and self.critic is not None:
+            raise ValueError(f"critic is given but algorithm.name is {name}, which has none; remove it or use ppo")
+        if algorithm.group_relative and size == 1 and not algorithm.teacher_coef:
+            raise ValueError(
+                f"rollout.group_size is 1, but algorithm.name is {name} (advantages {algorithm.advantages}), which "
+                "compares the rollouts of a prompt: every advantage would be 0; raise it"
+            )
+        if algorithm.advantages == "dpo" and self.schedule.updates_per_step > 1:
+            raise ValueError(
+                f"algorithm.advantages is dpo and schedule.updates_per_step {self.schedule.updates_per_step}: the "
+                "margin of a pair is that of the weights before a step's first update; set it to 1, and "
+                "rollout.prompts_per_step to what one update trains"
+            )
 
     def as_critic(self) -> Config:
         """The configuration of the critic's own model: its `trainer` section is what the critic's ranks follow. Raises

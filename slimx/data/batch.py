@@ -25,7 +25,8 @@ class Row:
     labels: np.ndarray
     """int64 [n]: what it predicts."""
     loss_weight: np.ndarray
-    """float32 [n]: 0 where not trained; sums to 1 over the whole update."""
+    """float32 [n]: 0 where not trained; sums to 1 over the whole update where the loss is a mean of tokens
+    (`slimx.data.weights`)."""
     advantages: np.ndarray
     """float32 [n]."""
     rollout_logprobs: np.ndarray
@@ -39,6 +40,8 @@ class Row:
     """float32 [n]: a critic's, before the step's first update; None where there is no critic."""
     returns: np.ndarray | None = None
     """float32 [n]: what the critic should have said; 0 where not trained."""
+    selected: np.ndarray | None = None
+    """float32 [n]: 1 at the tokens that their covariance chose, 0 elsewhere; None where the loss chooses none."""
     support: Support | None = None
     """n positions: the tokens from which each label was sampled; None: all of them, everywhere."""
 
@@ -77,6 +80,8 @@ class MicroBatch:
     """float32 [T]; None if no row has any."""
     returns: np.ndarray | None = None
     """float32 [T]; None if no row has any."""
+    selected: np.ndarray | None = None
+    """float32 [T]; None if no row has any."""
     support: Support | None = None
     """T positions; None if no row has any."""
     route_layers: tuple[int, ...] | None = None
@@ -109,9 +114,10 @@ class TrainBatch:
 
 
 def make_rows(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float], weights: Sequence[np.ndarray]
+    trajectories: Sequence[Trajectory], advantages: Sequence[float | np.ndarray], weights: Sequence[np.ndarray]
 ) -> list[Row]:
-    """Align trajectories with the tokens they predict."""
+    """Align trajectories with the tokens they predict. `advantages`: of each trajectory one number for all its
+    positions, or one for each, [L-1]."""
     rows = []
     for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
         tokens = trajectory.token_ids.astype(np.int64)
@@ -120,7 +126,7 @@ def make_rows(
                 tokens=tokens[:-1],
                 labels=tokens[1:],
                 loss_weight=weight,
-                advantages=np.full(len(tokens) - 1, advantage, dtype=np.float32),
+                advantages=np.full(len(tokens) - 1, 1, dtype=np.float32) * np.asarray(advantage, np.float32),
                 rollout_logprobs=np.nan_to_num(trajectory.logprobs[1:], nan=0.0).astype(np.float32),
                 versions=trajectory.versions()[1:],
                 temperature=float(trajectory.sampling.get("temperature") or 1.0),

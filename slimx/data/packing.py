@@ -198,6 +198,7 @@ def _pack_rows(all_rows: Sequence[Row], numbers: list[int], multiple_of: int, se
         rows=numbers,
         values=optional("values"),
         returns=optional("returns"),
+        selected=optional("selected"),
         support=_joined_support(rows, lengths),
     )
 

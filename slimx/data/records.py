@@ -55,6 +55,16 @@ class Span:
 
 
 @dataclass(kw_only=True, slots=True)
+class Turn:
+    """What a generate hook says of one turn, for advantages that go by turns."""
+
+    reward: float = 0.0
+    """What this turn alone brought; a trajectory's `reward` is that of the whole."""
+    state_key: str | None = None
+    """Equal for turns of a group that began in the same state of the environment."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Trajectory:
     """One sequence of tokens that may be trained on, and where each token came from."""
 
@@ -80,6 +90,8 @@ class Trajectory:
     these. None: nothing was ever cut away."""
     routed_experts: np.ndarray | None = None
     """uint8 or uint16 [L-1, moe_layers, k]: logical expert ids by the engine, per input position."""
+    turns: list[Turn] = field(default_factory=list)
+    """By the number of the turn; empty where the hook says nothing of them."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     status: Status = "completed"
@@ -154,4 +166,6 @@ class Group:
     id: str
     prompt: Prompt
     trajectories: list[Trajectory]
+    baseline: float | None = None
+    """Reward of a greedy rollout of the same prompt, which is not trained; None where the algorithm wants none."""
     schema_version: int = SCHEMA_VERSION

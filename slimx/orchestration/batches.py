@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
+
+import numpy as np
 
 from slimx.config.schema import Config
 from slimx.data.batch import Row, TrainBatch, make_rows
@@ -43,14 +46,17 @@ def sequence_multiple(sizes: Sizes) -> int:
 
 
 def make_update_rows(
-    config: Config, groups: Sequence[Group], advantages: Callable[[Group], list[float]]
+    config: Config, groups: Sequence[Group], advantages: Callable[[Sequence[Group]], Sequence[float | np.ndarray]]
 ) -> list[list[Row]]:
-    """The rows of one step's updates, in order; each group is in one of them, whole."""
-    out = []
+    """The rows of one step's updates, in order; each group is in one of them, whole. `advantages`: of every trajectory
+    of the step, group after group."""
+    out, values = [], iter(advantages(groups))
     for part in split_groups(groups, config.schedule.updates_per_step):
         trajectories = [trajectory for group in part for trajectory in group.trajectories]
-        values = [value for group in part for value in advantages(group)]
-        out.append(make_rows(trajectories, values, loss_weights(trajectories, config.algorithm.aggregation)))
+        weights = loss_weights(
+            trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens
+        )
+        out.append(make_rows(trajectories, list(islice(values, len(trajectories))), weights))
     return out
 
 

@@ -5,7 +5,7 @@
                                   v
                             reward hook --> Group   (kept in ticket order until its step trains it)
                                   |
-                                  |  (PPO: critic: values -> advantages)
+                                  |  (some algorithms: log-probs, a critic's values -> advantages)
                                   v  TrainBatch per update: packed, balanced over DP, one object per DP rank
                             trainers: log-probs -> loss -> backward -> optimizer, once per update
                                   |
@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import time
 
+from slimx.orchestration.advantages import estimate_advantages
 from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.evaluation import evaluate
 from slimx.orchestration.measure import group_metrics, probe_gap, staleness_metrics
-from slimx.orchestration.ppo import estimate_advantages, train_step
+from slimx.orchestration.ppo import train_step
 from slimx.orchestration.run import Run
 
 
@@ -49,7 +50,7 @@ async def train(run: Run) -> None:
             with run.phase("sleep"):
                 await run.engines.sleep()
                 await run.trainers.reload()
-        if run.critic is not None:
+        if config.algorithm.waits:
             with run.phase("values"):
                 metrics |= await run.watched(estimate_advantages(run, batch.groups, rows))
         with run.phase("prepare"):

@@ -1,4 +1,4 @@
-"""What a critic adds to a step: the advantages before the policy's update, and an update of its own beside it."""
+"""What a critic adds to a step: an update of its own beside the policy's."""
 
 from __future__ import annotations
 
@@ -6,23 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from slimx.algorithms.ppo import assign_advantages
 from slimx.data.batch import Row, TrainBatch
-from slimx.data.records import Group
 from slimx.orchestration.run import Run
-
-
-async def estimate_advantages(run: Run, groups: Sequence[Group], updates: Sequence[Sequence[Row]]) -> dict[str, float]:
-    """Fill advantages, values and returns of a step's rows, which are those of the groups' trajectories, in order."""
-    rows = [row for update in updates for row in update]
-    scores = [trajectory.reward for group in groups for trajectory in group.trajectories]
-    reference = None
-    if run.config.algorithm.kl_reward_coef:
-        batch = run.packer(rows)
-        reference = batch.unpack(await run.trainers.reference_logprobs(batch), rows)
-    values = await run.critic.values(rows)
-    # A second for a million tokens, in which the loop has engines to watch.
-    return await asyncio.to_thread(assign_advantages, run.config.algorithm, rows, scores, values, reference)
 
 
 async def train_step(run: Run, rows: Sequence[Sequence[Row]], batches: list[TrainBatch]) -> dict[str, float]:

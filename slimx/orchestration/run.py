@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from slimx.algorithms.objective import group_advantages
+from slimx.algorithms.objective import all_advantages
 from slimx.config.schema import Config
 from slimx.data.batch import Row
 from slimx.data.prompts import DataSource
@@ -154,7 +154,7 @@ class Run:
         """The rows that one step's groups give, update by update; with a critic their advantages come later."""
         if self.routes is not None:
             check_routes([trajectory for group in groups for trajectory in group.trajectories], self.routes)
-        return make_update_rows(self.config, groups, partial(group_advantages, self.config.algorithm))
+        return make_update_rows(self.config, groups, partial(all_advantages, self.config.algorithm))
 
     async def publish(self) -> dict[str, float]:
         """Bring the trainers' weights into the engines as version `step`; {} without engines."""

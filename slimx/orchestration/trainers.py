@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -59,10 +59,11 @@ class TrainerGroup(RankGroup):
         results = await self.call("train_step", self.sharded(shards, step, version), f"step {step} of training")
         return self.metrics_of(results)
 
-    async def reference_logprobs(self, batch: TrainBatch) -> list[list[np.ndarray]]:
-        """Log-prob of every label under the initial weights, per data-parallel rank and micro-batch."""
-        arguments = self.sharded(batch.shards)
-        return self.by_shard(await self.call("reference_logprobs", arguments, "the reference's log-probs"))
+    async def logprobs(self, batch: TrainBatch, *, under: Literal["policy", "reference"]) -> list[list[np.ndarray]]:
+        """Log-prob of every label under the present weights or those of the reference, per data-parallel rank and
+        micro-batch."""
+        arguments = self.sharded(batch.shards, under)
+        return self.by_shard(await self.call("logprobs", arguments, f"the log-probs under the {under}"))
 
     async def measure_gap(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
         """The log-prob gap of `batch` under the present weights; nothing is trained."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.data.records import Span, Status, Trajectory
+from slimx.data.records import Span, Status, Trajectory, Turn
 from slimx.data.support import Support
 from slimx.errors import SlimxError
 from slimx.rollout.client import Completion
@@ -41,6 +41,7 @@ class Draft:
         self._supports = [Support.everything(len(self._ids))]
         self._routes: np.ndarray | None = None
         self._finish: str | None = None
+        self._turns: dict[int, Turn] = {}
 
     @property
     def token_ids(self) -> list[int]:
@@ -70,6 +71,12 @@ class Draft:
         self._finish = completion.finish_reason
         self.timings["generate"] += completion.seconds
         self.turn += 1
+
+    def describe_turn(self, *, state_key: str | None = None, reward: float = 0.0) -> None:
+        """Of the turn that was sampled last: in which state of the environment it began, and what it brought."""
+        if not self.turn:
+            raise SlimxError(f"trajectory {self.id} has no turn yet; call describe_turn after add_sampled")
+        self._turns[self.turn - 1] = Turn(reward=reward, state_key=state_key)
 
     def add_inserted(self, token_ids: Sequence[int], *, train: bool = False) -> None:
         """Append tokens that no engine sampled: a tool's answer, the next user turn, or (trained) a demonstration."""
@@ -110,6 +117,7 @@ class Draft:
             sampling=self.sampling,
             support=Support.join(self._supports).take(np.arange(end)) if self._restricted else None,
             routed_experts=self._routes,
+            turns=[self._turns.get(number, Turn()) for number in range(self.turn)] if self._turns else [],
             status=_STATUS.get(self._finish or "stop", "completed"),
             finish_reason=self._finish,
             timings=self.timings,

@@ -47,15 +47,19 @@ class GroupMaker:
         """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
         run."""
         size = 1 if evaluation else self.config.rollout.group_size
-        results = await asyncio.gather(
-            *(self._rollout(prompt, group_id, number, index, evaluation) for index in range(size))
-        )
+        rollouts = [self._rollout(prompt, group_id, number, index, evaluation) for index in range(size)]
+        if self.config.algorithm.advantages == "remax" and not evaluation:
+            rollouts.append(self._rollout(prompt, group_id, number, size, evaluation, greedy=True))
+        results = await asyncio.gather(*rollouts)
+        greedy = results.pop() if len(results) > size else []
         trajectories = [trajectory for result in results for trajectory in result]
         group = Group(id=group_id, prompt=prompt, trajectories=trajectories)
-        for trajectory in trajectories:
+        for trajectory in trajectories + greedy:
             if trajectory.status == "failed":
                 reason = trajectory.metadata.get("failed", "generate failed")  # a hook may give a rollout up by itself
                 return Outcome(group, reason, trajectory.finish_reason)
+        if greedy:
+            group.baseline = sum(trajectory.reward for trajectory in greedy) / len(greedy)
         return self._filtered(group) if self.hooks.keep and not evaluation else Outcome(group)
 
     def close(self) -> None:
@@ -73,11 +77,12 @@ class GroupMaker:
         return Outcome(group, None if verdict else "filter")
 
     async def _rollout(
-        self, prompt: Prompt, group_id: str, number: int, index: int, evaluation: bool
+        self, prompt: Prompt, group_id: str, number: int, index: int, evaluation: bool, *, greedy: bool = False
     ) -> list[Trajectory]:
-        sampling = self._sampling(evaluation)
+        sampling = self._sampling(evaluation or greedy)
         seed = seed_of(self.config.run.seed, number, index)
-        engine = RolloutEngine(self.client, sampling, seed, self.config.rollout.routed_experts and not evaluation)
+        routed = self.config.rollout.routed_experts and not (evaluation or greedy)
+        engine = RolloutEngine(self.client, sampling, seed, routed)
         ctx = RolloutContext(
             engine=engine,
             tokenizer=self.tokenizer,
@@ -103,13 +108,13 @@ class GroupMaker:
         await asyncio.gather(*(self._judge(prompt, trajectory, evaluation) for trajectory in trajectories))
         return trajectories
 
-    def _sampling(self, evaluation: bool) -> dict[str, Any]:
+    def _sampling(self, greedy: bool) -> dict[str, Any]:
         options = self.config.rollout.sampling
         sampling: dict[str, Any] = {
-            "temperature": 0.0 if evaluation else options.temperature,
+            "temperature": 0.0 if greedy else options.temperature,
             "max_new_tokens": options.max_new_tokens,
         }
-        if not evaluation:
+        if not greedy:
             sampling |= {"top_p": options.top_p, "top_k": options.top_k}
         if options.stop_token_ids:
             sampling["stop_token_ids"] = list(options.stop_token_ids)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from slimx.data.batch import MicroBatch
 from slimx.layout.zigzag import zigzag
+from slimx.trainer.transfer import to_device
 
 
 class ContextShard:
@@ -42,6 +43,18 @@ class ContextShard:
         out = part.new_empty(len(order), *part.shape[1:])
         out[torch.from_numpy(order).to(part.device)] = torch.cat(parts)
         return out
+
+    def sequence_sum(self, values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """At every token of this rank the sum of `values` over all tokens of its sequence: [T / size] -> [T / size].
+        Collective, no gradient; added in fp64, so that the order in which ranks hold the tokens does not show."""
+        number = np.repeat(np.arange(len(lengths)), lengths)
+        if self.size > 1:
+            number = number[zigzag(lengths, self.size, self.rank)]
+        place = to_device(number, values.device)
+        sums = values.new_zeros(len(lengths), dtype=torch.float64).index_add_(0, place, values.detach().double())
+        if self.size > 1:
+            dist.all_reduce(sums, group=self._group)
+        return sums[place].to(values.dtype)
 
     def part(self, whole: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """This rank's tokens of a tensor over the pack: [T, ...] -> [T / size, ...]."""

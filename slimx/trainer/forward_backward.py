@@ -13,7 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slimx.algorithms.losses import Loss, LossInputs
+from slimx.algorithms.inputs import Loss, LossInputs
 from slimx.data.batch import MicroBatch
 from slimx.trainer.logprobs import KeptTokens, Targets
 from slimx.trainer.routing import Routing
@@ -40,10 +40,17 @@ class Pipeline:
     Under context parallelism the micro-batches are this rank's part of each (`slimx.trainer.context`), T is its length,
     and only `lengths` tells of the whole."""
 
-    def __init__(self, chunks: list[Any], device: torch.device, routing: Routing | None = None):
+    def __init__(
+        self,
+        chunks: list[Any],
+        device: torch.device,
+        routing: Routing | None = None,
+        sequence_sum: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] | None = None,
+    ):
         """`chunks`: this rank's modules in the order of the forward pass. `routing`: of their routers; without one they
-        choose by themselves (a critic's)."""
-        self.chunks, self.device, self._routing = chunks, device, routing
+        choose by themselves (a critic's). `sequence_sum`: sums over the sequences of a pack, given its lengths, which
+        losses want (`slimx.trainer.context`)."""
+        self.chunks, self.device, self._routing, self._sequence_sum = chunks, device, routing, sequence_sum
         self._run = get_forward_backward_func()
 
     def scores(self, batches: list[MicroBatch]) -> list[TokenScores]:
@@ -75,6 +82,8 @@ class Pipeline:
                 "advantages": self._tensor(batch.advantages),
                 "old_logprobs": rollout,
                 "rollout_logprobs": rollout,
+                "selected": None if batch.selected is None else self._tensor(batch.selected),
+                "sequence_sum": self._sequence_sum and partial(self._sequence_sum, lengths=batch.lengths),
             }
             total, metrics = loss(LossInputs(**{**given, **others[next(number)]}))
             return total, torch.zeros((), dtype=torch.int), (metrics, logprobs.detach())

@@ -35,6 +35,40 @@ def gap_metrics(
     }
 
 
+def mismatch_sums(
+    logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.Tensor
+) -> dict[str, tuple[str, torch.Tensor]]:
+    """What `mismatch_metrics` is made of: the present policy against the engine that sampled, over all `trained`
+    tokens, of whatever version; all inputs [T]. Metric -> (reduction, value)."""
+    difference = (logprobs - rollout).double()[trained]
+    # Beyond it a token's weight would be all there is: e^20 is 5e8.
+    ratio = difference.clamp(max=20).exp()
+    gap = difference.abs()
+    return {
+        "mismatch/mean": ("sum", gap.sum()),
+        "mismatch/max": ("max", gap.max() if len(gap) else gap.new_zeros(())),
+        "mismatch/k3": ("sum", (torch.expm1(difference.clamp(max=20)) - difference).sum()),
+        "mismatch/ratio": ("sum", ratio.sum()),
+        "mismatch/ratio_squared": ("sum", ratio.square().sum()),
+        "mismatch/tokens": ("sum", trained.sum().double()),
+    }
+
+
+def mismatch_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Mean and maximum of |policy - engine| in log-probs, KL(engine || policy) by k3, mean ratio policy / engine, and
+    the effective sample size (sum of ratios)^2 / (n x sum of squared ratios): the share of tokens that importance
+    weights would leave, 1 where both agree. Other metrics stay as they are; without these sums nothing changes."""
+    metrics = dict(sums)
+    if "mismatch/tokens" not in metrics:
+        return metrics
+    tokens, squared = metrics.pop("mismatch/tokens"), metrics.pop("mismatch/ratio_squared")
+    total = metrics["mismatch/ratio"]
+    for name in ("mismatch/mean", "mismatch/k3", "mismatch/ratio"):
+        metrics[name] = metrics[name] / tokens if tokens else float("nan")
+    metrics["mismatch/ess"] = total**2 / (tokens * squared) if tokens else float("nan")
+    return metrics
+
+
 def reduce(values: dict[str, tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> dict[str, float]:
     """Reduce each value over `group` by its own reduction; two collectives in all."""
     out: dict[str, float] = {}

@@ -22,7 +22,7 @@ from slimx.trainer.checkpoint.state import full_state
 from slimx.trainer.context import ContextShard
 from slimx.trainer.forward_backward import Pipeline, sum_gradients
 from slimx.trainer.gpu import largest
-from slimx.trainer.metrics import gap_metrics, reduce
+from slimx.trainer.metrics import gap_metrics, mismatch_metrics, mismatch_sums, reduce
 from slimx.trainer.model import build_model, unwrap
 from slimx.trainer.offload import Offload
 from slimx.trainer.optimizer import build_optimizer, learning_rate
@@ -54,7 +54,7 @@ class Trainer:
         self.loss = make_loss(config.algorithm)
         self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.routing = Routing(modules, parallel, config.trainer.moe)
-        self.pipeline = Pipeline(self.chunks, parallel.device, self.routing)
+        self.pipeline = Pipeline(self.chunks, parallel.device, self.routing, self.context.sequence_sum)
         self.passes = ForwardPasses(
             self.pipeline, self.routing, self.weights, config.algorithm, config.trainer.moe.replay
         )
@@ -139,13 +139,9 @@ class Trainer:
             for scores, b in zip(values, batches, strict=True)
         ]
 
-    def logprobs(self, batches: list[MicroBatch]) -> list[np.ndarray]:
-        """Log-prob of every label under the present weights, one array [T] per micro-batch (last stage only)."""
-        return [scores["logprobs"] for scores in self.scores(batches)]
-
-    def reference_logprobs(self, batches: list[MicroBatch]) -> list[np.ndarray]:
-        """Log-prob of every label under the initial weights, as `logprobs`."""
-        return [scores["logprobs"] for scores in self.scores(batches, under="reference")]
+    def logprobs(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[np.ndarray]:
+        """Log-prob of every label, one array [T] per micro-batch (last stage only), as `scores`."""
+        return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
     def measure_gap(self, batches: list[MicroBatch], *, version: int) -> dict[str, float]:
         """The gap metrics of `batches` under the present weights, without training on them."""
@@ -219,12 +215,17 @@ class Trainer:
         if not self.parallel.last_stage:
             return {}
         values = {name: ("sum", sum(metrics[name] for metrics, _ in results)) for name in results[0][0]}
-        if not self.config.rollout.engines or version is None:
+        if not self.config.rollout.engines:
             return reduce(values, self.parallel.token_group)
         weight, versions, rollout = (
             torch.from_numpy(np.concatenate([getattr(batch, name) for batch in batches])).to(device)
             for name in ("loss_weight", "versions", "rollout_logprobs")
         )
+        logprobs = torch.cat([logprobs for _, logprobs in results])
+        if values:  # not where the gap alone is measured, on other tokens than a step's
+            values |= mismatch_sums(logprobs, rollout, weight > 0)
+        if version is None:
+            return mismatch_metrics(reduce(values, self.parallel.token_group))
         before = torch.cat(
             [
                 self._before(part, batch.lengths)
@@ -232,8 +233,8 @@ class Trainer:
             ]
         )
         measured = (weight > 0) & (versions == version)
-        values |= gap_metrics(torch.cat([logprobs for _, logprobs in results]), rollout, measured, differs, before)
-        metrics = reduce(values, self.parallel.token_group)
+        values |= gap_metrics(logprobs, rollout, measured, differs, before)
+        metrics = mismatch_metrics(reduce(values, self.parallel.token_group))
         tokens = metrics["gap/tokens"]
         metrics["gap/mean"] = metrics.pop("gap/sum") / tokens if tokens else float("nan")
         return metrics

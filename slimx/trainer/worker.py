@@ -100,15 +100,10 @@ class TrainerWorker:
                 self._guard.check(self._trainer.holds())
             return self._trainer.train_updates(updates, step=step, version=version)
 
-    def logprobs(self, batches: Any) -> Any:
+    def logprobs(self, batches: Any, under: str = "policy") -> Any:
         with self._memory.phase("logprobs"):
             self._resident(training=False)
-            return self._trainer.logprobs(batches)
-
-    def reference_logprobs(self, batches: Any) -> Any:
-        with self._memory.phase("logprobs"):
-            self._resident(training=False)
-            return self._trainer.reference_logprobs(batches)
+            return self._trainer.logprobs(batches, under=under)
 
     def measure_gap(self, batches: Any, version: int) -> dict[str, float]:
         with self._memory.phase("probe"):

@@ -217,11 +217,22 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
         (["trainer.moe.replay=R3", "rollout.routed_experts=false"], "trainer.moe.replay is R3 but rollout.routed_exp"),
         (["trainer.moe.bias_update_rate=0.001"], "trainer.moe.bias_update_rate=0.001 needs a router with selection bi"),
         (
-            ["rollout.prompts_per_step=1", "rollout.group_size=1", "trainer.world_size=2"],
+            [
+                "algorithm.name=reinforce_pp",
+                "rollout.prompts_per_step=1",
+                "rollout.group_size=1",
+                "trainer.world_size=2",
+            ],
             "cannot feed 2 data-parallel",
         ),
         (
-            ["schedule.updates_per_step=4", "rollout.prompts_per_step=4", "rollout.group_size=1", "trainer.data=2"]
+            [
+                "algorithm.name=reinforce_pp",
+                "schedule.updates_per_step=4",
+                "rollout.prompts_per_step=4",
+                "rollout.group_size=1",
+                "trainer.data=2",
+            ]
             + ["trainer.world_size=2"],
             "an update of 1 rollouts",
         ),

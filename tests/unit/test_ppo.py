@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.algorithms.ppo import assign_advantages
+from slimx.algorithms.token_rewards import assign_advantages
 from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
 from slimx.data.batch import Row
@@ -112,7 +112,10 @@ def config(**sections: Any) -> Config:
             {"critic": {"placement": "own", "layout": {"world_size": 2, "tensor": 4}}},
             "critic.layout.world_size is 2, but tensor 4 x pipeline 1 x context 1 x data 1 = 4",
         ),
-        ({"algorithm": {"gae_lambda": 0.9}}, "algorithm.gae_lambda belongs to ppo but algorithm.name is grpo"),
+        (
+            {"algorithm": {"gae_lambda": 0.9}},
+            "algorithm.gae_lambda belongs to algorithm.advantages=gae, and algorithm.name is grpo",
+        ),
         ({"algorithm": {"name": "ppo", "kl_reward_coef": 0.1}, "critic": {}}, "set algorithm.reference=true"),
         (
             {"rollout": {"prompts": "p", "engines": []}, "critic": {}},

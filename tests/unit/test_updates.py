@@ -47,7 +47,7 @@ def test_each_group_is_in_one_update_whole_and_each_update_has_its_own_denominat
     made = make_update_rows(
         settings,
         groups,
-        lambda group: [1.0] * len(group.trajectories),
+        lambda groups: [1.0] * sum(len(group.trajectories) for group in groups),
     )
     assert len(made) == updates
     seen: list[int] = []
@@ -138,7 +138,7 @@ def test_what_packing_did_is_counted():
     groups = make_groups(1)
     groups[0].trajectories = [trajectory("g", "a", [1] * 6), trajectory("g", "b", [1] * 5)]
     settings = config(schedule={"updates_per_step": 1})
-    (rows,) = make_update_rows(settings, groups, lambda group: [0.0, 0.0])
+    (rows,) = make_update_rows(settings, groups, lambda groups: [0.0, 0.0])
     assert batch_metrics([pack(rows, data_size=2, max_tokens=8, multiple_of=8)]) == {
         "batch/microbatches": 1.0,
         "batch/padding": 7 / 16,

@@ -1,0 +1,42 @@
+"""What a loss receives and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+SequenceSum = Callable[[torch.Tensor], torch.Tensor]
+"""[T] -> [T]: at every token the sum over all tokens of its sequence, also those that context parallelism gave to other
+ranks. Collective there, no gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Per-token tensors of one micro-batch, each [T]; log-probs are of the label under softmax(logits / temperature),
+    over the tokens that top-k and top-p kept when it was sampled."""
+
+    logprobs: torch.Tensor
+    """The policy's, with gradient."""
+    weight: torch.Tensor
+    """Loss weight with the denominators of the whole update inside (`slimx.data.weights`); 0 where not trained."""
+    advantages: torch.Tensor
+    old_logprobs: torch.Tensor
+    """What the ratio compares with: the engine's, or the trainer's own before the step (algorithm.old_logprobs)."""
+    rollout_logprobs: torch.Tensor | None = None
+    """The engine's; None: `old_logprobs` are."""
+    reference_logprobs: torch.Tensor | None = None
+    """Of the reference (algorithm.reference)."""
+    teacher_logprobs: torch.Tensor | None = None
+    """Of another checkpoint (algorithm.teacher)."""
+    entropy: torch.Tensor | None = None
+    """Of the distribution that each label is from, in nats, with gradient."""
+    selected: torch.Tensor | None = None
+    """1 at the tokens that were chosen by their covariance (`slimx.algorithms.covariance`), else 0."""
+    sequence_sum: SequenceSum | None = None
+    """None: the whole micro-batch is one sequence on one rank."""
+
+
+Loss = Callable[[LossInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""Returns the micro-batch's part of the loss (a sum, already weighted) and metrics that add up the same way."""
