@@ -80,6 +80,8 @@ class LayerBytes:
     """While the attention's gradient is computed."""
     mlp_work: float
     """While gradients of MLP or experts are computed."""
+    gathered: float
+    """In either: a projection's input and its gradient, gathered from the shards of the sequence."""
 
     @property
     def mlp(self) -> float:
@@ -96,7 +98,7 @@ class LayerBytes:
     def work(self) -> float:
         """Beside what is kept, in the layer's own backward pass: when it comes to the attention, what lies behind it is
         gone."""
-        return max(self.mlp_work, self.core_work - self.mlp)
+        return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool) -> LayerBytes:
@@ -109,6 +111,7 @@ def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool) -> LayerB
         attention_norm=setting.norm(hidden),
         mlp_norm=setting.norm(hidden),
         mlp_input=hidden * setting.itemsize,
+        gathered=2 * setting.tokens * model["hidden_size"] * setting.itemsize if setting.sizes.tensor > 1 else 0.0,
         **attention,
         **mlp,
     )
@@ -158,10 +161,15 @@ def _core(s: Setting, heads: float, query: float, key: float, value: float) -> d
     if s.materialised:
         # fp32: scaled queries and keys, values, and the probabilities of every pair of tokens of a sequence.
         pairs = heads * s.tokens * s.length * FP32
-        core = (query + (key + value) * s.sizes.context) * FP32 + pairs
+        core = (query + (key + value) * s.sizes.context) * FP32 + pairs + _mask(s)
         return {"core": core, "core_work": 2 * pairs, "context": context * s.itemsize}
     work = (query + key + value) * s.itemsize
-    return {"core": heads * s.tokens * FP32, "core_work": work, "context": context * s.itemsize}
+    return {"core": heads * s.tokens * FP32 + _mask(s), "core_work": work, "context": context * s.itemsize}
+
+
+def _mask(s: Setting) -> float:
+    """Which keys a rank's queries see: plain torch says it for every pair where context parallelism cuts sequences."""
+    return s.tokens * s.length * s.itemsize if s.kernels == "torch" and s.sizes.context > 1 else 0.0
 
 
 def _steps(s: Setting, inner: float, *, weighted: bool) -> float:
