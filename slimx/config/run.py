@@ -35,6 +35,21 @@ class Cluster(Section):
     affinity: Literal["auto", "none"] = Field(
         "auto", description="auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere"
     )
+    gpu: Literal["h100", "h200", "gb300"] | None = Field(
+        None,
+        description="GPUs that `slimx plan` plans for; it knows memory, links and GPUs per node of each. null: whether "
+        "memory suffices is not judged",
+    )
+    gpu_memory_gib: PositiveFloat | None = Field(None, description="GiB of one GPU for `slimx plan`; null: by `gpu`")
+    gpus_per_node: PositiveInt | None = Field(
+        None, description="GPUs of a node for `slimx plan`; null: by `gpu`, 8 without one"
+    )
+    nodes: PositiveInt | None = Field(
+        None, description="nodes that the run gets, for `slimx plan`; null: as many as it needs"
+    )
+    host_memory_gib: PositiveFloat | None = Field(
+        None, description="GiB of a node's host memory for `slimx plan`; null: not judged"
+    )
 
 
 class Track(Section):
