@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,19 +51,14 @@ def plan(
 ) -> None:
     """Say what FILE's run would do, from it and the model's config.json alone: no weights, no GPU."""
     config = load_config(file, overrides or [])
-    from slimx.preflight.plan_report import describe, describe_predictions, plan_report, predictions
+    from slimx.preflight.plan_command import run_plan
 
-    report = plan_report(config)
-    found, trial = (), None
-    if predict and report.traffic is not None:
-        from slimx.preflight.rehearsal import rehearse
-
-        trial, found = rehearse(), predictions(report.traffic)
-    if as_json:
-        print(json.dumps(report.to_json(found, trial), indent=1))
-        return
-    for line in [*describe(report), *(describe_predictions(found, trial) if trial else ())]:
+    for line in (done := run_plan(config, predict=predict, as_json=as_json)).lines:
         print(line)
+    for sentence in done.violations:
+        print(f"slimx: {sentence}", file=sys.stderr)
+    if done.violations:
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -38,6 +38,15 @@ class Sizes:
         """Stages that the layers are spread over, in the order of the forward pass."""
         return self.pipeline * self.virtual
 
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of each packed sequence is a multiple of: context parallelism cuts it into zigzag halves."""
+        return 2 * self.context if self.context > 1 else 1
+
+    def packed_length(self, tokens: int) -> int:
+        """Of a sequence of `tokens` tokens, with its own padding."""
+        return -(-tokens // self.sequence_multiple) * self.sequence_multiple
+
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from slimx.errors import SlimxError
+from slimx.models.scale_suffix import SCALE_SUFFIX as SCALE_SUFFIX
 
-SCALE_SUFFIX = "_scale_inv"
-"""What Hugging Face's block-fp8 checkpoints and SGLang append to a quantised tensor's name for its scales."""
 Block = tuple[int, int]
 
 

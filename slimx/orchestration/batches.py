@@ -33,16 +33,11 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
         data_size=sizes.data,
         max_tokens=config.trainer.max_tokens_per_microbatch,
         multiple_of=sizes.tensor * sizes.context,
-        sequence_multiple=sequence_multiple(sizes),
+        sequence_multiple=sizes.sequence_multiple,
         count_multiple=sizes.pipeline if sizes.virtual > 1 else 1,
         cost=sequence_flops(spec.transformer, spec.vocab_size) if flops else float,
         lockstep=sizes.expert * sizes.expert_tensor > sizes.tensor * sizes.context,
     )
-
-
-def sequence_multiple(sizes: Sizes) -> int:
-    """What the length of each packed sequence is a multiple of: context parallelism cuts it into zigzag halves."""
-    return 2 * sizes.context if sizes.context > 1 else 1
 
 
 def make_update_rows(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from slimx.config.schema import Config
-from slimx.data.packing import padded
 from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
 from slimx.data.tokens import check_prompts, load_tokenizer
@@ -17,8 +16,8 @@ from slimx.layout.ranks import Sizes
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, read_model
 from slimx.models.megatron_directory import check_fit, is_megatron
-from slimx.orchestration.batches import sequence_multiple
 from slimx.orchestration.cluster import device_of
+from slimx.preflight.constraints import batch_problems
 from slimx.preflight.layout import check_critic_layout, check_layout, critic_keys
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
 from slimx.preflight.routing import check_routing
@@ -82,33 +81,8 @@ def check_run(config: Config) -> Prepared:
     eval_prompts = _prompts(config, config.eval.prompts, tokenizer, spec) if config.eval.prompts else []
     if isinstance(hooks.reward, Mixture):
         hooks.reward.check([*prompts, *eval_prompts])
-    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
-    if longest > spec.gpt["max_sequence_length"]:
-        raise SlimxError(
-            f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.sampling.max_new_tokens "
-            f"{config.rollout.sampling.max_new_tokens} exceed the model's {spec.gpt['max_sequence_length']} positions; "
-            "lower one"
-        )
-    # A trajectory of n tokens has n - 1 positions, padded where context parallelism cuts it; demonstrations any number.
-    positions = padded(longest - 1, sequence_multiple(sizes))
-    if config.rollout.engines and positions > config.trainer.max_tokens_per_microbatch:
-        raise SlimxError(
-            f"a rollout may have {longest} tokens (rollout.max_prompt_tokens + rollout.sampling.max_new_tokens), which "
-            f"trainer.max_tokens_per_microbatch={config.trainer.max_tokens_per_microbatch} does not hold; set it to "
-            f"{positions} at least, or lower one of the others"
-        )
-    rows = config.rollout.prompts_per_step * config.rollout.group_size // config.schedule.updates_per_step
-    if critic is not None and rows < critic.data:
-        raise SlimxError(
-            f"an update of {rows} rollouts (rollout.prompts_per_step x rollout.group_size / schedule.updates_per_step) "
-            f"cannot feed the critic's {critic.data} data-parallel ranks; lower critic.layout.data"
-        )
-    if rows < sizes.data:
-        raise SlimxError(
-            f"an update of {rows} rollouts (rollout.prompts_per_step x rollout.group_size / schedule.updates_per_step) "
-            f"cannot feed {sizes.data} data-parallel ranks; raise one of the first two, or lower the third or "
-            "trainer.data"
-        )
+    if problems := list(batch_problems(config, spec, sizes, critic)):
+        raise SlimxError("; ".join(problems))
     plans = {"export": export_plan(config, spec, sizes)}
     published = publication_plan(config, spec, sizes, device)
     if published is not None:

@@ -57,8 +57,8 @@ GPUS = {
         flops=989e12,
     ),
     # NVIDIA GB300 NVL72 product page: 72 GPUs in one NVLink 5 domain (1.8 TB/s both ways each), 4 GPUs per compute
-    # tray, 279 GB of HBM3e each as sold (20 TB per rack), 8 TB/s, NVLink-C2C of 900 GB/s both ways per Grace (two GPUs),
-    # ConnectX-8 of 800 Gb/s, 180 PFLOP/s dense bf16 per rack.
+    # tray, 279 GB of HBM3e each as sold (20 TB per rack), 8 TB/s, NVLink-C2C of 900 GB/s both ways per Grace (two
+    # GPUs), ConnectX-8 of 800 Gb/s, 180 PFLOP/s dense bf16 per rack.
     "gb300": Gpu(
         name="GB300 NVL72",
         memory=int(279e9),

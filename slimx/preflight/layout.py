@@ -18,8 +18,17 @@ from slimx.models.trunk import read_trunk
 def check_layout(config: Config, spec: ModelSpec) -> Sizes:
     """Whether the model can be split as configured: layers, experts, heads, vocabulary.
 
-    Raises SlimxError with the reason and the nearest size that fits, or for patterns of parameters that match none."""
+    Raises SlimxError with every reason and the nearest size that fits, or for patterns of parameters that match
+    none."""
+    if problems := layout_problems(config, spec):
+        raise SlimxError("; ".join(problems))
+    return sizes_of(config.trainer)
+
+
+def layout_problems(config: Config, spec: ModelSpec) -> list[str]:
+    """Why the model cannot be split as configured, a sentence for each reason."""
     sizes = sizes_of(config.trainer)
+    problems = []
     for key, size, what, count in (
         ("trainer.expert", sizes.expert, "experts", spec.experts),
         ("trainer.tensor", sizes.tensor, "query groups (num_key_value_heads)", spec.transformer["num_query_groups"]),
@@ -35,13 +44,25 @@ def check_layout(config: Config, spec: ModelSpec) -> Sizes:
             nearest = min(
                 (n for n in range(1, count + 1) if count % n == 0), key=lambda n, size=size: (abs(n - size), n)
             )
-            raise SlimxError(
+            problems.append(
                 f"{key}={size} does not divide the {count} {what} of {spec.path}; the nearest that does is "
                 f"{key}={nearest}"
             )
-    check_coverage(spec.table.checkpoint(), MegatronLayout(spec.table, sizes).parts())
-    _check_patterns(config, spec)
-    return sizes
+    split = not problems
+    for check in (lambda: _check_parts(spec, sizes, prove=split), lambda: _check_patterns(config, spec)):
+        try:
+            check()
+        except SlimxError as error:
+            # Of experts that cannot be shared, what was said above names the nearest number that can.
+            if split or "experts" not in str(error):
+                problems.append(str(error))
+    return problems
+
+
+def _check_parts(spec: ModelSpec, sizes: Sizes, *, prove: bool) -> None:
+    layout = MegatronLayout(spec.table, sizes)
+    if prove:
+        check_coverage(spec.table.checkpoint(), layout.parts())
 
 
 def check_critic_layout(config: Config) -> tuple[ModelSpec, Sizes]:

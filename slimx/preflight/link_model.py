@@ -159,6 +159,13 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
     )
 
 
+def wire_bytes(plan: Plan, *, sources: int) -> np.ndarray:
+    """[sources, targets] bytes that each trainer rank sends each rank of one engine."""
+    moved = plan.moved
+    elements = moved["rows"].astype(np.int64) * moved["cols"]
+    return _sum((sources, plan.targets), (moved["source"], moved["target"]), _wire(plan, elements))
+
+
 def _sum(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:
     flat = np.bincount(np.ravel_multi_index(index, shape), weights=values, minlength=int(np.prod(shape)))
     return flat.reshape(shape).astype(np.int64)  # exact: float64 counts bytes up to 2^53

@@ -1,8 +1,8 @@
 """Activations of a pipeline rank: what its layers keep, over the micro-batches in flight, and what comes on top.
 
-    kept      layers (as recomputation leaves them) x micro-batches in flight, on the last stage the head's input
-    on top    the larger of: the logits of a chunk of tokens; the layer whose gradients are being computed, with all its
-              activations where it is recomputed
+kept      layers (as recomputation leaves them) x micro-batches in flight, on the last stage the head's input
+on top    the larger of: the logits of a chunk of tokens; the layer whose gradients are being computed, with all its
+          activations where it is recomputed
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def activation_bytes(
 ) -> ActivationBytes:
     """Of pipeline rank `place`, in a step of `microbatches` micro-batches."""
     model, moe_layers = spec.transformer, set(route_shape(spec).moe_layers)
-    kinds = {moe: layer_bytes(model, setting, moe=moe) for moe in {layer in moe_layers for layer in range(spec.table.layers)}}
+    kinds = {
+        moe: layer_bytes(model, setting, moe=moe) for moe in {layer in moe_layers for layer in range(spec.table.layers)}
+    }
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
     kept = work = 0.0
     units = in_flight(sizes, place, microbatches)

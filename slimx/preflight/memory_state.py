@@ -175,7 +175,9 @@ class _Held:
         shapes = [matrix(shape) for _, shape in row.sources]
         (rows, cols), _ = row.map.local(shapes, row.axis, 0, size)
         parameter = not name.endswith(_BUFFER)
-        for frozen, group in groupby(own, key=lambda e: bool(self.frozen) and Entry(row, layer, e).sources in self.frozen):
+        for frozen, group in groupby(
+            own, key=lambda e: bool(self.frozen) and Entry(row, layer, e).sources in self.frozen
+        ):
             yield ParameterRun(
                 name=name.replace("{layer}", str(layer)),
                 chunk=self.chunk,

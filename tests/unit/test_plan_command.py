@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from slimx import cli
-from slimx.preflight import plan_report, rehearsal
+from slimx.preflight import plan_text, rehearsal
 from slimx.preflight.link_model import Trial
 
 QWEN3_30B: dict[str, Any] = {
@@ -284,7 +284,7 @@ def test_a_cluster_that_is_too_small_is_told_instead_of_a_figure(plan, monkeypat
 
 
 def test_sizes_have_the_unit_that_fits():
-    assert [plan_report._size(n) for n in (512, 2e6, 3.5e9, 1.25e12)] == ["512 bytes", "2.00 MB", "3.50 GB", "1.25 TB"]
+    assert [plan_text._size(n) for n in (512, 2e6, 3.5e9, 1.25e12)] == ["512 bytes", "2.00 MB", "3.50 GB", "1.25 TB"]
 
 
 def test_a_critic_is_split_and_counted_without_the_output_layer(plan):

@@ -1,0 +1,133 @@
+"""Memory of trainer ranks by kind: exact state, estimated activations, and what lies on the host beside them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from slimx.config.schema import Config
+from slimx.layout.patterns import select
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.preflight.batch_plan import batch_plan
+from slimx.preflight.memory_activations import Setting
+from slimx.preflight.memory_pipeline import ActivationBytes, activation_bytes
+from slimx.preflight.memory_state import StateBytes, parameter_runs, state_bytes
+from slimx.preflight.plan_record import TrainerMemory
+from slimx.reshard.precision import ITEMSIZE
+
+GIB = 2**30
+OVERHEAD = 3 * GIB
+"""Of a process on a GPU: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's allocator. Assumed."""
+MOMENT_PIECE = 512 * 2**20
+"""As `slimx.trainer.host_moments.PIECE_BYTES`, which a process without torch cannot import; a test compares them."""
+
+
+def trainer_memory(
+    config: Config,
+    spec: ModelSpec,
+    sizes: Sizes,
+    device: str,
+    *,
+    model: Literal["trainer", "critic"] = "trainer",
+    publication: int = 0,
+) -> tuple[TrainerMemory, ...]:
+    """Of one rank per pipeline stage. `config`: with the `trainer` section that its ranks follow (a critic's own);
+    `publication`: bytes of buckets on the GPU of rank 0."""
+    dtype, trainer = config.numerics.dtype, config.trainer
+    frozen = select(spec.table, trainer.freeze, "trainer.freeze")
+    setting = activation_setting(config, spec, sizes, device)
+    microbatches = batch_plan(config, sizes).microbatches_per_update
+    out = []
+    for stage in range(sizes.pipeline):
+        rank, state = _fullest(spec, config, sizes, stage, dtype, frozen)
+        activations = activation_bytes(spec, trainer, sizes, setting, place=stage, microbatches=microbatches)
+        if model == "critic":  # one value per token in the place of logits
+            activations = ActivationBytes(
+                kept=activations.kept, head=0, work=activations.work, in_flight=activations.in_flight
+            )
+        out.append(_record(config, spec, device, setting, model, stage, rank, state, activations, publication))
+    return tuple(out)
+
+
+def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
+    """A micro-batch that is full, of the longest rollouts; the kernels that `device` has."""
+    limit = config.trainer.max_tokens_per_microbatch
+    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    latent = bool(spec.transformer.get("multi_latent_attention"))
+    # torch's CPU kernel wants queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
+    materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
+    return Setting(
+        tokens=-(-limit // sizes.context),
+        length=min(longest, limit) if config.rollout.engines else limit,
+        sizes=sizes,
+        itemsize=ITEMSIZE[config.numerics.dtype],
+        kernels="torch" if device == "cpu" else "engine",
+        materialised=materialised,
+    )
+
+
+def _fullest(
+    spec: ModelSpec, config: Config, sizes: Sizes, stage: int, dtype: str, frozen: frozenset
+) -> tuple[int, StateBytes]:
+    """The rank of a stage with most state. Ranks differ in gaps of their shares and, frozen experts aside, in nothing
+    else: the first of each data-parallel row is asked."""
+    step = 1 if frozen else sizes.tensor
+    first, best = stage * sizes.stage, None
+    runs = parameter_runs(spec.table, sizes, first, dtype, frozen)
+    for rank in range(first, first + sizes.stage, step):
+        own = parameter_runs(spec.table, sizes, rank, dtype, frozen) if frozen else runs
+        state = state_bytes(own, config.trainer, sizes, rank)
+        if best is None or state.optimizer > best[1].optimizer:
+            best = rank, state
+    return best
+
+
+def _record(
+    config: Config,
+    spec: ModelSpec,
+    device: str,
+    setting: Setting,
+    model: Literal["trainer", "critic"],
+    stage: int,
+    rank: int,
+    state: StateBytes,
+    activations: ActivationBytes,
+    publication: int,
+) -> TrainerMemory:
+    options, algorithm = config.trainer.optimizer, config.algorithm
+    hosted = round(state.moments * options.offload)
+    optimizer = state.optimizer - hosted
+    overhead = OVERHEAD if device == "cuda" else 0
+    dispatched = 0
+    if spec.experts and setting.sizes.expert * setting.sizes.expert_tensor > 1:
+        copies = setting.share * spec.transformer["moe_router_topk"] * setting.sizes.expert_tensor
+        dispatched = round(2 * copies * spec.transformer["hidden_size"] * setting.itemsize)
+    step = min(MOMENT_PIECE, hosted)
+    published = publication if rank == 0 and model == "trainer" else 0
+    training = activations.peak + dispatched
+    moving = config.schedule.colocate and config.trainer.offload
+    others = (algorithm.reference + bool(algorithm.teacher)) if model == "trainer" else 0
+    static = state.weights + state.gradients + optimizer
+    return TrainerMemory(
+        model=model,
+        stage=stage,
+        rank=rank,
+        parameters=state.elements,
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=optimizer,
+        activations=activations.kept,
+        head=activations.head,
+        work=activations.work,
+        step=step,
+        communication=dispatched,
+        publication=published,
+        overhead=overhead,
+        in_flight=activations.in_flight,
+        peak=static + overhead + max(training, step, published),
+        away=overhead + (0 if moving else static),
+        host_optimizer=hosted,
+        host_copies=state.weights * (others + 1) if others else 0,
+        host_away=state.weights + optimizer if moving else 0,
+        host_checkpoint=state.weights + state.optimizer if config.checkpoint.asynchronous else 0,
+    )
