@@ -74,7 +74,10 @@ def machine_warnings(config: Config, machine: Machine) -> Iterator[str]:
                 f"{key}={size} reaches beyond the {machine.domain} GPUs that NVLink joins, so that every layer waits "
                 "for the network"
             )
-    if config.trainer.moe.dispatcher == "alltoall" and config.trainer.expert * config.trainer.tensor > machine.domain:
+    if (
+        config.trainer.moe.dispatcher == "alltoall"
+        and config.trainer.expert * config.trainer.expert_tensor_size > machine.domain
+    ):
         yield (
             f"trainer.expert={config.trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens travel "
             "once per expert, not once per node; flex does better where its kernels are installed"
