@@ -14,7 +14,9 @@ from torch import nn
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes
-from slimx.models import deepseek_v3_engine, qwen3_moe
+from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models.families import Family
+from tests.unit.layout_stand import experts_of
 
 Weights = dict[str, torch.Tensor]
 
@@ -46,6 +48,26 @@ DEEPSEEK = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 8,
 }
+GLM = QWEN3 | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+}
+MINIMAX = QWEN3 | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "vocab_size": 120,  # padded to 128, of which 8 ranks hold some each
+    "intermediate_size": 8,
+    "num_local_experts": 8,
+    "rotary_dim": 2,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+}
+FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in (deepseek_v3, glm4_moe, minimax_m2, qwen3_moe)}
 
 
 class ServerModel(nn.Module):
@@ -96,9 +118,8 @@ class ServerModel(nn.Module):
 
 
 def engine_layout(hf: dict[str, Any], sizes: EngineSizes, *, fused: bool = False) -> EngineLayout:
-    if hf is QWEN3:
-        return EngineLayout(qwen3_moe.engine_table(hf), sizes)
-    return EngineLayout(deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused), sizes)
+    family = FAMILIES[hf["architectures"][0]]
+    return EngineLayout(family.engine_table(hf, fused_shared_experts=fused), sizes)
 
 
 def checkpoint(layout: EngineLayout, seed: int = 0) -> Weights:
@@ -144,10 +165,16 @@ def owner_of(
     if "qkv_proj" in name:
         heads, groups, size = hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"]
         shards = {"q_proj_shard_size": heads * size // sizes.attention_tensor}
-        shards |= dict.fromkeys(("kv_proj_shard_size", "v_proj_shard_size"), groups * size // sizes.attention_tensor)
+        replicas = max(1, sizes.attention_tensor // groups)
+        shard = groups * replicas * size // sizes.attention_tensor
+        shards |= dict.fromkeys(("kv_proj_shard_size", "v_proj_shard_size"), shard)
         totals = {"total_num_heads": heads, "total_num_kv_heads": groups, "head_size": size, "v_head_size": size}
-        groups_of = {"tp_group": attention_group, "kv_tp_group": attention_group, "num_kv_head_replicas": 1}
+        groups_of = {"tp_group": attention_group, "kv_tp_group": attention_group, "num_kv_head_replicas": replicas}
         return shards | totals | groups_of
+    if hf["architectures"] == MINIMAX["architectures"] and re.search(r"\.(q|k)_norm\.", name):
+        heads = hf["num_attention_heads" if "q_norm" in name else "num_key_value_heads"]
+        replicas = max(1, sizes.attention_tensor // heads)
+        return {"attn_tp_size": sizes.attention_tensor, "attn_tp_rank": attention, "num_head_replicas": replicas}
     if "fused_qkv_a" in name:
         return {"output_size": held.shape[0]}
     if re.search(r"\.(q_b_proj|kv_b_proj)\.", name):
@@ -177,7 +204,7 @@ def owner_of(
 
 def expert_location(hf: dict[str, Any], sizes: EngineSizes) -> Any:
     """SGLang's ExpertLocationMetadata as far as it is read."""
-    experts = hf.get("num_experts", hf.get("n_routed_experts"))
+    experts = experts_of(hf)
     physical = torch.arange(experts + sizes.redundant) % experts
     return SimpleNamespace(
         physical_to_logical_map_cpu=physical.repeat(hf["num_hidden_layers"], 1), num_logical_experts=experts

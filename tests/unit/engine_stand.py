@@ -13,8 +13,19 @@ import torch
 
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, deepseek_v3_engine, qwen3_moe
-from tests.unit.layout_stand import DEEPSEEK, MODELS, QWEN, Model, Tensors, covering
+from slimx.models import deepseek_v3, deepseek_v3_engine, glm4_moe, minimax_m2, qwen3_moe
+from tests.unit.layout_stand import (
+    DEEPSEEK,
+    GLM,
+    MINIMAX,
+    MODELS,
+    QWEN,
+    Model,
+    Tensors,
+    covering,
+    experts_of,
+    gated,
+)
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -45,14 +56,18 @@ SERVED = {
             deepseek_v3.engine_table(_ONE_SHARED, fused_shared_experts=True),
             fused=True,
         ),
+        Served("glm", MODELS["glm"], glm4_moe.engine_table(GLM)),
+        Served("glm-fused", MODELS["glm"], glm4_moe.engine_table(GLM, fused_shared_experts=True), fused=True),
+        Served("minimax", MODELS["minimax"], minimax_m2.engine_table(MINIMAX)),
         Served("draft", MODELS["deepseek-mtp"], deepseek_v3_engine.draft_table(DEEPSEEK), draft=True),
     )
 }
 
 
 def engine_sizes(served: Served) -> list[EngineSizes]:
-    """A covering array of what the model can be split into; Qwen's 4 groups also over 8 ranks."""
-    tensors = (1, 2, 4) if served.model.latent else (1, 2, 4, 8)
+    """A covering array of what the model can be split into; 4 query groups also over 8 ranks, where no other size
+    forbids it."""
+    tensors = (1, 2, 4) if "n_shared_experts" in served.model.hf else (1, 2, 4, 8)
 
     def fits(tensor: int, expert: int, pipeline: int, attention: int, redundant: int) -> bool:
         split = tensor % expert == tensor % attention == (4 + redundant) % expert == 0 and 20 % (tensor // expert) == 0
@@ -124,24 +139,32 @@ class _Rank:
         if not sparse:
             yield from self._dense(here + "mlp.", there + "mlp.")
             return
-        yield here + "mlp.gate.weight", whole[there + "mlp.gate.weight"]
-        yield from self._experts(here + "mlp.experts.", there + "mlp.")
-        if self.served.model.latent:
-            yield here + "mlp.gate.e_score_correction_bias", whole[there + "mlp.gate.e_score_correction_bias"]
+        if "num_local_experts" in self.hf:
+            here, there = here + "block_sparse_moe.", there + "block_sparse_moe."
+            yield here + "e_score_correction_bias", whole[there + "e_score_correction_bias"]
+        else:
+            here, there = here + "mlp.", there + "mlp."
+        yield here + "gate.weight", whole[there + "gate.weight"]
+        yield from self._experts(here + "experts.", there)
+        if "n_routed_experts" in self.hf:
+            yield here + "gate.e_score_correction_bias", whole[there + "gate.e_score_correction_bias"]
             if not self.served.fused:
-                yield from self._dense(here + "mlp.shared_experts.", there + "mlp.shared_experts.")
+                yield from self._dense(here + "shared_experts.", there + "shared_experts.")
 
     def _grouped(self, here: str, there: str) -> Named:
-        head, own = self.hf["head_dim"], self.own % self.heads
-        out = []
-        for kind in "qkv":
-            heads = self.whole[f"{there}{kind}_proj.weight"].unflatten(0, (-1, head))
-            # Fewer key and value heads than ranks: neighbours hold the same one.
-            heads = heads.repeat_interleave(max(1, self.heads // len(heads)), 0)
-            out.append(heads.chunk(self.heads)[own].flatten(0, 1))
-        yield here + "qkv_proj.weight", torch.cat(out)
+        for leaf in ("weight", "bias") if self.hf.get("attention_bias") else ("weight",):
+            out = [self._heads(self.whole[f"{there}{kind}_proj.{leaf}"]) for kind in "qkv"]
+            yield f"{here}qkv_proj.{leaf}", torch.cat(out)
         for kind in "qk":
-            yield f"{here}{kind}_norm.weight", self.whole[f"{there}{kind}_norm.weight"]
+            norm = self.whole[f"{there}{kind}_norm.weight"]
+            yield f"{here}{kind}_norm.weight", norm if len(norm) == self.hf["head_dim"] else self._heads(norm)
+
+    def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's heads of a projection."""
+        heads = tensor.unflatten(0, (-1, self.hf["head_dim"]))
+        # Fewer key and value heads than ranks: neighbours hold the same one.
+        heads = heads.repeat_interleave(max(1, self.heads // len(heads)), 0)
+        return heads.chunk(self.heads)[self.own % self.heads].flatten(0, 1)
 
     def _latent(self, here: str, there: str) -> Named:
         down = [self.whole[f"{there}{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa")]
@@ -153,22 +176,24 @@ class _Rank:
 
     def _dense(self, here: str, there: str) -> Named:
         """Over all tensor-parallel ranks, under DP-attention too."""
-        yield here + "gate_up_proj.weight", self._gate_up(there, self.sizes.tensor, self.own)
-        yield here + "down_proj.weight", self.whole[there + "down_proj.weight"].chunk(self.sizes.tensor, 1)[self.own]
+        gate_up, down = self._swiglu(there, self.sizes.tensor, self.own)
+        yield here + "gate_up_proj.weight", gate_up
+        yield here + "down_proj.weight", down
 
     def _experts(self, here: str, there: str) -> Named:
-        experts = self.hf.get("num_experts") or self.hf["n_routed_experts"]
+        experts = experts_of(self.hf)
         physical = [*range(experts), *(p % experts for p in range(self.sizes.redundant))]
         count = len(physical) // self.sizes.expert
         slots = [f"{there}experts.{e}." for e in physical[self.expert * count : (self.expert + 1) * count]]
         slots += [there + "shared_experts."] if self.served.fused else []
-        inner = self.own % self.sharers
-        yield here + "w13_weight", torch.stack([self._gate_up(slot, self.sharers, inner) for slot in slots])
-        down = [self.whole[slot + "down_proj.weight"].chunk(self.sharers, 1)[inner] for slot in slots]
-        yield here + "w2_weight", torch.stack(down)
+        both = [self._swiglu(slot, self.sharers, self.own % self.sharers) for slot in slots]
+        for name, matrices in zip(("w13_weight", "w2_weight"), zip(*both, strict=True), strict=True):
+            yield here + name, torch.stack(matrices)
 
-    def _gate_up(self, there: str, size: int, own: int) -> torch.Tensor:
-        return torch.cat([self.whole[f"{there}{kind}_proj.weight"].chunk(size)[own] for kind in ("gate", "up")])
+    def _swiglu(self, there: str, size: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate over up, and down, of the MLP `there`."""
+        gate, up, down = (self.whole[name] for name in gated(there.removesuffix(".")))
+        return torch.cat([gate.chunk(size)[own], up.chunk(size)[own]]), down.chunk(size, 1)[own]
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

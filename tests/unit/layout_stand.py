@@ -19,7 +19,7 @@ import torch
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, qwen3_moe
+from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
 from slimx.reshard.plan import Plan
 from slimx.reshard.precision import ITEMSIZE
 
@@ -51,6 +51,23 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 14,
     "first_k_dense_replace": 1,
 }
+GLM: dict[str, Any] = QWEN | {
+    "intermediate_size": 36,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 1,
+}
+MINIMAX: dict[str, Any] = QWEN | {
+    "intermediate_size": 20,
+    "num_local_experts": 4,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "rotary_dim": 4,
+}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -65,7 +82,7 @@ class Model:
 
     @property
     def latent(self) -> bool:
-        """DeepSeek's attention and router, or Qwen's."""
+        """DeepSeek's attention, or query groups."""
         return "kv_lora_rank" in self.hf
 
     @property
@@ -77,6 +94,8 @@ MODELS = {
     "qwen": Model(QWEN, qwen3_moe.weight_table(QWEN)),
     "deepseek": Model(DEEPSEEK, deepseek_v3.weight_table(DEEPSEEK)),
     "deepseek-mtp": Model(DEEPSEEK, deepseek_v3.weight_table(DEEPSEEK, 1), 1),
+    "glm": Model(GLM, glm4_moe.weight_table(GLM, 1), 1),
+    "minimax": Model(MINIMAX, minimax_m2.weight_table(MINIMAX)),
 }
 
 
@@ -183,7 +202,12 @@ def megatron_rank(model: Model, whole: Tensors, sizes: Sizes, place: Place, spli
 def _chunk(
     model: Model, whole: Tensors, sizes: Sizes, place: Place, start: int, count: int, first: bool, last: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    layer = _deepseek_layer if model.latent else _qwen_layer
+    attention = _latent_attention if model.latent else _grouped_attention
+
+    def layer(hf: dict[str, Any], *at: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from attention(hf, *at)
+        yield from _mlp(hf, *at)
+
     embedding = whole["model.embed_tokens.weight"].chunk(sizes.tensor)[place.tensor]
     if first:
         yield "embedding.word_embeddings.weight", embedding
@@ -205,7 +229,7 @@ def _chunk(
             yield f"{here}transformer_layer.{name}", tensor
 
 
-def _qwen_layer(
+def _grouped_attention(
     hf: dict[str, Any], whole: Tensors, sizes: Sizes, place: Place, layer: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     there = f"model.layers.{layer}."
@@ -214,18 +238,21 @@ def _qwen_layer(
     fused = torch.cat([query, key, value], dim=1)  # [groups, query heads + key + value, head, hidden]
     yield "self_attention.linear_qkv.weight", fused.chunk(sizes.tensor)[place.tensor].reshape(-1, hidden)
     yield "self_attention.linear_qkv.layer_norm_weight", whole[there + "input_layernorm.weight"]
-    yield "self_attention.q_layernorm.weight", whole[there + "self_attn.q_norm.weight"]
-    yield "self_attention.k_layernorm.weight", whole[there + "self_attn.k_norm.weight"]
+    if hf.get("attention_bias"):
+        biases = [whole[f"{there}self_attn.{kind}_proj.bias"].view(groups, -1, head) for kind in "qkv"]
+        bias = torch.cat(biases, dim=1).chunk(sizes.tensor)[place.tensor]
+        yield "self_attention.linear_qkv.bias", bias.flatten()
+    for kind in "qk":
+        norm = whole[f"{there}self_attn.{kind}_norm.weight"]
+        own = norm if len(norm) == head else norm.chunk(sizes.tensor)[place.tensor]
+        yield f"self_attention.{kind}_layernorm.weight", own
     yield (
         "self_attention.linear_proj.weight",
         whole[there + "self_attn.o_proj.weight"].chunk(sizes.tensor, 1)[place.tensor],
     )
-    yield "pre_mlp_layernorm.weight", whole[there + "post_attention_layernorm.weight"]
-    yield "mlp.router.weight", whole[there + "mlp.gate.weight"]
-    yield from _experts(whole, sizes, place, there, hf["num_experts"])
 
 
-def _deepseek_layer(
+def _latent_attention(
     hf: dict[str, Any], whole: Tensors, sizes: Sizes, place: Place, layer: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     there = f"model.layers.{layer}."
@@ -238,31 +265,44 @@ def _deepseek_layer(
         heads = whole[f"{attention}{kind}_b_proj.weight"].chunk(sizes.tensor)
         yield f"self_attention.{name}_up_proj.weight", heads[own]
     yield "self_attention.linear_proj.weight", whole[attention + "o_proj.weight"].chunk(sizes.tensor, 1)[own]
-    if layer < hf["first_k_dense_replace"]:
+
+
+def _mlp(
+    hf: dict[str, Any], whole: Tensors, sizes: Sizes, place: Place, layer: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    there, own = f"model.layers.{layer}.", place.tensor
+    if layer < hf.get("first_k_dense_replace", 0):
         yield "mlp.linear_fc1.layer_norm_weight", whole[there + "post_attention_layernorm.weight"]
         yield from _swiglu(whole, "mlp.linear_fc{}.weight", there + "mlp", sizes.tensor, own)
         return
     yield "pre_mlp_layernorm.weight", whole[there + "post_attention_layernorm.weight"]
-    yield "mlp.router.weight", whole[there + "mlp.gate.weight"]
-    yield "mlp.router.expert_bias", whole[there + "mlp.gate.e_score_correction_bias"]
-    yield from _swiglu(whole, "mlp.shared_experts.linear_fc{}.weight", there + "mlp.shared_experts", sizes.tensor, own)
-    yield from _experts(whole, sizes, place, there, hf["n_routed_experts"])
-
-
-def _experts(
-    whole: Tensors, sizes: Sizes, place: Place, there: str, experts: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    own = torch.arange(experts).chunk(sizes.expert)[place.expert].tolist()
-    for local, expert in enumerate(own):
-        source = f"{there}mlp.experts.{expert}"
+    there += "block_sparse_moe." if "num_local_experts" in hf else "mlp."
+    yield "mlp.router.weight", whole[there + "gate.weight"]
+    if "num_local_experts" in hf:
+        yield "mlp.router.expert_bias", whole[there + "e_score_correction_bias"]
+    elif "n_routed_experts" in hf:
+        yield "mlp.router.expert_bias", whole[there + "gate.e_score_correction_bias"]
+        yield from _swiglu(whole, "mlp.shared_experts.linear_fc{}.weight", there + "shared_experts", sizes.tensor, own)
+    # Expert parallelism has no numbers of its own in the checkpoint: ranks take runs of equal length.
+    for local, expert in enumerate(torch.arange(experts_of(hf)).chunk(sizes.expert)[place.expert].tolist()):
         name = "mlp.experts.linear_fc{}.weight" + str(local)
-        yield from _swiglu(whole, name, source, sizes.expert_tensor, place.expert_tensor)
+        yield from _swiglu(whole, name, f"{there}experts.{expert}", sizes.expert_tensor, place.expert_tensor)
+
+
+def experts_of(hf: dict[str, Any]) -> int:
+    return next(hf[key] for key in ("num_local_experts", "n_routed_experts", "num_experts") if key in hf)
+
+
+def gated(source: str) -> tuple[str, str, str]:
+    """Names of the matrices gate, up and down of the MLP `source`."""
+    kinds = ("w1", "w3", "w2") if "block_sparse_moe" in source else ("gate_proj", "up_proj", "down_proj")
+    return tuple(f"{source}.{kind}.weight" for kind in kinds)
 
 
 def _swiglu(whole: Tensors, name: str, source: str, size: int, own: int) -> Iterator[tuple[str, torch.Tensor]]:
-    gate, up = (whole[f"{source}.{kind}_proj.weight"].chunk(size)[own] for kind in ("gate", "up"))
-    yield name.format(1), torch.cat([gate, up])
-    yield name.format(2), whole[source + ".down_proj.weight"].chunk(size, 1)[own]
+    gate, up, down = (whole[matrix] for matrix in gated(source))
+    yield name.format(1), torch.cat([gate.chunk(size)[own], up.chunk(size)[own]])
+    yield name.format(2), down.chunk(size, 1)[own]
 
 
 def held_by_trainers(model: Model, sizes: Sizes) -> list[Tensors]:

@@ -15,7 +15,17 @@ from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.kernel import checksum_tensor
-from tests.unit.engine_model import DEEPSEEK, QWEN3, ServerModel, checkpoint, engine_layout, expert_location, fill
+from tests.unit.engine_model import (
+    DEEPSEEK,
+    GLM,
+    MINIMAX,
+    QWEN3,
+    ServerModel,
+    checkpoint,
+    engine_layout,
+    expert_location,
+    fill,
+)
 
 LAYOUTS = [
     (QWEN3, EngineSizes(), False),
@@ -28,6 +38,10 @@ LAYOUTS = [
     (DEEPSEEK, EngineSizes(tensor=2, expert=2, attention_data=2), False),
     (DEEPSEEK, EngineSizes(tensor=4, expert=2), True),
     (DEEPSEEK, EngineSizes(tensor=2, expert=2, redundant=12), False),
+    (GLM, EngineSizes(tensor=4, expert=2, attention_data=2), False),
+    (GLM, EngineSizes(tensor=2), True),
+    (MINIMAX, EngineSizes(tensor=4, expert=2), False),
+    (MINIMAX, EngineSizes(tensor=8, expert=8), False),
 ]
 
 

@@ -236,6 +236,17 @@ def test_the_plugin_leaves_other_servers_alone(monkeypatch: pytest.MonkeyPatch) 
     assert not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu")
 
 
+def test_minimaxs_norms_on_the_cpu_are_those_over_all_heads_of_all_ranks() -> None:
+    query, key = torch.randn(3, 4 * 6), torch.randn(3, 2 * 6)
+    weights = torch.randn(4 * 6), torch.randn(2 * 6)
+    halves = [[x.chunk(2, -1)[rank] for x in (query, key, *weights)] for rank in range(2)]
+    sums = sum(sglang_cpu.sums_of_squares(q, k) for q, k, _, _ in halves)
+    found = [sglang_cpu.normed_by_sums(*half, sums, 2, 1e-3) for half in halves]
+    for number, (whole, weight) in enumerate(zip((query, key), weights, strict=True)):
+        wanted = torch.nn.functional.rms_norm(whole, weight.shape, weight, 1e-3)
+        torch.testing.assert_close(torch.cat([pair[number] for pair in found], -1), wanted)
+
+
 def test_the_cpus_hash_is_murmurhash3() -> None:
     def reference(seed: int, position: int, column: int) -> int:
         """MurmurHash3_x86_32 with seed 0 of four little-endian words."""

@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from slimx.models import deepseek_v3, qwen3_moe
+from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
 from slimx.models.flops import sequence_flops
 
 COMMON = {
@@ -26,6 +35,18 @@ LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_
 EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 MODELS = {
     "GQA": QWEN,
+    "GQA, shared experts": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        glm4_moe,
+        {**EXPERTS, "num_key_value_heads": 2, "head_dim": 24, "attention_bias": True, "use_qk_norm": True},
+    ),
+    "GQA, norms of projections": (
+        MiniMaxM2Config,
+        MiniMaxM2ForCausalLM,
+        minimax_m2,
+        {"num_key_value_heads": 2, "head_dim": 24, "num_local_experts": 8},
+    ),
     "MLA": (DeepseekV3Config, DeepseekV3ForCausalLM, deepseek_v3, {**LATENT, **EXPERTS, "q_lora_rank": 24}),
     "MLA, whole queries": (
         DeepseekV3Config,

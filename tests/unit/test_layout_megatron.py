@@ -28,7 +28,7 @@ from tests.unit.layout_stand import (
 )
 
 
-@pytest.mark.parametrize("model", ["qwen", "deepseek-mtp"])
+@pytest.mark.parametrize("model", ["qwen", "deepseek-mtp", "glm", "minimax"])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=name_of)
 def test_each_rank_holds_what_torch_cuts_out_for_it_and_together_they_hold_all_of_it_once(model: str, sizes: Sizes):
     tiny = MODELS[model]

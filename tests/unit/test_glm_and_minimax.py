@@ -1,0 +1,230 @@
+"""The tables of GLM-4.5 and MiniMax-M2 name what the published checkpoints hold; what cannot be built or served is
+refused; and families that megatron-core cannot build are refused by name as long as that is so."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.layout.engine import EngineLayout
+from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.models import glm4_moe, minimax_m2
+from slimx.models.families import UNBUILDABLE, ModelSpec, read_model
+from slimx.preflight.publication import publication_plan
+
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+"""config.json of zai-org/GLM-4.5."""
+AIR = GLM | {
+    "first_k_dense_replace": 1,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "num_hidden_layers": 46,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": False,
+}
+MINIMAX: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+"""config.json of MiniMaxAI/MiniMax-M2."""
+PUBLISHED = [(glm4_moe, GLM), (glm4_moe, AIR), (minimax_m2, MINIMAX)]
+
+
+def billions(shapes: Iterable[tuple[int, ...]]) -> float:
+    return sum(math.prod(shape) for shape in shapes) / 1e9
+
+
+def read(directory: Path, hf: dict[str, Any], **how: Any) -> ModelSpec:
+    (directory / "config.json").write_text(json.dumps(hf))
+    return read_model(directory, **how)
+
+
+# The published checkpoints ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hf", "count"), [(GLM, 358.3), (AIR, 110.5), (MINIMAX, 228.7)], ids=["4.5", "Air", "M2"])
+def test_parameters_are_as_many_as_the_published_files_hold(tmp_path: Path, hf: dict[str, Any], count: float):
+    """As Hugging Face counts them: layers of multi-token prediction with their copies of embedding and output."""
+    table = read(tmp_path, hf).table
+    shapes = table.checkpoint()
+    repeated = [shapes[original] for original in table.aliases.values()]
+    assert billions([*shapes.values(), *table.frozen.values(), *repeated]) == pytest.approx(count, abs=0.06)
+
+
+def test_the_prediction_layer_of_glm_is_carried_over_or_built(tmp_path: Path):
+    layer = "model.layers.92."
+    unbuilt, built = read(tmp_path, GLM).table, read(tmp_path, GLM, mtp_layers=1).table
+    assert set(unbuilt.aliases) == {layer + "embed_tokens.weight", layer + "shared_head.head.weight"}
+    names = {name.removeprefix(layer) for name in unbuilt.frozen}
+    assert {"eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"} < names
+    assert {"self_attn.q_proj.bias", "self_attn.k_norm.weight", "mlp.gate.e_score_correction_bias"} < names
+    assert "mlp.experts.159.down_proj.weight" in names and "mlp.shared_experts.up_proj.weight" in names
+    assert not built.frozen and set(unbuilt.frozen) == set(built.checkpoint()) - set(unbuilt.checkpoint())
+
+
+@pytest.mark.parametrize(("family", "hf"), PUBLISHED, ids=["4.5", "Air", "M2"])
+def test_an_engine_takes_every_tensor_of_the_checkpoint(family: Any, hf: dict[str, Any]):
+    table = family.engine_table(hf | {"num_hidden_layers": 4})
+    taken = {name for part in EngineLayout(table, EngineSizes(tensor=8)).parts() for name in part.sources}
+    assert taken == set(family.weight_table(hf | {"num_hidden_layers": 4}).checkpoint())
+
+
+def test_a_part_of_each_head_rotates_as_either_form_of_the_config_says():
+    present = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+    bare = {key: value for key, value in MINIMAX.items() if key != "rotary_dim"}
+    for family, hf, share in (
+        (glm4_moe, GLM, 0.5),
+        (glm4_moe, {key: value for key, value in GLM.items() if key != "partial_rotary_factor"}, 0.5),
+        (glm4_moe, GLM | present, 0.25),
+        (minimax_m2, MINIMAX, 0.5),
+        (minimax_m2, bare, 1.0),
+        (minimax_m2, bare | present, 0.25),
+    ):
+        assert family.gpt_arguments(hf)["rotary_percent"] == share
+
+
+# What is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hf", "problem"),
+    [
+        (GLM | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling of type yarn"),
+        (GLM | {"norm_topk_prob": False}, "norm_topk_prob false and num_experts_per_tok 8"),
+        (GLM | {"n_group": 8, "topk_group": 2}, "num_experts_per_tok 8 in topk_group 2 groups"),
+        (
+            GLM | {"quantization_config": {"quant_method": "compressed-tensors"}},
+            "quantization_config.quant_method compr",
+        ),
+        (GLM | {"tie_word_embeddings": True}, "tie_word_embeddings True"),
+        (MINIMAX | {"use_qk_norm": False}, "use_qk_norm False"),
+        (MINIMAX | {"qk_norm_type": "per_head"}, "qk_norm_type per_head"),
+        (MINIMAX | {"attn_type_list": [0, 1] * 31}, "attn_type_list with layers of linear attention"),
+        (MINIMAX | {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+        (MINIMAX | {"use_routing_bias": False}, "use_routing_bias False"),
+        (MINIMAX | {"shared_intermediate_size": 1536}, "shared_intermediate_size 1536"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_built_is_refused_in_words(tmp_path: Path, hf: dict[str, Any], problem: str):
+    with pytest.raises(SlimxError, match=f"{hf['architectures'][0]} with {problem}"):
+        read(tmp_path, hf)
+
+
+def test_prediction_layers_that_minimax_only_declares_are_refused(tmp_path: Path):
+    with pytest.raises(SlimxError, match="the checkpoint has 0 MTP layers; lower trainer.megatron.mtp_num_layers=1"):
+        read(tmp_path, MINIMAX, mtp_layers=1)
+
+
+@pytest.mark.parametrize("key", ["use_qk_norm", "use_routing_bias", "scoring_func", "rotary_dim"])
+def test_an_engine_is_refused_a_minimax_that_it_would_misread(key: str):
+    """transformers writes such files; it takes the fields for granted, SGLang their opposites."""
+    with pytest.raises(SlimxError, match=f"without {key}: SGLang 0.5.23 would serve another model"):
+        minimax_m2.engine_table({name: value for name, value in MINIMAX.items() if name != key})
+
+
+def test_more_than_one_shared_expert_is_not_fused():
+    with pytest.raises(SlimxError, match="fuses one shared expert with the others, this model has 2"):
+        glm4_moe.engine_table(GLM | {"n_shared_experts": 2}, fused_shared_experts=True)
+
+
+@pytest.mark.parametrize("architecture", sorted(UNBUILDABLE))
+def test_a_family_that_upstream_cannot_build_is_refused_with_the_reason(tmp_path: Path, architecture: str):
+    with pytest.raises(SlimxError, match=rf"architecture {architecture} is not supported: its .* megatron-core 0.16.1"):
+        read(tmp_path, {"architectures": [architecture]})
+
+
+def test_upstream_still_refuses_packed_sequences_where_families_are_refused_for_it():
+    """When one of these fails, the family can be built: delete it from UNBUILDABLE."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
+
+    assert "GDN does not support packed sequence" in inspect.getsource(GatedDeltaNet.forward)
+    assert "Packed sequence is not supported for DSAttention" in inspect.getsource(DSAIndexer)
+
+
+# Publication ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["hf", "local"])
+@pytest.mark.parametrize(("family", "hf"), PUBLISHED[1:], ids=["Air", "M2"])
+def test_what_an_engine_holds_in_fp32_is_published_in_fp32(tmp_path: Path, family: Any, hf: dict[str, Any], encoding):
+    """SGLang's routers of these families have fp32 weights in a bf16 model."""
+    spec = read(tmp_path, hf | {"num_hidden_layers": 2, "quantization_config": None})
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path)},
+            "model": {"path": str(tmp_path)},
+            "numerics": {"dtype": "bfloat16"},
+            "rollout": {"prompts": "p", "engines": [{"name": "actor"}]},
+            "publish": {"encoding": encoding},
+        }
+    )
+    plan = publication_plan(config, spec, Sizes(), "cuda").plan
+    sent = {tensor.name: tensor.dtype for buckets in plan.buckets for bucket in buckets for tensor in bucket.tensors}
+    exact = {name for name in sent if name.endswith(("gate.weight", "e_score_correction_bias"))}
+    assert len(exact) == 2 * (1 if family is glm4_moe else 2)
+    assert {name for name, dtype in sent.items() if dtype == "float32"} == exact
+    assert {dtype for name, dtype in sent.items() if name not in exact} == {"bfloat16"}
