@@ -35,6 +35,8 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 3,
 }
+DENSE = {key: value for key, value in COMMON.items() if key not in ("num_experts_per_tok", "scoring_func")}
+DENSE["intermediate_size"] = 192
 MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": COMMON
     | {
@@ -53,6 +55,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "partial_rotary_factor": 0.5,
         "num_nextn_predict_layers": 0,
+    },
+    "qwen3": DENSE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False},
+    "qwen2": DENSE | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
+    "llama": DENSE
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
     },
     "minimax_m2": COMMON
     | {

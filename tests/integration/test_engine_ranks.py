@@ -228,7 +228,7 @@ async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, enco
 
 async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
     ranks = stand.local(stand.weights)
-    name = next(name for name in ranks[1] if name.endswith("experts.w2_weight"))
+    name = next(name for name in ranks[1] if name.endswith(("experts.w2_weight", "mlp.down_proj.weight")))
     shape = tuple(ranks[1][name].shape)
     cases = {
         "rank 1, slimx.stage: tensor model.norm.bias of bucket 0 is unknown": [{}, {"model.norm.bias": torch.ones(1)}],
@@ -240,6 +240,8 @@ async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
         await stand.engine.begin(manifest(9, "local"))
         with Bucket(*targets) as bucket, pytest.raises(SlimxError, match=message):
             await stand.engine.stage(bucket.packed, 0)
+    if not stand.layout.table.experts:
+        return
     await stand.engine.begin(manifest(9))
     eighth = next(name for name in stand.weights if ".experts.7." in name).replace(".7.", ".8.")
     message, expert = f"{eighth} of bucket 0 is unknown to the model", {eighth: torch.ones(64, 128)}
