@@ -20,6 +20,11 @@ class Run(Section):
 
 class Model(Section):
     path: str = Field(description="Hugging Face directory: config.json, tokenizer and safetensors")
+    family: str | None = Field(
+        None,
+        description="dotted path of a module that says how to build the model, for an architecture that slimx does not "
+        "bring (docs/models.md); null: the one of config.json's architecture",
+    )
 
 
 class Numerics(Section):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import deepseek_v3, glm4_moe, llama, minimax_m2, qwen2, qwen3, qwen3_moe
@@ -101,33 +103,42 @@ class ModelSpec:
         return self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
 
 
-def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
+def load_family(path: str) -> Family:
+    """The module with dotted path `path`, a family that slimx does not bring. Raises SlimxError if it cannot be
+    imported or lacks a part of `Family`."""
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise SlimxError(f"model.family={path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+    except Exception as error:
+        raise SlimxError(f"model.family={path}: importing it raised {type(error).__name__}: {error}") from error
+    parts = [name for name in (*Family.__annotations__, *vars(Family)) if not name.startswith("_")]
+    if missing := [name for name in parts if not hasattr(module, name)]:
+        raise SlimxError(f"model.family={path} lacks {', '.join(missing)}; docs/models.md says what a family defines")
+    return module
+
+
+def configured_model(config: Config) -> ModelSpec:
+    """The policy's model as the configuration wants it built. Raises SlimxError as `read_model` does."""
+    family = load_family(config.model.family) if config.model.family else None
+    mtp = config.trainer.megatron.get("mtp_num_layers") or 0
+    return read_model(config.model.path, mtp_layers=mtp, family=family)
+
+
+def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None = None) -> ModelSpec:
     """Read `path`/config.json, for a model with `mtp_layers` layers of multi-token prediction.
 
-    Raises SlimxError for a missing directory, an unknown family, an unsupported field or layers that are not there."""
+    `family`: None for the one that config.json's architecture belongs to. Raises SlimxError for a missing directory, an
+    unknown family, an unsupported field or layers that are not there."""
     file = Path(path) / "config.json"
-    if not file.is_file():
-        raise SlimxError(f"{path}: no checkpoint there (config.json is missing); give a Hugging Face model directory")
-    try:
-        hf = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SlimxError(f"{file}: not valid JSON ({error}); restore the file from the checkpoint's source") from error
-    if not isinstance(hf, dict):
-        raise SlimxError(f"{file}: not a JSON object; restore the file from the checkpoint's source")
+    hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:
         raise SlimxError(f"trainer.megatron.mtp_num_layers={mtp_layers!r} is no number of layers; give 0 or more")
-    names = hf.get("architectures") or ["nothing"]
-    if not isinstance(names, list) or not isinstance(names[0], str):
-        raise SlimxError(f"{file}: architectures is {names!r}, not a list of names; restore it from the source")
-    if names[0] in UNBUILDABLE:
-        raise SlimxError(f"{file}: architecture {names[0]} is not supported: {UNBUILDABLE[names[0]]}")
-    family = FAMILIES.get(names[0])
-    if family is None:
-        raise SlimxError(f"{file}: architecture {names[0]} is not supported; slimx knows {', '.join(sorted(FAMILIES))}")
+    family = _family_of(architecture, file, family)
     try:
         problem = family.unsupported(hf)
         if problem:
-            raise SlimxError(f"{file}: {names[0]} with {problem} is not supported")
+            raise SlimxError(f"{file}: {architecture} with {problem} is not supported")
         if mtp_layers > (declared := family.mtp_layers(hf)):
             raise SlimxError(
                 f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}"
@@ -135,9 +146,45 @@ def read_model(path: str | Path, *, mtp_layers: int = 0) -> ModelSpec:
         table = family.weight_table(hf, mtp_layers)
         return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), table, family)
     except KeyError as error:
-        raise SlimxError(f"{file}: field {error} is missing; a {names[0]} checkpoint must have it") from error
+        raise SlimxError(f"{file}: field {error} is missing; a {architecture} checkpoint must have it") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise SlimxError(
-            f"{file}: a field has a value that a {names[0]} cannot have ({error}); restore it from the checkpoint's "
-            "source"
+            f"{file}: a field has a value that a {architecture} cannot have ({error}); restore it from the "
+            "checkpoint's source"
         ) from error
+
+
+def _config_of(file: Path) -> tuple[dict[str, Any], str]:
+    """Content and architecture of a config.json."""
+    if not file.is_file():
+        raise SlimxError(
+            f"{file.parent}: no checkpoint there (config.json is missing); give a Hugging Face model directory"
+        )
+    try:
+        hf = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SlimxError(f"{file}: not valid JSON ({error}); restore the file from the checkpoint's source") from error
+    if not isinstance(hf, dict):
+        raise SlimxError(f"{file}: not a JSON object; restore the file from the checkpoint's source")
+    names = hf.get("architectures") or ["nothing"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise SlimxError(f"{file}: architectures is {names!r}, not a list of names; restore it from the source")
+    return hf, names[0]
+
+
+def _family_of(architecture: str, file: Path, given: Family | None) -> Family:
+    if given is not None:
+        if architecture != given.ARCHITECTURE:
+            raise SlimxError(
+                f"{file}: architecture {architecture} is not the family's, {given.ARCHITECTURE}; give the checkpoint's "
+                "own family in model.family, or leave it out"
+            )
+        return given
+    if architecture in UNBUILDABLE:
+        raise SlimxError(f"{file}: architecture {architecture} is not supported: {UNBUILDABLE[architecture]}")
+    if architecture not in FAMILIES:
+        raise SlimxError(
+            f"{file}: architecture {architecture} is not supported; slimx knows {', '.join(sorted(FAMILIES))}, and "
+            "docs/models.md shows how to add one (model.family)"
+        )
+    return FAMILIES[architecture]

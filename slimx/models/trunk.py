@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slimx.models.families import ModelSpec, read_model
+from slimx.config.schema import Config
+from slimx.models.families import ModelSpec, load_family, read_model
 
 OUTPUT_LAYER = "output_layer.weight"
 """Its name in every family's table: megatron-core's."""
 
 
-def read_trunk(path: str) -> ModelSpec:
-    """Read `path`/config.json as `read_model` does, without layers of multi-token prediction and output layer; a
+def read_trunk(config: Config) -> ModelSpec:
+    """The policy's model as `configured_model` reads it, without layers of multi-token prediction and output layer; a
     checkpoint may still hold their tensors."""
-    spec = read_model(path)
+    family = load_family(config.model.family) if config.model.family else None
+    spec = read_model(config.model.path, family=family)
     table = spec.table
     rows = tuple(
         # The second copy of a tied embedding is the output layer.

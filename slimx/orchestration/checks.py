@@ -14,7 +14,7 @@ from slimx.data.tokens import check_prompts, load_tokenizer
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.checkpoint_reader import CheckpointReader
-from slimx.models.families import ModelSpec, read_model
+from slimx.models.families import ModelSpec, configured_model
 from slimx.models.megatron_directory import check_fit, is_megatron
 from slimx.orchestration.cluster import device_of
 from slimx.preflight.constraints import batch_problems
@@ -54,7 +54,7 @@ def check_run(config: Config) -> Prepared:
     """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first thing that cannot
     work."""
     device = device_of(config)
-    spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
+    spec = configured_model(config)
     sizes = check_layout(config, spec)
     check_routing(config, spec)
     backends = choose_backends(config.trainer, device=device, packages=installed())

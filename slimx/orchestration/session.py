@@ -138,7 +138,7 @@ async def _session(
         engines = client = critic = None
         starting = [trainers.start()]
         if prepared.critic is not None:
-            packer = make_packer(config.as_critic(), read_trunk(config.model.path), prepared.critic)
+            packer = make_packer(config.as_critic(), read_trunk(config), prepared.critic)
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(_stopping(critic.stop, table))
             starting.append(critic.start())

@@ -67,7 +67,7 @@ def _check_parts(spec: ModelSpec, sizes: Sizes, *, prove: bool) -> None:
 
 def check_critic_layout(config: Config) -> tuple[ModelSpec, Sizes]:
     """The critic's trunk and its sizes. Raises SlimxError as `check_layout` does, naming the keys that belong to it."""
-    spec = read_trunk(config.model.path)
+    spec = read_trunk(config)
     with critic_keys(config):
         return spec, check_layout(config.as_critic(), spec)
 

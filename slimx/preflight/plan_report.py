@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, sizes_of
-from slimx.models.families import ModelSpec, read_model
+from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.batch_plan import batch_plan
 from slimx.preflight.colocated import colocated_memory
 from slimx.preflight.constraints import batch_problems, machine_problems, machine_warnings, memory_problems
@@ -67,7 +67,7 @@ def plan_report(config: Config) -> Planned:
 
     Whatever would refuse the run stands in the report's `violations`. Raises SlimxError only for a model that cannot be
     read, without which nothing can be said."""
-    spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
+    spec = configured_model(config)
     machine = machine_of(config.cluster)
     # A plan is for the machine of the run, which this one need not be.
     device = "cuda" if config.cluster.device == "auto" else config.cluster.device

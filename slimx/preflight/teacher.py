@@ -13,7 +13,7 @@ def check_teacher(path: str, spec: ModelSpec) -> None:
     Tensors are compared by name and shape, and what they do not show (norm's epsilon, rope's base, experts per token)
     by Megatron's configuration of both. How long a sequence may be is not compared.
     """
-    teacher = read_model(path, mtp_layers=spec.table.mtp_layers)
+    teacher = read_model(path, mtp_layers=spec.table.mtp_layers, family=spec.family)
     for own, other in ((spec.transformer, teacher.transformer), (spec.gpt, teacher.gpt)):
         for field in sorted((own.keys() | other.keys()) - {"max_sequence_length"}):
             if own.get(field) != other.get(field):

@@ -83,10 +83,10 @@ class TrainerWorker:
 
     def _build(self, config: Any) -> None:
         """The policy, and the critic if it shares these ranks."""
-        from slimx.models.families import read_model
+        from slimx.models.families import configured_model
         from slimx.trainer.trainer import Trainer
 
-        spec = read_model(config.model.path, mtp_layers=config.trainer.megatron.get("mtp_num_layers") or 0)
+        spec = configured_model(config)
         self._trainer = Trainer(config, spec, self._parallel)
         if config.critic is not None and config.critic.placement == "shared":
             from slimx.trainer.critic import Critic

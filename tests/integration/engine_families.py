@@ -74,6 +74,14 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "mixtral": DENSE
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
     "minimax_m2": COMMON
     | {
         "architectures": ["MiniMaxM2ForCausalLM"],

@@ -20,6 +20,8 @@ class Case:
     """(directory, seed) -> the model of transformers, its checkpoint written."""
     dense: bool = False
     """Without experts to split."""
+    family: str | None = None
+    """Module that defines it, where slimx does not bring it."""
     mtp: int = 0
     """Layers of multi-token prediction that the trainer builds."""
     thorough: bool = False
@@ -96,4 +98,6 @@ CASES: dict[str, Case] = {
         make=stock("MiniMaxM2Config", num_local_experts=8, num_experts_per_tok=3, rope_parameters=ROTARY),
         thorough=True,
     ),
+    # Added from outside, as docs/models.md says.
+    "Mixtral": Case(make=stock("MixtralConfig", num_local_experts=8, num_experts_per_tok=3), family="examples.mixtral"),
 }

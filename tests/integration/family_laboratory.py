@@ -16,7 +16,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models.families import read_model
+from slimx.models.families import load_family, read_model
 from slimx.ports import free_port
 from tests.integration.conftest import Weights
 from tests.integration.family_cases import CASES
@@ -76,8 +76,9 @@ class Laboratory:
             case = CASES[name]
             if case.dense and SIZES[layout].expert > 1:
                 continue
-            job = {"name": name, "path": str(self.oracle(name).path), "mtp": case.mtp, "dtype": "float32"}
-            cases.append({**job, "restore": case.thorough})
+            model = {"path": str(self.oracle(name).path), "family": case.family}
+            job = {"name": name, "model": model, "mtp": case.mtp, "dtype": "float32", "restore": case.thorough}
+            cases.append(job)
             if case.thorough:
                 cases.append({**job, "name": f"{name}.half", "dtype": "bfloat16"})
         job = {
@@ -96,7 +97,8 @@ class Ran:
 
     def __init__(self, directory: Path, model: str, sizes: Sizes, oracle: Oracle):
         self.directory, self.model, self.sizes = directory, model, sizes
-        self.table: Table = read_model(oracle.path, mtp_layers=CASES[model].mtp).table
+        family = load_family(CASES[model].family) if CASES[model].family else None
+        self.table: Table = read_model(oracle.path, mtp_layers=CASES[model].mtp, family=family).table
 
     def sequences(self, rank: int, key: str) -> dict[tuple[int, ...], np.ndarray]:
         """`key` of every sequence (its tokens and the last label) that `rank` saw; empty if it does not know it."""

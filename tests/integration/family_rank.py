@@ -39,7 +39,7 @@ class Rank:
         return Config.model_validate(
             {
                 "run": {"dir": str(self.out)},
-                "model": {"path": case["path"]},
+                "model": case["model"],
                 "numerics": {"dtype": case["dtype"]},
                 "trainer": {
                     **self.job["layout"],
@@ -54,13 +54,13 @@ class Rank:
         )
 
     def run(self, case: dict[str, Any]) -> None:
-        from slimx.models.families import read_model
+        from slimx.models.families import configured_model
         from slimx.trainer.model import unwrap
         from slimx.trainer.trainer import Trainer
 
         self.case = case["name"]
-        spec = read_model(case["path"], mtp_layers=case["mtp"])
-        trainer = Trainer(self.config(case), spec, self.parallel)
+        config = self.config(case)
+        trainer = Trainer(config, configured_model(config), self.parallel)
         self.write("weights", trainer.weights.parameters)
         if case["dtype"] != "float32":
             return

@@ -20,11 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
+from examples import mixtral
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
-from slimx.models.families import FAMILIES
+from slimx.models.families import read_model
 from slimx.ports import free_port
 from slimx.rollout.engine import Engine, State
 from slimx.rollout.spec import EngineSpec
@@ -162,9 +163,18 @@ def stand(
     if name != "qwen3_moe":
         model, sizes = tmp_path_factory.mktemp(name), EngineSizes(tensor=2)
         make_deepseek(model) if name == "deepseek_v3" else engine_families.make_model(name, model)
-    hf = json.loads((model / "config.json").read_text())
-    layout = EngineLayout(FAMILIES[hf["architectures"][0]].engine_table(hf), sizes)
-    spec = EngineSpec("ranks", str(model), "float32", "cpu", free_port(), max_total_tokens=4096, sizes=sizes)
+    read = read_model(model, family=mixtral if name == "mixtral" else None)
+    layout = EngineLayout(read.engine_table(), sizes)
+    spec = EngineSpec(
+        "ranks",
+        str(model),
+        "float32",
+        "cpu",
+        free_port(),
+        max_total_tokens=4096,
+        sizes=sizes,
+        routed_experts=read.experts > 0,
+    )
     engine = Engine(spec, tmp_path_factory.mktemp("ranks") / "server.log")
     engine.start()
     try:
