@@ -109,7 +109,7 @@ def test_a_configuration_in_which_nothing_is_wrong_starts(command, file):
             "rollout.engines=[{name: actor}, {name: other, cuont: 2}]",
             "unknown key rollout.engines.1.cuont; did you mean rollout.engines.1.count?",
         ),
-        ("model.xyz=1", "unknown key model.xyz; known keys: path, family"),
+        ("model.xyz=1", "unknown key model.xyz; known keys: family, path"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(command, file, override, sentence):
