@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from slimx.config.section import Count, Section
+
+_ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
+"""Of a server: IPv6 addresses in brackets."""
 
 
 class Engines(Section):
     """A group of identical engine servers."""
 
+    name: str = Field("actor", description="name of the group in logs and metrics, and in hooks (`ctx.engines[name]`)")
+    role: Literal["regular", "prefill", "decode"] = Field(
+        "regular",
+        description="prefill, decode: SGLang's disaggregation, in which one server computes the KV of prompts and "
+        "another samples; regular: each server does both",
+    )
+    frozen: bool = Field(
+        False,
+        description="true: another model (a judge, a reward model, a teacher) that weights are never published to, "
+        "behind a router of its own; hooks reach it by the group's name",
+    )
     model: str | None = Field(
         None,
         description="Hugging Face directory that the servers start from, such as an fp8 copy of model.path; null: "
         "model.path",
     )
-    name: str = Field("actor", description="name of the group in logs and metrics")
     count: PositiveInt = Field(1, description="number of servers in the group")
+    urls: tuple[str, ...] = Field(
+        (),
+        description="addresses of servers that run already, http://HOST:PORT each, in place of `count`; slimx never "
+        "ends them",
+    )
+    nodes: PositiveInt = Field(
+        1, description="machines that one server spans (nnodes), each with an equal share of its ranks"
+    )
     max_total_tokens: PositiveInt | None = Field(None, description="KV-cache room in tokens; null: SGLang decides")
     threads: PositiveInt = Field(1, description="CPU threads of each rank of a server (CPU only)")
     tensor: PositiveInt = Field(1, description="tensor parallel size of a server (SGLang's tp_size)")
@@ -35,6 +58,83 @@ class Engines(Section):
     def ranks(self) -> int:
         """Ranks of one server: a GPU each on CUDA."""
         return self.tensor * self.pipeline
+
+    @property
+    def servers(self) -> int:
+        """Servers of the group, started by slimx or not."""
+        return len(self.urls) or self.count
+
+    @property
+    def started(self) -> int:
+        """Servers that slimx starts."""
+        return 0 if self.urls else self.count
+
+    @model_validator(mode="after")
+    def _alone(self) -> Engines:
+        where = f"rollout.engines group {self.name}"
+        if self.frozen and self.role != "regular":
+            raise ValueError(
+                f"{where} is frozen and has the role {self.role}; prefill and decode servers are the policy's: set "
+                "frozen=false or role=regular"
+            )
+        if self.frozen and not self.urls and self.model is None:
+            raise ValueError(
+                f"{where} is frozen but names neither a model nor urls; name the directory of its model, which may be "
+                "model.path"
+            )
+        if self.ranks % self.nodes:
+            raise ValueError(
+                f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
+                "each machine has the same share of them"
+            )
+        if self.urls:
+            self._external(where)
+        if self.sglang.get("disaggregation_transfer_backend") == "fake":
+            raise ValueError(
+                f"{where}: disaggregation_transfer_backend fake moves no KV, so that decode servers would sample from "
+                "nothing; use mooncake or nixl"
+            )
+        return self
+
+    def _external(self, where: str) -> None:
+        """Refuse addresses that are none, and keys that cannot reach a server which runs already."""
+        idle = ("count", "model", "nodes", "max_total_tokens", "threads", "sglang")
+        if given := [key for key in idle if key in self.model_fields_set]:
+            raise ValueError(
+                f"{where} has urls, servers that run already, so that its {given[0]} would do nothing; remove it"
+            )
+        if self.role == "prefill":
+            raise ValueError(
+                f"{where} has urls and the role prefill, whose bootstrap port slimx chooses when it starts a server; "
+                "let slimx start prefill servers"
+            )
+        for url in self.urls:
+            if not _ADDRESS.fullmatch(url):
+                raise ValueError(f"{where}: {url!r} in urls is not of the form http://HOST:PORT")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"{where} names an address twice in urls; name each server once")
+
+
+def check_groups(groups: Sequence[Engines]) -> None:
+    """Raise ValueError for groups that cannot serve together."""
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise ValueError(f"rollout.engines names a group twice in {names}; give each group its own name")
+    urls = [url for group in groups for url in group.urls]
+    if len(set(urls)) < len(urls):
+        twice = next(url for url in urls if urls.count(url) > 1)
+        raise ValueError(f"rollout.engines names {twice} in two groups; a server belongs to one")
+    roles = {group.role for group in groups if not group.frozen}
+    split = roles & {"prefill", "decode"}
+    if len(split) == 1:
+        (have,) = split
+        missing = "decode" if have == "prefill" else "prefill"
+        raise ValueError(f"rollout.engines has a group with the role {have} but none with {missing}; add one")
+    if split and "regular" in roles:
+        raise ValueError(
+            "rollout.engines mixes the role regular with prefill and decode, and one router serves either; give all "
+            "groups of the policy roles of one kind"
+        )
 
 
 class Health(Section):

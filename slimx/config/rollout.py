@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from slimx.config.engines import Engines, Health
+from slimx.config.engines import Engines, Health, check_groups
 from slimx.config.section import Count, Section, Share
 
 MAX_SUPPORT = 4096
@@ -54,11 +54,29 @@ class Rollout(Section):
     gap_probe: Count = Field(4, description="rollouts re-scored by an engine per step where no token is on-version")
     health: Health = Health()
 
+    @property
+    def policy_engines(self) -> tuple[Engines, ...]:
+        """Groups that serve the policy: what trainers publish to and rollouts sample from."""
+        return tuple(group for group in self.engines if not group.frozen)
+
+    @property
+    def frozen_engines(self) -> tuple[Engines, ...]:
+        """Groups of other models, which hooks reach by name."""
+        return tuple(group for group in self.engines if group.frozen)
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether prompts and samples are computed by different servers (prefill and decode)."""
+        return any(group.role != "regular" for group in self.engines)
+
     @model_validator(mode="after")
-    def _engine_names(self) -> Rollout:
-        names = [group.name for group in self.engines]
-        if len(set(names)) < len(names):
-            raise ValueError(f"rollout.engines names a group twice in {names}; give each group its own name")
+    def _groups(self) -> Rollout:
+        check_groups(self.engines)
+        if self.disaggregated and self.routed_experts:
+            raise ValueError(
+                "rollout.routed_experts with prefill and decode groups: the decode server, whose answer counts, never "
+                "computed the experts of the prompt; set rollout.routed_experts=false"
+            )
         return self
 
 

@@ -18,6 +18,7 @@ from slimx.config.rollout import Eval, Rollout
 from slimx.config.run import Cluster, Model, Numerics, Run, Track
 from slimx.config.schedule import Checkpoint, Publish, Schedule
 from slimx.config.section import Section
+from slimx.config.serving import check_serving
 from slimx.config.trainer import Trainer
 
 
@@ -46,13 +47,14 @@ class Config(Section):
         self._check_algorithm()
         if self.critic is not None:
             self.as_critic()
-        if self.trainer.moe.replay == "R3" and not (self.rollout.engines and self.rollout.routed_experts):
-            missing = "rollout.routed_experts is false" if self.rollout.engines else "rollout.engines is empty"
+        served = bool(self.rollout.policy_engines)
+        if self.trainer.moe.replay == "R3" and not (served and self.rollout.routed_experts):
+            missing = "rollout.routed_experts is false" if served else "rollout.engines is empty"
             raise ValueError(
                 f"trainer.moe.replay is R3 but {missing}: there are no routes of an engine to replay; set "
                 "rollout.routed_experts=true, or trainer.moe.replay=none or R2"
             )
-        if self.eval.prompts and not self.rollout.engines:
+        if self.eval.prompts and not served:
             raise ValueError("eval.prompts is set but rollout.engines is empty; evaluation needs an engine")
         if self.rollout.prompts_per_step % self.schedule.updates_per_step:
             raise ValueError(
@@ -75,16 +77,18 @@ class Config(Section):
                 "publish.quantise=triton is defined for bfloat16 weights, and numerics.dtype is float32; set it to "
                 "bfloat16, or publish.quantise=ieee"
             )
-        if not self.rollout.engines and (self.schedule.max_staleness or self.schedule.colocate):
+        if not served and (self.schedule.max_staleness or self.schedule.colocate):
             raise ValueError("schedule.max_staleness and schedule.colocate need engines; rollout.engines is empty")
+        check_serving(self.rollout, self.schedule, self.publish)
         return self
 
     def _check_algorithm(self) -> None:
         """What the algorithm needs of the other sections."""
         algorithm, name, size = self.algorithm, self.algorithm.name, self.rollout.group_size
         demonstrated = algorithm.loss == "sft" or algorithm.advantages == "dpo"
-        if not demonstrated and not self.rollout.engines:
-            raise ValueError(f"algorithm.name is {name} but rollout.engines is empty; add an engine group or use sft")
+        if not demonstrated and not self.rollout.policy_engines:
+            have = "holds frozen groups only" if self.rollout.engines else "is empty"
+            raise ValueError(f"algorithm.name is {name} but rollout.engines {have}; add an engine group or use sft")
         if not demonstrated and algorithm.advantages != "none" and not self.reward.given:
             raise ValueError(f"algorithm.name is {name} but reward.function is null; name a reward hook")
         if algorithm.advantages == "gae" and self.critic is None:

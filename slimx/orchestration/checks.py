@@ -21,6 +21,7 @@ from slimx.preflight.constraints import batch_problems
 from slimx.preflight.layout import check_critic_layout, check_layout, critic_keys
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
 from slimx.preflight.routing import check_routing
+from slimx.preflight.serving import check_devices, check_transfer
 from slimx.preflight.teacher import check_teacher
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
@@ -64,6 +65,7 @@ def check_run(config: Config) -> Prepared:
     if config.algorithm.teacher:
         check_teacher(config.algorithm.teacher, spec)
     hooks = load_hooks(config)
+    check_devices(config, device)
     for group in config.rollout.engines:
         model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)
         server_args(
@@ -71,11 +73,8 @@ def check_run(config: Config) -> Prepared:
                 group.name, model, config.numerics.dtype, device, port=0, sizes=sizes_of_engine, sglang=group.sglang
             )
         )
-        if group.ranks > 1 and config.schedule.colocate and device == "cuda":
-            raise SlimxError(
-                f"schedule.colocate with servers of {group.ranks} GPUs (rollout.engines {group.name}): slimx places "
-                "colocated servers of one GPU only; set schedule.colocate=false"
-            )
+        if device == "cuda":
+            check_transfer(group)
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
     eval_prompts = _prompts(config, config.eval.prompts, tokenizer, spec) if config.eval.prompts else []

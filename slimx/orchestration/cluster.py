@@ -14,10 +14,6 @@ import torch
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 
-TRAINER_SHARE, ENGINE_SHARE = 0.6, 0.4
-"""Of a GPU, as Ray counts, where a trainer rank and an engine take turns on it (schedule.colocate). Ray fills one GPU
-before it takes the next: of two halves it would make two trainer ranks on one GPU, which NCCL refuses."""
-
 
 def device_of(config: Config) -> str:
     """ "cuda" or "cpu", as configured or as torch sees it."""
@@ -28,8 +24,10 @@ def device_of(config: Config) -> str:
 
 def start_ray(config: Config, device: str) -> None:
     """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold."""
-    engines = sum(group.count * group.ranks for group in config.rollout.engines)
-    threads = sum(group.count * group.ranks * group.threads for group in config.rollout.engines)
+    threads = sum(group.started * group.ranks * group.threads for group in config.rollout.engines)
+    # Engines that take turns with trainers have no GPUs of their own.
+    apart = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.engines
+    engines = sum(group.started * group.ranks for group in apart)
     # Ranks of a critic that shares the trainers' are none of their own.
     critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
     cpus = (config.trainer.world_size + critic) * config.trainer.threads + threads
@@ -51,8 +49,7 @@ def start_ray(config: Config, device: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = config.cluster.ray_address or "on this machine"
         raise SlimxError(f"Ray cannot be started {where}: {' '.join(str(error).split())[:300]}") from error
-    trainer, engine = (TRAINER_SHARE, ENGINE_SHARE) if config.schedule.colocate else (1.0, 1.0)
-    gpus = trainer * config.trainer.world_size + engine * engines + critic if device == "cuda" else 0.0
+    gpus = float(config.trainer.world_size + engines + critic) if device == "cuda" else 0.0
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
         have = ray.cluster_resources().get(kind, 0.0)
         if have < needed:

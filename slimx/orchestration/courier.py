@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, SlimxError
+from slimx.orchestration.engine_nodes import DEVICES, place_of
 from slimx.orchestration.waiting import ActorDied, first_line, gather
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
@@ -24,9 +24,6 @@ from slimx.reshard.transports.collective import Backend, Meeting, Opening, Sendi
 from slimx.reshard.transports.disk import Shelf
 from slimx.reshard.transports.landing import bytes_of
 from slimx.reshard.transports.memory import open_memory
-
-DEVICES = "CUDA_VISIBLE_DEVICES"
-"""CUDA's own variable: the GPUs of a process."""
 
 
 class Courier:
@@ -58,11 +55,13 @@ class Courier:
     def commit(self) -> None:
         self.shelf.commit()
 
-    def open(self, engine: str, epoch: int, backend: Backend) -> Meeting:
-        """Open a meeting for `engine`; the channel that it had is closed."""
+    def open(self, engine: str, epoch: int, backend: Backend, machines: int) -> Meeting:
+        """Open a meeting for the `machines` of `engine`; the channel that it had is closed."""
         if (old := self.channels.pop(engine, None)) is not None:
             old.close()
-        opening = Sending.open(engine, epoch, ranks=1, host=self.host, backend=backend, deadline_s=self.deadline_s)
+        opening = Sending.open(
+            engine, epoch, ranks=machines, host=self.host, backend=backend, deadline_s=self.deadline_s
+        )
         self.openings[engine] = opening
         return opening.meeting
 
@@ -93,14 +92,14 @@ class CourierHandle:
                 f"other start, look into {self.log}"
             )
         limit = self.config.cluster.start_deadline
-        place = self.publisher.__ray_call__.remote(_place)
-        node, gpus = await self._answer(place, "the look for its machine", limit)
+        asked = self.publisher.__ray_call__.remote(place_of)
+        place = await self._answer(asked, "the look for its machine", limit)
         actor = ray.remote(Courier).options(
-            num_cpus=0,
-            max_concurrency=sum(group.count for group in self.config.rollout.engines) + 1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            max_concurrency=sum(group.servers for group in self.config.rollout.policy_engines) + 1,
+            **place.options(cpus=0),
         )
         host = "127.0.0.1" if self.config.cluster.ray_address is None else None
+        gpus = None if place.gpus is None else ",".join(place.gpus)
         courier = actor.remote(str(self.directory), host, self.config.publish.step_deadline, str(self.log), gpus)
         await self._answer(courier.ready.remote(), "the start", limit)
         self._actor = courier
@@ -135,8 +134,3 @@ class CourierHandle:
         actor, self._actor = self._actor, None
         if actor is not None:
             ray.kill(actor)
-
-
-def _place(worker: Any) -> tuple[str, str | None]:
-    """The node of the actor that runs this, and the GPUs that it sees."""
-    return ray.get_runtime_context().get_node_id(), os.environ.get(DEVICES)

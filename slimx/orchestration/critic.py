@@ -28,7 +28,7 @@ class CriticGroup:
         self.sizes, self.packer = sizes, packer
         self.own: RankGroup | None = None
         if config.critic.placement == "own":
-            self.own = RankGroup("critic", config.as_critic(), sizes, log_dir, device, worker=CriticWorker, gpu=1)
+            self.own = RankGroup("critic", config.as_critic(), sizes, log_dir, device, worker=CriticWorker)
         self.ranks: RankGroup = self.own or trainers
 
     async def start(self) -> None:

@@ -1,69 +1,92 @@
-"""One engine: the Ray actor that owns its server, and the handle by which loop and publisher call it."""
+"""The Ray actor that owns one engine's server; others call it through `slimx.orchestration.engine_handle`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from enum import StrEnum
-from pathlib import Path
-from typing import Any, Protocol
-
-import ray
+from typing import Any
+from urllib.parse import urlsplit
 
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration.waiting import ActorDied, gather
+from slimx.orchestration.engine_nodes import ChannelEnd, OtherNodes, Place, own_host
 from slimx.ports import free_port
-from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import ReceiverLost, Staging
 from slimx.rollout.engine import Engine, State
-from slimx.rollout.spec import EngineSpec
+from slimx.rollout.spec import EngineSpec, NodeShare
 
 ANSWER_S = 5.0
 """Seconds in which a server that is alive says so."""
 ENDING_S = 3.0
 """Seconds from a server's first refusal of a connection in which its process should be gone."""
+LOOK_S = 2.0
+"""Seconds between two looks at a server's other machines while it starts."""
 STOP_S = 30.0
 """Seconds in which a server's tree must be gone."""
 
 
-class Standing(StrEnum):
-    """What an engine is to the run; its server's own state is `slimx.rollout.engine.State`."""
-
-    OUT = "out"
-    """Not started yet, or being stopped and started again: no request and no publication reaches it."""
-    JOINING = "joining"
-    """Its server runs with weights that nobody published: it gets the next publication, and no request before."""
-    MEMBER = "member"
-    """It holds a verified version and is in the router."""
-    GONE = "gone"
-    """Lost for good: its restarts are used up."""
-
-
 class EngineActor:
-    """The process that owns one server: on the server's own node, so that it can start, watch and end it."""
+    """The process that owns one server: on the server's own (first) machine, so that it can start, watch and end it."""
 
-    def __init__(self, values: dict[str, Any], log_path: str, call_deadline_s: float):
-        """`values`: an EngineSpec without its port. `call_deadline_s`: seconds for one call to the server."""
+    def __init__(
+        self,
+        values: dict[str, Any],
+        log_path: str,
+        call_deadline_s: float,
+        loopback: bool = True,
+        others: tuple[Place, ...] = (),
+        url: str | None = None,
+    ):
+        """`values`: an EngineSpec without what differs between starts. `call_deadline_s`: seconds for one call to the
+        server. `loopback`: it listens for this machine only. `others`: of a server on several machines, all but the
+        first. `url`: of a server that runs already and is not ours."""
         self.values, self.log_path, self.call_deadline_s = values, log_path, call_deadline_s
-        self.engine = Engine(EngineSpec(port=free_port(), **values), log_path)
+        self.loopback, self.host, self.places, self.url = loopback, own_host(loopback), others, url
+        self.engine = Engine(self._spec(), log_path)
         self.epoch = -1
         """Membership epoch of the publication that was begun last."""
-        self.channel: Any = None
-        """Where buckets come from, if they come over a network, and `landing`, where they land."""
-        self.landing: Any = None
+        self.end = ChannelEnd()
+        self.others: OtherNodes | None = None
+        """Where this start's server runs besides this machine."""
+
+    def _spec(self, node: NodeShare | None = None) -> EngineSpec:
+        """What the next server is made of."""
+        if self.url is not None:
+            where = urlsplit(self.url)
+            return EngineSpec(port=where.port, host=where.hostname, external=True, **self.values)
+        bootstrap = free_port(self.host) if self.values.get("role") == "prefill" else None
+        return EngineSpec(port=free_port(self.host), host=self.host, bootstrap_port=bootstrap, node=node, **self.values)
 
     async def start(self, deadline_s: float) -> dict[str, Any]:
         """Start a server and wait until it attests the plugin; its URL and attestation.
 
         Each start takes a port of its own: what was sent to an earlier server cannot reach the new one.
         """
-        self.engine = Engine(EngineSpec(port=free_port(), **self.values), self.log_path)
+        node = None
+        if self.places:
+            spec = self.engine.spec
+            cpus = spec.threads * spec.sizes.world / (len(self.places) + 1)
+            self.others = OtherNodes(self.values, self.log_path, self.loopback, self.places, cpus)
+            node = await self.others.start(self.host, deadline_s)
+        self.engine = Engine(self._spec(node), self.log_path)
         self.engine.control.deadline_s = self.call_deadline_s
         self.engine.start()
-        await self.engine.wait_ready(deadline_s)
-        return {"url": self.engine.spec.url, "attestation": self.engine.attestation}
+        await self._ready(deadline_s)
+        spec = self.engine.spec
+        return {"url": spec.url, "bootstrap_port": spec.bootstrap_port, "attestation": self.engine.attestation}
+
+    async def _ready(self, deadline_s: float) -> None:
+        """Wait until the server is ready, or a machine has lost its share."""
+        ready = asyncio.ensure_future(self.engine.wait_ready(deadline_s))
+        try:
+            while not (await asyncio.wait({ready}, timeout=LOOK_S))[0]:
+                if self.others is not None and (end := await self.others.ended(ANSWER_S)) is not None:
+                    raise SlimxError(end)
+            await ready
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
         """Open a publication; whatever belongs to an older one is refused from now on."""
@@ -77,20 +100,19 @@ class EngineActor:
 
     async def join(self, meeting: Any) -> None:
         """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective)."""
-        # torch, which only this transport needs here
-        from slimx.reshard.transports.collective import Receiving
-        from slimx.reshard.transports.landing import Landing
-
-        self.landing = self.landing or Landing()
-        self.channel = await asyncio.to_thread(Receiving.join, meeting, 0)
+        calls = [self.end.join(meeting, 0)]
+        if self.others is not None:
+            calls.append(self.others.join(meeting, self.call_deadline_s))
+        await asyncio.gather(*calls)
 
     async def receive(self, epoch: int, packed: PackedBucket, bucket: int) -> None:
-        """Take a bucket from the channel into memory that the server opens, and have it staged.
-
-        The server keeps host memory alive as long as it needs it, and copies what is on a GPU.
-        """
-        with self.landing.of(packed) as (landed, memory):
-            await asyncio.to_thread(self.channel.receive, memory, own=False)
+        """Take a bucket from the channel into memory that the server opens, and have it staged."""
+        arriving = (
+            self.end.landed(packed)
+            if self.others is None
+            else self.others.landed(self.end, packed, self.call_deadline_s)
+        )
+        async with arriving as landed:
             await self.publication(epoch, "stage", landed, bucket)
 
     async def publication(self, epoch: int, method: str, *arguments: Any) -> Any:
@@ -122,14 +144,29 @@ class EngineActor:
         deadline = time.monotonic() + ENDING_S
         while (status := process.poll()) is None:
             if self.engine.state is State.STARTING or await _takes_connections(spec.host, spec.port):
-                return None
+                return await self._ended_elsewhere()
             if time.monotonic() > deadline:
                 return f"engine {spec.name} refuses connections at {spec.url} although it runs; log {process.log_path}"
             await asyncio.sleep(0.1)
         return f"engine {spec.name} ended with status {status}; the end of {process.log_path}:\n{process.tail(20)}"
 
+    async def _ended_elsewhere(self) -> str | None:
+        """How another machine's share of the server ended."""
+        if self.others is None:
+            return None
+        try:
+            return await self.others.ended(ANSWER_S)
+        except DeadlineError:
+            return None
+        except SlimxError as error:
+            return str(error)
+
     async def stop(self, grace_s: float) -> None:
-        await self.engine.stop(grace_s)
+        stopping = [self.engine.stop(grace_s)]
+        if self.others is not None:
+            stopping.append(self.others.stop(grace_s, grace_s + STOP_S / 2))
+        await asyncio.gather(*stopping)
+        self.others = None
 
     async def _told(self, error: SlimxError) -> SlimxError:
         """`error` as ReceiverLost if the server is gone or silent, as a refusal if it still answers."""
@@ -143,14 +180,6 @@ class EngineActor:
         return SlimxError(str(error))
 
 
-class Transport(Protocol):
-    """How buckets come to an engine (`slimx.orchestration.transports`)."""
-
-    async def connect(self, engine: EngineHandle, manifest: Manifest) -> None: ...
-
-    async def deliver(self, engine: EngineHandle, packed: PackedBucket, bucket: int) -> None: ...
-
-
 async def _takes_connections(host: str, port: int) -> bool:
     """False only if a connection is refused: a server that is slow, or stopped, still takes one."""
     try:
@@ -162,168 +191,3 @@ async def _takes_connections(host: str, port: int) -> bool:
         return True
     writer.close()
     return True
-
-
-class EngineHandle:
-    """One engine as the loop and the publisher see it, through all its restarts."""
-
-    def __init__(self, name: str, make_actor: Callable[[], Any], log: Path, deadline_s: float):
-        """`make_actor` gives a new EngineActor; `deadline_s`: seconds for one call to it."""
-        self.name, self.make_actor, self.log, self.deadline_s = name, make_actor, log, deadline_s
-        self.actor: Any = make_actor()
-        """None after it had to be killed, until the next start."""
-        self.url = ""
-        self.standing = Standing.OUT
-        self.transport: Transport | None = None
-        """How buckets come here; None: the server maps the publisher's memory."""
-        self.restarts = 0
-        self.incarnation = 0
-        self._epoch = -1
-        self._lost: asyncio.Future[SlimxError] | None = None
-        """Done when this incarnation is lost: then nobody waits for its answers any more."""
-
-    # Life -----------------------------------------------------------------------------------------------------------
-
-    async def start(self, deadline_s: float) -> None:
-        """Start a server. JOINING afterwards; on failure its tree is ended."""
-        if self.actor is None:
-            self.actor = self.make_actor()
-        self.incarnation += 1
-        self._lost = asyncio.get_running_loop().create_future()
-        try:
-            started = await self._wait("the start", self.actor.start.remote(deadline_s), deadline_s + STOP_S)
-        except BaseException:
-            await self.stop(grace_s=0)
-            raise
-        self.url, self.standing = started["url"], Standing.JOINING
-
-    def lose(self, error: SlimxError) -> None:
-        """Out of the run: whoever waits for an answer gets `error`, and a late answer nobody."""
-        self.standing = Standing.OUT
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_result(error)
-
-    async def stop(self, grace_s: float = 10.0) -> None:
-        """End the server with its whole tree. If its actor does not do it, the actor is killed, and the server's guard,
-        which watches the actor, ends the tree."""
-        self.standing = Standing.OUT
-        if self.actor is None:
-            return
-        try:
-            await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
-        except SlimxError:
-            ray.kill(self.actor)
-            self.actor = None
-
-    async def ended(self) -> str | None:
-        """How server or actor ended; None while they run, or do not say."""
-        try:
-            return await self._wait("the look at its process", self._living.ended.remote(), ANSWER_S)
-        except (ActorDied, ReceiverLost) as error:
-            return str(error)
-        except SlimxError:
-            return None
-
-    async def check_health(self, deadline_s: float) -> None:
-        """Raise SlimxError if the server has ended or, while it serves, does not generate."""
-        look = self._living.call.remote("check_health", deadline_s)
-        await self._call("the health check", look, deadline_s + ANSWER_S)
-
-    async def state(self) -> State:
-        return State(await self._call("its state", self._living.state.remote()))
-
-    async def sleep(self) -> None:
-        """Release the memory of the KV cache (nothing on the CPU)."""
-        if await self.state() is State.READY:
-            await self._call("pause", self._living.call.remote("pause"))
-        await self._call("sleep", self._living.call.remote("sleep", ("kv_cache",)))
-
-    async def wake(self, *, serve: bool = False) -> None:
-        """Take that memory back; `serve`: generate again at once, with the weights it has. A publication does that
-        otherwise."""
-        if await self.state() is State.ASLEEP:  # one that was started meanwhile is awake
-            await self._call("wake", self._living.call.remote("wake"))
-            if serve:
-                await self.resume()
-
-    # A receiver of publications (slimx.reshard.parties) ---------------------------------------------------------------
-
-    async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        return await self._call("the inventory", self._living.call.remote("inventory", encoding))
-
-    async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        self._epoch = manifest.membership_epoch
-        if self.transport is not None:
-            await self.transport.connect(self, manifest)
-        await self._call("begin", self._living.begin.remote(manifest, staging))
-
-    async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        await (self.transport.deliver(self, packed, bucket) if self.transport else self.stage_mapped(packed, bucket))
-
-    async def stage_mapped(self, packed: PackedBucket, bucket: int) -> None:
-        """Stage a bucket that the server can open where it is."""
-        await self._step("stage", packed, bucket)
-
-    async def stage_received(self, packed: PackedBucket, bucket: int) -> None:
-        """Stage a bucket that comes over the channel."""
-        await self._call("stage", self._living.receive.remote(self._epoch, packed, bucket))
-
-    async def join(self, meeting: Any) -> None:
-        await self._call("the meeting", self._living.join.remote(meeting))
-
-    async def abort(self) -> None:
-        await self._step("abort")
-
-    async def pause(self) -> None:
-        if await self.state() is State.READY:
-            await self._step("pause")
-
-    async def load(self) -> None:
-        await self._step("load")
-
-    async def verify(self) -> int:
-        return (await self._step("verify"))["checked"]
-
-    async def commit(self, version: int) -> None:
-        await self._step("commit", version)
-
-    async def resume(self) -> None:
-        await self._step("resume")
-
-    # Calls ------------------------------------------------------------------------------------------------------------
-
-    @property
-    def _living(self) -> Any:
-        """The actor. Raises ReceiverLost if it is gone, or its server lost."""
-        if self._lost is not None and self._lost.done():
-            raise ReceiverLost(str(self._lost.result()))
-        if self.actor is None:
-            raise ReceiverLost(f"engine {self.name} is not running")
-        return self.actor
-
-    async def _step(self, method: str, *arguments: Any) -> Any:
-        return await self._call(method, self._living.publication.remote(self._epoch, method, *arguments))
-
-    async def _call(self, what: str, reference: Any, deadline_s: float | None = None) -> Any:
-        """Wait for an answer, unless the engine is lost meanwhile. Raises ReceiverLost if it, or its actor, is gone."""
-        answer = asyncio.ensure_future(self._wait(what, reference, deadline_s or self.deadline_s))
-        try:
-            if self._lost is not None:
-                await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-                if self._lost.done():
-                    raise ReceiverLost(str(self._lost.result()))
-            return await answer
-        except (ActorDied, DeadlineError) as error:
-            raise ReceiverLost(str(error)) from None
-        finally:
-            answer.cancel()
-
-    async def _wait(self, what: str, reference: Any, deadline_s: float) -> Any:
-        (out,) = await gather(
-            [reference],
-            what=f"{what} of engine {self.name}",
-            holders=[f"engine {self.name}"],
-            deadline_s=deadline_s,
-            logs=[self.log],
-        )
-        return out

@@ -1,9 +1,9 @@
-"""All engines of a run behind their router: created, started, put to sleep and ended together."""
+"""Engines behind their router: created, started, put to sleep and ended together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +12,9 @@ import ray
 from slimx.config.engines import Engines
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.orchestration.cluster import ENGINE_SHARE
-from slimx.orchestration.engine_actor import EngineActor, EngineHandle
+from slimx.orchestration.engine_actor import EngineActor
+from slimx.orchestration.engine_handle import EngineHandle
+from slimx.orchestration.engine_nodes import Place, share_of
 from slimx.orchestration.recovery import Membership
 from slimx.ports import free_port
 from slimx.preflight.publication import engine_sizes
@@ -21,7 +22,7 @@ from slimx.rollout.router import Router
 
 
 class EngineGroup:
-    """The engines, the router in front of them, and who of them takes part (`members`)."""
+    """Engines of one model, the router in front of them, and who of them takes part (`members`)."""
 
     def __init__(
         self,
@@ -31,16 +32,22 @@ class EngineGroup:
         *,
         moe: bool,
         note: Callable[[str], None] = lambda text: None,
+        groups: Sequence[Engines] | None = None,
+        shared: Sequence[Place] = (),
     ):
-        """`note` is told in one line of every engine that is lost or started again."""
-        self.config = config
-        self.engines = [
-            self._create(group, number, device, log_dir, moe)
-            for group in config.rollout.engines
-            for number in range(group.count)
-        ]
+        """`note` is told in one line of every engine that is lost or started again. `groups`: of `rollout.engines`,
+        those of the policy by default. `shared`: the places of trainer ranks, one GPU each, with which engines take
+        turns on CUDA; empty: they have GPUs of their own."""
+        groups = config.rollout.policy_engines if groups is None else groups
+        self.config, self.device, self.moe = config, device, moe
+        self._shared = list(shared)
+        self.engines = [self._create(group, number, log_dir) for group in groups for number in range(group.servers)]
         self.router = Router(
-            free_port(), free_port(), log_dir / "router.log", request_deadline_s=config.rollout.request_deadline
+            free_port(),
+            free_port(),
+            log_dir / ("router.log" if not groups[0].frozen else f"router-{groups[0].name}.log"),
+            request_deadline_s=config.rollout.request_deadline,
+            disaggregated=any(group.role != "regular" for group in groups),
         )
         self.members = Membership(
             self.engines,
@@ -50,26 +57,48 @@ class EngineGroup:
             note=note,
         )
 
-    def _create(self, group: Engines, number: int, device: str, log_dir: Path, moe: bool) -> EngineHandle:
+    def _create(self, group: Engines, number: int, log_dir: Path) -> EngineHandle:
         config, name = self.config, f"{group.name}-{number}"
         values = {
             "name": name,
             "model_path": group.model or config.model.path,
             "sizes": engine_sizes(group),
             "dtype": config.numerics.dtype,
-            "device": device,
+            "device": self.device,
             "threads": group.threads,
             "max_total_tokens": group.max_total_tokens,
             "seed": config.run.seed,
-            "routed_experts": moe and config.rollout.routed_experts,
+            "routed_experts": self.moe and config.rollout.routed_experts,
             "sglang": group.sglang,
+            "role": group.role,
+            "frozen": group.frozen,
+            "sleeps": config.schedule.colocate and not group.frozen,
         }
-        share = ENGINE_SHARE if config.schedule.colocate else group.ranks
-        actor = ray.remote(EngineActor).options(
-            num_cpus=group.threads * group.ranks, num_gpus=share if device == "cuda" else 0
-        )
+        cpus = group.threads * group.ranks / group.nodes
+        first, *others = self._places(group)
+        options = first.options(cpus) if not group.urls else {"num_cpus": 0}
+        actor = ray.remote(EngineActor).options(**options)
         log, deadline = log_dir / f"engine-{name}.log", config.publish.step_deadline
-        return EngineHandle(name, partial(actor.remote, values, str(log), deadline), log, deadline)
+        make = partial(
+            actor.remote,
+            values | {"gpus": first.gpus},
+            str(log),
+            deadline,
+            loopback=config.cluster.ray_address is None,
+            others=tuple(others),
+            url=group.urls[number] if group.urls else None,
+        )
+        return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes)
+
+    def _places(self, group: Engines) -> list[Place]:
+        """Of one server, machine by machine."""
+        each = group.ranks // group.nodes
+        if self.device != "cuda" or group.urls:
+            return [Place()] * group.nodes
+        if not self._shared:
+            return [Place(owned=each)] * group.nodes
+        taken, self._shared = self._shared[: group.ranks], self._shared[group.ranks :]
+        return [share_of(taken[rank : rank + each], group.name) for rank in range(0, group.ranks, each)]
 
     async def start(self) -> None:
         """Start servers and router together. An engine is in the router only after its first publication."""

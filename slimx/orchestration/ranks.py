@@ -10,22 +10,30 @@ import ray
 
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes, coordinates
+from slimx.orchestration.placement import PackedGpus
 from slimx.orchestration.waiting import gather
 
 
 class RankGroup:
     """Ray actors that are called together, each call with a deadline."""
 
-    def __init__(
-        self, name: str, config: Config, sizes: Sizes, log_dir: Path, device: str, *, worker: type, gpu: float
-    ):
-        """`name`: of the group, in messages and logs. `config`: its `trainer` section is the group's own. `gpu`: of a
-        rank, where `device` is cuda."""
+    def __init__(self, name: str, config: Config, sizes: Sizes, log_dir: Path, device: str, *, worker: type):
+        """`name`: of the group, in messages and logs. `config`: its `trainer` section is the group's own."""
         self.name, self.config, self.sizes = name, config, sizes
         self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(sizes.world)]
-        actor = ray.remote(worker).options(num_cpus=config.trainer.threads, num_gpus=gpu if device == "cuda" else 0)
+        actor, threads = ray.remote(worker), config.trainer.threads
+        self._gpus = (
+            PackedGpus(name, sizes.world, cpus=threads, deadline_s=config.cluster.start_deadline)
+            if device == "cuda"
+            else None
+        )
         values = config.model_dump(mode="json")
-        self.actors = [actor.remote(rank, values, str(self.logs[rank]), device) for rank in range(sizes.world)]
+        self.actors = [
+            actor.options(num_cpus=threads, **(self._gpus.options(rank) if self._gpus else {"num_gpus": 0})).remote(
+                rank, values, str(self.logs[rank]), device
+            )
+            for rank in range(sizes.world)
+        ]
 
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks up; their pids and adapters, by rank."""
@@ -43,6 +51,8 @@ class RankGroup:
         """End all ranks; does not raise."""
         for actor in self.actors:
             ray.kill(actor)
+        if self._gpus is not None:
+            self._gpus.release()
 
     async def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], what: str, deadline_s: float | None = None

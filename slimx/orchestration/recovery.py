@@ -17,7 +17,8 @@ from typing import Any
 
 from slimx.config.engines import Health
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration.engine_actor import STOP_S, EngineHandle, Standing
+from slimx.orchestration.engine_actor import STOP_S
+from slimx.orchestration.engine_handle import EngineHandle, Standing
 from slimx.orchestration.waiting import first_line
 from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.router import Router
@@ -63,11 +64,15 @@ class Membership:
         """Engines in the router."""
         return [engine for engine in self.engines if engine.standing is Standing.MEMBER]
 
+    def _every_role(self, engines: Sequence[EngineHandle]) -> bool:
+        """Whether `engines` can serve without the others."""
+        return {engine.role for engine in engines} == {engine.role for engine in self.engines}
+
     async def admit(self, engine: EngineHandle) -> None:
         """`engine` holds a verified version: requests may reach it. Raises ReceiverLost if it was lost meanwhile."""
         url, incarnation = engine.url, engine.incarnation
         if engine.standing is Standing.JOINING:
-            await self.router.add(url)
+            await self.router.add(url, role=engine.role, bootstrap_port=engine.bootstrap_port)
             # Lost meanwhile, it may even be back by now, with other weights and at another URL.
             if engine.standing is Standing.JOINING and engine.incarnation == incarnation:
                 engine.standing = Standing.MEMBER
@@ -112,10 +117,11 @@ class Membership:
             return
         engine.standing = Standing.GONE
         self._changed()
-        if all(engine.standing is Standing.GONE for engine in self.engines):
+        if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
+            which = "engine" if engine.role == "regular" else f"{engine.role} engine"
             self._fail(
                 SlimxError(
-                    f"no engine is left, and none may be started again (rollout.health.restarts is "
+                    f"no {which} is left, and none may be started again (rollout.health.restarts is "
                     f"{self.health.restarts}); the last one lost: {error}"
                 )
             )
@@ -127,18 +133,25 @@ class Membership:
         limit = (self.health.restarts + 1) * (self.start_deadline_s + 2 * STOP_S)
         try:
             async with asyncio.timeout(limit):
-                await self._until(lambda: bool(self.candidates()))
+                await self._until(lambda: self._every_role(self.candidates()))
         except TimeoutError:
             names = ", ".join(engine.name for engine in self.engines)
             raise DeadlineError("an engine to come back", limit, f"engines {names}") from None
 
     async def starved(self) -> None:
-        """Wait until no engine serves but one could, after a publication. Raises SlimxError when none ever will."""
-        await self._until(lambda: not self.members() and bool(self.candidates()))
+        """Wait until no engine serves but one could, after a publication. Raises SlimxError when none ever will.
+
+        Where prompts and samples are computed by different servers, it takes one of either to serve.
+        """
+        await self._until(lambda: not self._every_role(self.members()) and self._every_role(self.candidates()))
 
     async def back(self) -> None:
         """Wait until an engine waits for a publication. Raises SlimxError when the run cannot go on."""
         await self._until(lambda: bool(self.joining()))
+
+    def failure(self) -> SlimxError | None:
+        """Why the run cannot go on; None while it can."""
+        return self._failure
 
     async def failed(self) -> None:
         """Wait until the run cannot go on, and raise why."""

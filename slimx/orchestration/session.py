@@ -29,6 +29,7 @@ from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.loop import train
 from slimx.orchestration.run import Records, Run, summary
 from slimx.orchestration.saves import RunState, Saves, read_state
@@ -126,7 +127,7 @@ async def _session(
                 config.schedule.steps,
                 done,
                 console,
-                PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.engines else SFT_COLUMNS,
+                PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.policy_engines else SFT_COLUMNS,
             )
         )
         records = _open_records(config, directory, table, done + 1 if done else 0)
@@ -142,8 +143,18 @@ async def _session(
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(_stopping(critic.stop, table))
             starting.append(critic.start())
-        if config.rollout.engines:
-            engines = EngineGroup(config, device, logs, moe=prepared.spec.experts > 0, note=table.note)
+        frozen = FrozenEngines(config, device, logs, note=table.note)
+        stack.push_async_exit(_stopping(frozen.stop, table))
+        starting.append(frozen.start())
+        shared = []
+        if config.schedule.colocate and device == "cuda":
+            # Engines are placed where the trainers are, which is known when these have started.
+            starting, first = [], starting
+            await _together(first)
+            shared = await trainers.places()
+        if config.rollout.policy_engines:
+            moe = prepared.spec.experts > 0
+            engines = EngineGroup(config, device, logs, moe=moe, note=table.note, shared=shared)
             stack.push_async_exit(_stopping(engines.stop, table))
             starting.append(engines.start())
         await _together(starting)
@@ -160,7 +171,7 @@ async def _session(
                 on_lost=engines.members.look,
             )
             await stack.enter_async_context(client)
-        maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client)
+        maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client, frozen.clients)
         run = Run(
             config,
             sizes=prepared.sizes,

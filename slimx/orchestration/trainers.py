@@ -17,7 +17,7 @@ from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
 from slimx.models.checkpoint_writer import finish_directory, shard_name
 from slimx.models.megatron_directory import is_megatron
-from slimx.orchestration.cluster import TRAINER_SHARE
+from slimx.orchestration.engine_nodes import Place, place_of
 from slimx.orchestration.ranks import RankGroup
 from slimx.orchestration.waiting import gather
 from slimx.reshard.gather import PUBLISHER
@@ -42,8 +42,7 @@ class TrainerGroup(RankGroup):
         worker: type = TrainerWorker,
     ):
         """`table`: of the model. `plans`: by which weights leave, "export" and, with engines, "publish"."""
-        gpu = TRAINER_SHARE if config.schedule.colocate else 1
-        super().__init__("trainer", config, sizes, log_dir, device, worker=worker, gpu=gpu)
+        super().__init__("trainer", config, sizes, log_dir, device, worker=worker)
         self.table = table
         self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
 
@@ -52,6 +51,17 @@ class TrainerGroup(RankGroup):
         started = await super().start()
         await self._prepare()
         return started
+
+    async def places(self) -> list[Place]:
+        """By rank its machine and its GPU: engines that take turns with trainers run there."""
+        asked = [actor.__ray_call__.remote(place_of) for actor in self.actors]
+        return await gather(
+            asked,
+            what="the look for the trainers' machines",
+            holders=[f"trainer rank {rank}" for rank in range(self.sizes.world)],
+            deadline_s=self.config.trainer.deadline,
+            logs=self.logs,
+        )
 
     async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
         """One optimizer step per update, one after the other; the metrics of them all."""
@@ -164,7 +174,7 @@ class TrainerGroup(RankGroup):
         """Per rank its data-parallel shard with the routes of its own pipeline stage, stored once for the ranks that
         share both, and the rest."""
         sizes = self.sizes
-        if sizes.pipeline == 1 or not (self.config.rollout.engines and self.config.rollout.routed_experts):
+        if sizes.pipeline == 1 or not (self.config.rollout.policy_engines and self.config.rollout.routed_experts):
             return super().sharded(shards, *rest)
         stages = stage_layers(sizes, self.table.layers)
         stored = [[ray.put(for_stage(shard, layers)) for layers in stages] for shard in shards]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from slimx.config.schema import Config
 from slimx.orchestration.courier import CourierHandle
-from slimx.orchestration.engine_actor import EngineHandle
+from slimx.orchestration.engine_handle import EngineHandle
 from slimx.orchestration.recovery import Membership
 from slimx.reshard.gather import PUBLISHER
 from slimx.reshard.manifest import Manifest
@@ -144,7 +144,7 @@ class ChannelTransport(_CourierTransport):
         if self._connected.get(engine.name) == ends:
             return
         async with self._blaming(engine, "the meeting"):
-            meeting = await self.courier.ask("open", engine.name, manifest.membership_epoch, self.backend)
+            meeting = await self.courier.ask("open", engine.name, manifest.membership_epoch, self.backend, engine.nodes)
             await asyncio.gather(self.courier.ask("join", engine.name), engine.join(meeting))
         self._connected[engine.name] = ends
 

@@ -16,7 +16,7 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
     longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
     limit = config.trainer.max_tokens_per_microbatch
     # Of demonstrations nobody knows how long they are: one that fills a micro-batch.
-    row = sizes.packed_length(longest - 1) if rollout.engines else limit
+    row = sizes.packed_length(longest - 1) if rollout.policy_engines else limit
     rows = ceil(rollouts / updates / sizes.data)
     microbatches = ceil(rows / max(1, limit // row))
     if sizes.virtual > 1:
@@ -29,13 +29,13 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
         updates_per_step=updates,
         rollouts_per_update=rollouts // updates,
         rollouts_per_data_rank=rows,
-        tokens_per_rollout=longest if rollout.engines else row,
-        tokens_per_step=rollouts * (longest if rollout.engines else row),
+        tokens_per_rollout=longest if rollout.policy_engines else row,
+        tokens_per_step=rollouts * (longest if rollout.policy_engines else row),
         tokens_per_microbatch=limit,
         tokens_per_context_rank=ceil(limit / sizes.context),
         microbatches_per_update=microbatches,
         bubble=round(bubble, 4),
         rollouts_in_flight=min(rollout.concurrency, rollouts * (1 + config.schedule.max_staleness))
-        if rollout.engines
+        if rollout.policy_engines
         else 0,
     )

@@ -13,14 +13,12 @@ def colocated_memory(
 ) -> ColocatedMemory | None:
     """The fullest pair, in each of the three phases of a step; None where nothing is shared or the GPU is unknown.
 
-    An engine that sleeps keeps what its process needs; weights and KV cache leave only with SGLang's memory saver."""
+    An engine that sleeps keeps its weights and what its process needs; its KV cache leaves."""
     if not config.schedule.colocate or machine.memory is None or not engines:
         return None
-    saves = all(group.sglang.get("enable_memory_saver") for group in config.rollout.engines)
-    static = max(engine.static or 0 for engine in engines)
     weights = max(engine.weights + engine.staged for engine in engines)
     generating = max(machine.memory if engine.static is None else engine.static for engine in engines)
-    asleep = OVERHEAD + (0 if saves else static)
+    asleep = OVERHEAD + max(engine.weights for engine in engines)
     away = max(record.away for record in trainers)
     training = max(record.peak for record in trainers) + asleep
     # Graphs and activations of the engine lie beside what mem_fraction_static counts: at least what its process needs.

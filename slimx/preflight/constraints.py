@@ -28,7 +28,7 @@ def batch_problems(config: Config, spec: ModelSpec, sizes: Sizes, critic: Sizes 
         )
     # A trajectory of n tokens has n - 1 positions, padded where context parallelism cuts it; demonstrations any number.
     positions = sizes.packed_length(longest - 1)
-    if rollout.engines and positions > config.trainer.max_tokens_per_microbatch:
+    if rollout.policy_engines and positions > config.trainer.max_tokens_per_microbatch:
         yield (
             f"a rollout may have {longest} tokens (rollout.max_prompt_tokens + rollout.sampling.max_new_tokens), which "
             f"trainer.max_tokens_per_microbatch={config.trainer.max_tokens_per_microbatch} does not hold; set it to "

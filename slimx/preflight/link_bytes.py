@@ -23,7 +23,7 @@ def link_bytes(
     sent = wire_bytes(plan, sources=len(places.trainer))  # [sources, targets of one engine]
     gpu = machine.gpu
     if config.publish.transport in ("memory", "disk"):
-        total = int(sent.sum()) * len(places.engines)
+        total = int(sent.sum()) * sum(group.count for group in groups)
         link, rate = ("host memory (PCIe)", gpu.host if gpu else None)
         if config.publish.transport == "disk":
             link, rate = "files", None

@@ -42,7 +42,7 @@ def engine_memory(config: Config, spec: ModelSpec, group: Engines, machine: Mach
         concurrency = min(concurrency, limit) if limit else concurrency
     return EngineMemory(
         group=group.name,
-        count=group.count,
+        count=group.servers,
         ranks=sizes.world,
         weights=weights,
         static_fraction=fraction,

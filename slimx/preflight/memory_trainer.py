@@ -58,7 +58,7 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
     materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
     return Setting(
         tokens=-(-limit // sizes.context),
-        length=min(longest, limit) if config.rollout.engines else limit,
+        length=min(longest, limit) if config.rollout.policy_engines else limit,
         sizes=sizes,
         itemsize=ITEMSIZE[config.numerics.dtype],
         kernels="torch" if device == "cpu" else "engine",

@@ -25,6 +25,9 @@ class EngineGroup(Record):
     name: str
     count: int
     sizes: EngineSizes
+    role: str = "regular"
+    nodes: int = Field(1, description="that each server spans")
+    external: bool = Field(False, description="whether its servers run already")
 
 
 class RankPlace(Record):
@@ -61,7 +64,8 @@ class RankMap(Record):
     per_node: int
     trainer: tuple[RankPlace, ...]
     critic: tuple[RankPlace, ...] = Field(description="ranks of its own; empty where it shares the trainer's")
-    engines: tuple[EnginePlace, ...]
+    engines: tuple[EnginePlace, ...] = Field(description="of the policy")
+    frozen: tuple[EnginePlace, ...] = Field((), description="of other models")
 
 
 class TrainerMemory(Record):
@@ -220,7 +224,8 @@ class PlanReport(Record):
     critic: Sizes | None = Field(None, description="PPO's critic; null: there is none")
     critic_own: bool = Field(False, description="whether it has ranks of its own beside the trainer's")
     critic_largest_rank: int = 0
-    engines: tuple[EngineGroup, ...] = ()
+    engines: tuple[EngineGroup, ...] = Field((), description="of the policy")
+    frozen: tuple[EngineGroup, ...] = Field((), description="of other models, which nothing is published to")
     rank_map: RankMap | None = None
     trainer_memory: tuple[TrainerMemory, ...] = ()
     engine_memory: tuple[EngineMemory, ...] = ()

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from slimx.config.engines import Engines
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.layout.ranks import Sizes, sizes_of
+from slimx.layout.ranks import EngineSizes, Sizes, sizes_of
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.batch_plan import batch_plan
 from slimx.preflight.colocated import colocated_memory
@@ -33,6 +34,7 @@ from slimx.preflight.plan_record import EngineGroup, PlanReport, Prediction, Pub
 from slimx.preflight.publication import PublicationPlan, engine_sizes, publication_plan
 from slimx.preflight.rank_map import rank_map
 from slimx.preflight.routing import check_routing
+from slimx.preflight.serving import check_devices, server_problems
 from slimx.reshard.plan import Plan
 
 T = TypeVar("T")
@@ -78,6 +80,9 @@ def plan_report(config: Config) -> Planned:
     found.attempt(lambda: check_routing(config, spec))
     found.problems += batch_problems(config, spec, sizes, critic[1] if critic else None)
     groups = [(group, found.attempt(lambda group=group: engine_sizes(group))) for group in config.rollout.engines]
+    found.attempt(lambda: check_devices(config, device))
+    if config.cluster.gpu or config.cluster.gpus_per_node:
+        found.problems += server_problems(config, machine.per_node)
     report = PlanReport(
         model=config.model.path,
         architecture=spec.hf["architectures"][0],
@@ -86,9 +91,10 @@ def plan_report(config: Config) -> Planned:
         device=device,
         gpu=machine.gpu.name if machine.gpu else None,
         gpu_memory=machine.memory,
-        engines=tuple(EngineGroup(name=g.name, count=g.count, sizes=own) for g, own in groups if own is not None),
+        engines=tuple(_group(group, own) for group, own in groups if own is not None and not group.frozen),
+        frozen=tuple(_group(group, own) for group, own in groups if own is not None and group.frozen),
     )
-    if not split or len(report.engines) < len(groups) or (config.critic is not None and critic is None):
+    if not split or any(own is None for _, own in groups) or (config.critic is not None and critic is None):
         return Planned(report.model_copy(update={"violations": tuple(found.problems)}), None)
     began = time.perf_counter()
     published = found.attempt(lambda: publication_plan(config, spec, sizes, device))
@@ -129,7 +135,9 @@ def _of_layout(
     if critic is not None:
         critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
     staged = figures.staged_bytes if figures else 0
-    engines = tuple(engine_memory(config, spec, group, machine, staged=staged) for group in config.rollout.engines)
+    engines = tuple(
+        engine_memory(config, spec, group, machine, staged=staged) for group in config.rollout.policy_engines
+    )
     return {
         "trainer": sizes,
         "largest_rank": max(record.parameters for record in trainers),
@@ -142,6 +150,17 @@ def _of_layout(
         "colocated": colocated_memory(config, machine, trainers, engines),
         "batch": batch_plan(config, sizes),
     }
+
+
+def _group(group: Engines, sizes: EngineSizes) -> EngineGroup:
+    return EngineGroup(
+        name=group.name,
+        count=group.servers,
+        sizes=sizes,
+        role=group.role,
+        nodes=group.nodes,
+        external=bool(group.urls),
+    )
 
 
 def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup, ...]) -> Traffic:

@@ -8,6 +8,7 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.preflight.link_model import Stages
 from slimx.preflight.plan_record import (
     BatchPlan,
+    EngineGroup,
     EngineMemory,
     PlanReport,
     Predicted,
@@ -34,8 +35,8 @@ def describe(report: PlanReport) -> list[str]:
             f"critic      {where}: {_trainer(report.critic)}; the fullest holds "
             f"{_count(report.critic_largest_rank, 2)} more parameters"
         )
-    for group in report.engines:
-        lines.append(f"engines     {group.name}: {group.count} x {group.sizes.world} ranks: {_engine(group.sizes)}")
+    lines += [f"engines     {_engines(group)}" for group in report.engines]
+    lines += [f"frozen      {_engines(group)}" for group in report.frozen]
     lines += _places(report.rank_map)
     lines += _batch(report.batch)
     lines += _memory(report)
@@ -53,9 +54,10 @@ def _places(places: RankMap) -> Iterator[str]:
     for name, ranks in (("trainer", places.trainer), ("critic", places.critic)):
         for stage in sorted({rank.pipeline for rank in ranks}):
             yield f"  {name:9s} {_stage([rank for rank in ranks if rank.pipeline == stage])}"
-    for group in dict.fromkeys(place.group for place in places.engines):
-        nodes = [place.node for place in places.engines if place.group == group]
-        yield f"  engines   {group}: nodes {_range(sorted(set(nodes)))}"
+    for name, servers in (("engines", places.engines), ("frozen", places.frozen)):
+        for group in dict.fromkeys(place.group for place in servers):
+            last = {gpu // places.per_node for place in servers if place.group == group for gpu in place.gpus}
+            yield f"  {name:9s} {group}: nodes {_range(sorted(last))}"
 
 
 def _stage(ranks: list[RankPlace]) -> str:
@@ -187,6 +189,12 @@ def _trainer(sizes: Sizes) -> str:
         f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}, expert {sizes.expert} x expert tensor "
         f"{sizes.expert_tensor}"
     )
+
+
+def _engines(group: EngineGroup) -> str:
+    role = "" if group.role == "regular" else f" ({group.role})"
+    where = " that run already" if group.external else f" over {group.nodes} nodes each" if group.nodes > 1 else ""
+    return f"{group.name}{role}: {group.count} x {group.sizes.world} ranks{where}: {_engine(group.sizes)}"
 
 
 def _engine(sizes: EngineSizes) -> str:

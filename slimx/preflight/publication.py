@@ -32,7 +32,7 @@ class PublicationPlan:
 
 def engine_sizes(group: Engines) -> EngineSizes:
     """Parallel sizes of one engine of the group. Raises SlimxError for sizes that do not fit together, or never run."""
-    if group.pipeline > 1:
+    if group.pipeline > 1 and not group.frozen:
         raise SlimxError(
             f"rollout.engines.pipeline={group.pipeline} of engine {group.name}: SGLang 0.5.23 brings back the answers "
             "of the first stage only, so that weights of others could not be proven; use tensor and expert parallelism"
@@ -54,7 +54,7 @@ def engine_sizes(group: Engines) -> EngineSizes:
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
     """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines."""
-    if not config.rollout.engines:
+    if not config.rollout.policy_engines:
         return None
     if config.publish.quantise and device == "cpu":
         raise SlimxError(
@@ -67,13 +67,14 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         )
     encoding, note = _encoding(config, spec, device)
     if encoding == "local":
-        group = config.rollout.engines[0]
+        group = config.rollout.policy_engines[0]
         engine = engine_sizes(group)
         table = spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
         target, ranks = EngineLayout(table, engine).parts(), engine.world
     else:
         served = spec.engine_table()
-        for group in config.rollout.engines:  # SGLang splits experts evenly, whatever names their weights come under
+        # SGLang splits experts evenly, whatever names their weights come under.
+        for group in config.rollout.policy_engines:
             EngineLayout(served, engine_sizes(group))
         target, ranks = checkpoint_parts(spec.table, mtp=False, served=served), 1
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
@@ -122,7 +123,7 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
 
 def _not_local(config: Config) -> str | None:
     """Why the engines' own layout cannot be written; None if it can."""
-    groups = config.rollout.engines
+    groups = config.rollout.policy_engines
     if len({(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion"))) for g in groups}) > 1:
         return "rollout.engines has groups of different layouts, which would need a plan each"
     for group in groups:
@@ -134,7 +135,7 @@ def _not_local(config: Config) -> str | None:
 
 def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
     """SGLang's CPU path pads heads and inner sizes that do not divide, where GPUs repeat or refuse them."""
-    engine, model = engine_sizes(config.rollout.engines[0]), spec.transformer
+    engine, model = engine_sizes(config.rollout.policy_engines[0]), spec.transformer
     if model["num_query_groups"] % engine.attention_tensor:
         return (
             f"the {engine.attention_tensor} ranks of an engine's attention (rollout.engines.tensor / dp_attention) do "

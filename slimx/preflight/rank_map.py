@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from slimx.config.engines import Engines
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.models.families import ModelSpec
@@ -15,10 +18,27 @@ def rank_map(config: Config, spec: ModelSpec, sizes: Sizes, critic: Sizes | None
     not straddle two."""
     trainer = _places(spec, sizes, 0, per_node)
     own = _places(spec, critic, sizes.world, per_node) if critic is not None else ()
-    at = 0 if config.schedule.colocate else len(trainer) + len(own)
+    apart = len(trainer) + len(own)
+    rollout = config.rollout
+    engines, at = _servers(rollout.policy_engines, 0 if config.schedule.colocate else apart, per_node)
+    frozen, at = _servers(rollout.frozen_engines, max(at, apart), per_node)
+    gpus = max(apart, at)
+    return RankMap(
+        gpus=gpus,
+        nodes=-(-gpus // per_node),
+        per_node=per_node,
+        trainer=trainer,
+        critic=own,
+        engines=engines,
+        frozen=frozen,
+    )
+
+
+def _servers(groups: Sequence[Engines], at: int, per_node: int) -> tuple[tuple[EnginePlace, ...], int]:
+    """The servers that slimx starts, from GPU `at` on, and the GPU after the last one."""
     engines = []
-    for group in config.rollout.engines:
-        for server in range(group.count):
+    for group in groups:
+        for server in range(group.started):
             if at % per_node + group.ranks > per_node:
                 at = -(-at // per_node) * per_node
             engines.append(
@@ -27,15 +47,7 @@ def rank_map(config: Config, spec: ModelSpec, sizes: Sizes, critic: Sizes | None
                 )
             )
             at += group.ranks
-    gpus = max([len(trainer) + len(own), at])
-    return RankMap(
-        gpus=gpus,
-        nodes=-(-gpus // per_node),
-        per_node=per_node,
-        trainer=trainer,
-        critic=own,
-        engines=tuple(engines),
-    )
+    return tuple(engines), at
 
 
 def _places(spec: ModelSpec, sizes: Sizes, first: int, per_node: int) -> tuple[RankPlace, ...]:

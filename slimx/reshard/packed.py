@@ -47,6 +47,8 @@ class PackedBucket:
     targets: tuple[tuple[PackedTensor, ...], ...]
     """Per target its tensors: one target for Hugging Face names (every rank of every engine takes them all), one per
     engine rank for rank-local buckets."""
+    copies: tuple[str, ...] = ()
+    """Paths of the same bytes on the other machines of an engine that spans several; empty: every rank opens `path`."""
 
     @property
     def on_device(self) -> bool:

@@ -6,7 +6,6 @@ id outside the vocabulary, min_p with a seed) is refused here, before it takes e
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import time
@@ -20,9 +19,10 @@ import numpy as np
 
 from slimx.config.rollout import MAX_SUPPORT
 from slimx.data.support import Support
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.rollout.control import message_of, parse_body
+from slimx.rollout.requests import send
 
 SAMPLING = frozenset(
     {"temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos"}
@@ -81,18 +81,6 @@ class Scores:
     version: int
     routed_experts: np.ndarray | None
     """As in `Completion`, [L - 1, layers, k]."""
-
-
-def lost(status: int, answer: dict[str, Any]) -> bool:
-    """Whether a request was lost with its engine: the connection failed, or the router lost the engine it had
-    chosen."""
-    error = answer.get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return status in (0, 502) or (status == 500 and code == "call_upstream_request_error")
-
-
-NO_ENGINE = 503
-"""The router's answer when no engine is registered."""
 
 
 async def _nothing() -> None: ...
@@ -214,32 +202,23 @@ class GenerationClient:
         return body | ({"custom_labels": {"slimx": json.dumps(fields)}} if fields else {})
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The `meta_info` of one /generate request.
+        """The `meta_info` of one /generate request. It may be sent several times: the seed gives the same tokens."""
+        url = f"{self.url}/generate"
+        answer = await send(
+            lambda: self._send(url, body),
+            url,
+            deadline_s=self.deadline_s,
+            retry_s=self.retry_s,
+            retries=self.retries,
+            on_lost=self._lost,
+        )
+        if "meta_info" not in answer:
+            raise SlimxError(f"POST {url} answered 200: {message_of(answer)}")
+        return answer["meta_info"]
 
-        It may be sent several times: it has no effects besides its answer, and the seed gives the same tokens again.
-        """
-        url, give_up, pause = f"{self.url}/generate", time.monotonic() + self.retry_s, 0.1
-        lost_before = 0
-        try:
-            async with asyncio.timeout(self.deadline_s):
-                while True:
-                    status, answer = await self._send(url, body)
-                    if status == 200 and "meta_info" in answer:
-                        return answer["meta_info"]
-                    if lost(status, answer):
-                        again = lost_before < self.retries
-                        lost_before += 1
-                    else:
-                        again = status == NO_ENGINE and time.monotonic() + pause < give_up
-                    if not again:
-                        raise SlimxError(f"POST {url} answered {status}: {message_of(answer)}")
-                    if status != NO_ENGINE:
-                        self.retried += 1
-                        await self.on_lost()
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, 2.0)
-        except TimeoutError:
-            raise DeadlineError("a generation request", self.deadline_s, url) from None
+    async def _lost(self) -> None:
+        self.retried += 1
+        await self.on_lost()
 
     async def _send(self, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Status and body of one attempt; status 0 if the connection failed."""

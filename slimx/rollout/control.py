@@ -19,7 +19,7 @@ import slimx
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.rollout.process import SupervisedProcess
+from slimx.rollout.process import ServerProcess
 
 PROTOCOL = 2
 """Version of the plugin's actions that this file speaks."""
@@ -52,7 +52,7 @@ class EngineControl:
 
     # Health and identity --------------------------------------------------------------------------------------------
 
-    async def wait_ready(self, deadline_s: float, process: SupervisedProcess | None = None) -> None:
+    async def wait_ready(self, deadline_s: float, process: ServerProcess | None = None) -> None:
         """Wait until the server generates. A server that dies meanwhile is reported with the last lines of its log."""
         start = time.monotonic()
         while (waited := time.monotonic() - start) < deadline_s:
@@ -105,14 +105,18 @@ class EngineControl:
                 f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')"
             )
 
+    async def server_info(self) -> Json:
+        """The arguments that the server runs with, by the names of SGLang's ServerArgs, and more."""
+        return await self._call("GET", "/server_info")
+
     # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop generating. `retract` drops the KV of running requests and recomputes it later; `in_place` keeps it."""
         await self._call("POST", "/pause_generation", {"mode": mode})
 
-    async def resume(self) -> None:
-        await self._call("POST", "/continue_generation", {})
+    async def resume(self, deadline_s: float | None = None) -> None:
+        await self._call("POST", "/continue_generation", {}, deadline_s=deadline_s)
 
     async def abort_all(self) -> None:
         """End every request now; each returns what it has, with finish reason "abort"."""
@@ -158,19 +162,18 @@ class EngineControl:
         await self._ask("slimx.begin", {"manifest": manifest.to_json(), "staging": staging})
 
     async def stage(
-        self, manifest: Manifest, packed: PackedBucket, bucket: int, deadline_s: float | None = None
+        self, manifest: Manifest, packed: PackedBucket, bucket: int, ranks: int = 1, deadline_s: float | None = None
     ) -> list[Json]:
-        """Have every rank map its part of a bucket and prove its bytes. Changes nothing of the model.
+        """Have each of the engine's `ranks` map its part of a bucket and prove its bytes. Changes nothing of the model.
 
         Answers: each rank's `status`. A wrong byte or an unknown tensor is an error, and ends the publication on the
         rank that found it: abort it on the others.
         """
-        ranks = {"all": packed.targets[0]} if manifest.encoding == "hf" else dict(enumerate(packed.targets))
         argument = {
             "version": manifest.version,
             "epoch": manifest.membership_epoch,
             "bucket": bucket,
-            "ranks": {str(rank): _part(packed, tensors) for rank, tensors in ranks.items()},
+            "ranks": _parts(packed, manifest.encoding, ranks),
         }
         return await self._ask("slimx.stage", argument, deadline_s)
 
@@ -297,9 +300,22 @@ class EngineControl:
         return answer
 
 
-def _part(packed: PackedBucket, tensors: tuple[PackedTensor, ...]) -> Json:
-    """What one rank, or every rank, is told of a bucket."""
-    return {"fd_path": packed.path, "size": packed.size, "tensors": [tensor.to_json() for tensor in tensors]}
+def _parts(packed: PackedBucket, encoding: Encoding, ranks: int) -> Json:
+    """What each rank of an engine of `ranks`, or "all", is told of a bucket: its tensors, and where its machine has
+    them."""
+    paths = (packed.path, *packed.copies)
+    if encoding == "hf" and len(paths) == 1:
+        return {"all": _part(packed, packed.path, packed.targets[0])}
+    targets = packed.targets * ranks if encoding == "hf" else packed.targets
+    # The ranks of a machine follow one another.
+    return {
+        str(rank): _part(packed, paths[rank * len(paths) // len(targets)], tensors)
+        for rank, tensors in enumerate(targets)
+    }
+
+
+def _part(packed: PackedBucket, path: str, tensors: tuple[PackedTensor, ...]) -> Json:
+    return {"fd_path": path, "size": packed.size, "tensors": [tensor.to_json() for tensor in tensors]}
 
 
 def parse_body(text: str) -> Json:

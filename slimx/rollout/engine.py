@@ -24,7 +24,8 @@ from slimx.layout.ranks import EngineSizes
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.rollout.control import EngineControl, Forms, Json, PauseMode, Staging, Tag
-from slimx.rollout.process import SupervisedProcess
+from slimx.rollout.external import ForeignProcess, check_arguments, leave, take_over
+from slimx.rollout.process import ServerProcess, SupervisedProcess
 from slimx.rollout.spec import EngineSpec, server_argv, server_env
 
 
@@ -53,7 +54,11 @@ class Engine:
 
     def __init__(self, spec: EngineSpec, log_path: Path | str) -> None:
         self.spec = spec
-        self.process = SupervisedProcess(f"engine {spec.name}", server_argv(spec), log_path, server_env(spec))
+        self.process: ServerProcess = (
+            ForeignProcess(spec.url)
+            if spec.external
+            else SupervisedProcess(f"engine {spec.name}", server_argv(spec), log_path, server_env(spec))
+        )
         self.control = EngineControl(spec.url, spec.name)
         self.state = State.DEAD
         self.asleep: set[Tag] = set()
@@ -93,29 +98,43 @@ class Engine:
         self.process.start()
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Wait until the server generates and attests the plugin. On any failure it is stopped and DEAD."""
+        """Wait until the server generates and attests the plugin. On any failure it is stopped and DEAD.
+
+        A frozen model of somebody else's server need not attest anything: nothing is published to it.
+        """
         self.require("wait_ready", State.STARTING)
         try:
+            if self.spec.external and not self.spec.frozen:
+                await take_over(self.control)
             await self.control.wait_ready(deadline_s, self.process)
-            self.attestation = await self.control.attest()
-            self._check_own()
-            if (dtype := self.attestation[0]["dtype"]) != self.spec.dtype:
-                raise SlimxError(
-                    f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}"
-                )
-            if (sizes := EngineSizes(**self.attestation[0]["sizes"])) != self.spec.sizes:
-                raise SlimxError(
-                    f"engine {self.spec.name} runs as {sizes}, the configuration asks for {self.spec.sizes}"
-                )
+            if not (self.spec.external and self.spec.frozen):
+                await self._attested()
         except BaseException:
             await self.stop()
             raise
         self.move(State.READY)
 
+    async def _attested(self) -> None:
+        self.attestation = await self.control.attest()
+        if self.spec.external:
+            await check_arguments(self.control, self.spec)
+        else:
+            self._check_own()
+        if (dtype := self.attestation[0]["dtype"]) != self.spec.dtype:
+            raise SlimxError(
+                f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}"
+            )
+        if (sizes := EngineSizes(**self.attestation[0]["sizes"])) != self.spec.sizes:
+            raise SlimxError(f"engine {self.spec.name} runs as {sizes}, the configuration asks for {self.spec.sizes}")
+
     def _check_own(self) -> None:
-        """Refuse the answer of somebody else's server, which may have taken the port before ours could listen on it."""
+        """Refuse the answer of somebody else's server, which may have taken the port before ours could listen on it.
+
+        Ranks on other machines are those that met this machine's at an address that nobody else was told.
+        """
         family = {process.pid for process in psutil.Process(self.process.pid).children(recursive=True)}
-        for rank in self.attestation:
+        here = self.spec.sizes.world // (self.spec.node.count if self.spec.node else 1)
+        for rank in self.attestation[:here]:
             if rank["pid"] not in family:
                 raise SlimxError(
                     f"engine {self.spec.name}: process {rank['pid']} answers at {self.spec.url}, which is not the one "
@@ -123,8 +142,13 @@ class Engine:
                 )
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """End the server with its whole process tree; DEAD afterwards. May be called in any state."""
-        self.state = State.DEAD
+        """End the server with its whole process tree; DEAD afterwards. May be called in any state.
+
+        Somebody else's server is not ended, but left.
+        """
+        before, self.state = self.state, State.DEAD
+        if self.spec.external and not self.spec.frozen and before is not State.DEAD:
+            await leave(self.control, paused=before is State.PAUSED)
         await asyncio.to_thread(self.process.stop, grace_s)
 
     async def check_health(self, deadline_s: float) -> None:
@@ -202,7 +226,7 @@ class Engine:
         """
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)
         async with self._ending_on_error():
-            await self.control.stage(self._open("stage"), packed, bucket, deadline_s)
+            await self.control.stage(self._open("stage"), packed, bucket, self.spec.sizes.world, deadline_s)
 
     async def abort(self) -> None:
         """Give the publication up. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""

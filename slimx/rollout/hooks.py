@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, Part
 from slimx.rollout.client import Completion
 from slimx.rollout.draft import Draft
+from slimx.rollout.frozen import FrozenEngine
 
 
 class Generator(Protocol):
@@ -74,6 +75,8 @@ class RolloutContext:
     group_id: str
     index: int
     """Number of the rollout in its group."""
+    engines: Mapping[str, FrozenEngine] = field(default_factory=dict)
+    """Frozen groups of `rollout.engines`, by name."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
         """Begin a trajectory with the prompt's tokens; `suffix` tells several trajectories of one rollout apart."""
@@ -99,6 +102,8 @@ class RewardContext:
     text: str
     """The sampled tokens as text, special tokens left out."""
     evaluation: bool
+    engines: Mapping[str, FrozenEngine] = field(default_factory=dict)
+    """Frozen groups of `rollout.engines`, by name: a judge, a reward model."""
 
 
 Generate = Callable[[RolloutContext, Prompt], Awaitable[Trajectory | list[Trajectory]]]

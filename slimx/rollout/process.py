@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -31,6 +32,23 @@ LOOK_S = 2.0
 """Seconds between two looks at the tree's shared memory."""
 KILL_WAIT_S = 10.0
 """Seconds in which a killed tree must be gone."""
+
+
+class ServerProcess(Protocol):
+    """What an engine needs of its server's process."""
+
+    log_path: Path
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def start(self) -> None: ...
+
+    def poll(self) -> int | None: ...
+
+    def tail(self, lines: int = 20) -> str: ...
+
+    def stop(self, grace_s: float = 10.0) -> None: ...
 
 
 class SupervisedProcess:

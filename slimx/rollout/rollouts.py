@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Generator, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
 from slimx.rollout.reward_processes import reward_runner
 
@@ -36,8 +38,17 @@ class Outcome:
 class GroupMaker:
     """Makes groups with the run's hooks; bounded by `rollout.concurrency` rollouts at once."""
 
-    def __init__(self, config: Config, hooks: Hooks, tokenizer: Any, client: Generator | None):
+    def __init__(
+        self,
+        config: Config,
+        hooks: Hooks,
+        tokenizer: Any,
+        client: Generator | None,
+        engines: Mapping[str, FrozenEngine] | None = None,
+    ):
+        """`engines`: frozen ones, which hooks may ask."""
         self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
+        self.engines = engines or {}
         self.version = 0
         """Newest published weight version; the loop keeps it."""
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
@@ -91,6 +102,7 @@ class GroupMaker:
             seed=seed,
             group_id=group_id,
             index=index,
+            engines=self.engines,
         )
         hook, limit = self.config.rollout.generate, self.config.rollout.rollout_deadline
         try:
@@ -138,7 +150,7 @@ class GroupMaker:
         if self._rewards is None:
             return
         text = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
-        ctx = RewardContext(prompt, self.tokenizer, text, evaluation)
+        ctx = RewardContext(prompt, self.tokenizer, text, evaluation, self.engines)
         try:
             trajectory.reward, trajectory.reward_parts = await self._rewards.judge(ctx, trajectory)
         except DeadlineError as error:

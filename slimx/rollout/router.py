@@ -23,8 +23,11 @@ CALL_S = 30.0
 """Seconds that one call to the router may take."""
 
 
-def router_argv(host: str, port: int, metrics_port: int, request_deadline_s: float) -> list[str]:
-    """The command that runs the router, without workers."""
+def router_argv(
+    host: str, port: int, metrics_port: int, request_deadline_s: float, *, disaggregated: bool = False
+) -> list[str]:
+    """The command that runs the router, without workers. `disaggregated`: they will be prefill and decode servers, and
+    each request goes to one of either."""
     options = {
         "--host": host,
         "--port": port,
@@ -42,6 +45,8 @@ def router_argv(host: str, port: int, metrics_port: int, request_deadline_s: flo
     # - the circuit breaker counts a client's mistakes (status 400): a few prompts too long would close healthy engines;
     # - a retry goes to the same engine again (cache affinity) unless the circuit breaker is on.
     flags = ["--disable-health-check", "--disable-circuit-breaker", "--disable-retries"]
+    if disaggregated:
+        flags.append("--pd-disaggregation")
     return [
         sys.executable,
         "-m",
@@ -61,10 +66,12 @@ class Router:
         log_path: Path | str,
         host: str = "127.0.0.1",
         request_deadline_s: float = 600.0,
+        disaggregated: bool = False,
     ) -> None:
         """`request_deadline_s`: seconds that one generation request may take."""
         self.url = f"http://{host}:{port}"
-        self.process = SupervisedProcess("router", router_argv(host, port, metrics_port, request_deadline_s), log_path)
+        argv = router_argv(host, port, metrics_port, request_deadline_s, disaggregated=disaggregated)
+        self.process = SupervisedProcess("router", argv, log_path)
 
     def start(self) -> None:
         self.process.start()
@@ -86,13 +93,17 @@ class Router:
         """The registered workers: {id, url, is_healthy, load, ...}."""
         return (await self._call("GET", "/workers")).get("workers", [])
 
-    async def add(self, url: str, deadline_s: float = 60.0) -> None:
+    async def add(
+        self, url: str, *, role: str = "regular", bootstrap_port: int | None = None, deadline_s: float = 60.0
+    ) -> None:
         """Register a worker and wait until the router sends to it. (/health of the router is 200 before that.)
 
-        What the router knew of this URL is forgotten first: the engine behind it may be a new one.
+        What the router knew of this URL is forgotten first: the engine behind it may be a new one. `bootstrap_port`: of
+        a prefill server, which the router tells the decode server of each request.
         """
         await self.remove(url, deadline_s)
-        await self._call("POST", "/workers", {"url": url})
+        worker: Json = {"url": url} | ({"worker_type": role} if role != "regular" else {})
+        await self._call("POST", "/workers", worker | ({"bootstrap_port": bootstrap_port} if bootstrap_port else {}))
 
         async def healthy() -> bool:
             return any(worker["url"] == url and worker["is_healthy"] for worker in await self.workers())

@@ -14,6 +14,17 @@ from slimx.rollout.control import RECEIVER
 
 
 @dataclass(frozen=True, slots=True)
+class NodeShare:
+    """One machine's share of a server that spans several."""
+
+    rank: int
+    """Of the machine; 0 answers requests."""
+    count: int
+    meeting: str
+    """host:port on machine 0 at which the ranks meet."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What one server is made of."""
 
@@ -35,10 +46,28 @@ class EngineSpec:
     """Whether the server can return each token's experts (MoE models)."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """More fields of SGLang's ServerArgs."""
+    role: Literal["regular", "prefill", "decode"] = "regular"
+    bootstrap_port: int | None = None
+    """Of a prefill server: where decode servers ask it for their KV."""
+    frozen: bool = False
+    """Whether it serves a model that nothing is published to."""
+    sleeps: bool = False
+    """Whether its memory is given back while trainers train."""
+    external: bool = False
+    """Whether it was started by somebody else, to whom it belongs."""
+    node: NodeShare | None = None
+    """None: the server is on one machine."""
+    gpus: tuple[str, ...] | None = None
+    """GPUs that the server may use, by number or UUID; None: those of the process that starts it."""
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{address(self.host, self.port)}"
+
+
+def address(host: str, port: int) -> str:
+    """host:port, with the brackets of an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
@@ -54,13 +83,19 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "tp_size": spec.sizes.tensor,
         "ep_size": spec.sizes.expert,
         "pp_size": spec.sizes.pipeline,
-        "custom_weight_loader": [RECEIVER],
-        "enable_return_routed_experts": spec.routed_experts,
-        # Seeded sampling per request, and log-probs that are log_softmax(logits / temperature).
-        "enable_deterministic_inference": True,
     }
+    if not spec.frozen:
+        ours |= policy_args(spec)
     if spec.sizes.attention_data > 1:
         ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
+    if spec.sleeps and spec.device == "cuda":
+        ours |= {"enable_memory_saver": True}  # without it a release frees nothing
+    if spec.role != "regular":
+        ours |= {"disaggregation_mode": spec.role}
+    if spec.bootstrap_port is not None:
+        ours |= {"disaggregation_bootstrap_port": spec.bootstrap_port}
+    if spec.node is not None:
+        ours |= {"nnodes": spec.node.count, "node_rank": spec.node.rank, "dist_init_addr": spec.node.meeting}
     defaults: dict[str, Any] = {"log_level": "warning"}
     if not spec.sglang.get("enforce_shared_experts_fusion"):
         # SGLang decides by itself, on GPUs and for some models only; the publication plan has to know.
@@ -79,6 +114,16 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     return defaults | spec.sglang | ours
 
 
+def policy_args(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments without which the policy could not be published to a server, nor its rollouts be trained on."""
+    return {
+        "custom_weight_loader": [RECEIVER],
+        "enable_return_routed_experts": spec.routed_experts,
+        # Seeded sampling per request, and log-probs that are log_softmax(logits / temperature).
+        "enable_deterministic_inference": True,
+    }
+
+
 def server_argv(spec: EngineSpec) -> list[str]:
     """The command that runs the server in this environment's Python."""
     return [sys.executable, "-m", "slimx.rollout.server", "--", *command_line(server_args(spec))]
@@ -87,6 +132,8 @@ def server_argv(spec: EngineSpec) -> list[str]:
 def server_env(spec: EngineSpec) -> dict[str, str]:
     """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
     environment = {"HF_HUB_OFFLINE": "1"}
+    if spec.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(spec.threads)
         if spec.sizes.world > 1:

@@ -54,7 +54,7 @@ class TrainerWorker:
         torch.set_num_threads(config.trainer.threads)
         device = torch.device(self.device)
         place = self._look_at_gpu(config, device) if device.type == "cuda" else {}
-        self._memory = PhaseMemory(meter_of(device), "generate" if config.rollout.engines else "wait")
+        self._memory = PhaseMemory(meter_of(device), "generate" if config.rollout.policy_engines else "wait")
         self._parallel = ParallelState(
             sizes_of(config.trainer),
             rank=self.rank,

@@ -21,7 +21,7 @@ from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.orchestration.cluster import start_ray, stop_ray
-from slimx.orchestration.engine_actor import EngineHandle, Standing
+from slimx.orchestration.engine_handle import EngineHandle, Standing
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.transports import GlooTransport
 from slimx.reshard.manifest import Manifest

@@ -1,39 +1,58 @@
-"""Where trainers and engines take turns, each trainer rank has a GPU of its own and each engine shares one with it.
+"""Trainer ranks get GPUs machine by machine, and engines that take turns with them get the same GPUs.
 
-Ray counts GPUs that it is told of: two are invented here, and nothing uses them.
+Ray counts GPUs that it is told of: two machines with two each are invented here, and nothing uses them.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
-from slimx.orchestration.cluster import ENGINE_SHARE, TRAINER_SHARE
+from slimx.errors import DeadlineError
+from slimx.orchestration.engine_nodes import Place, place_of, share_of
+from slimx.orchestration.placement import PackedGpus
 
 pytestmark = pytest.mark.integration
-GPUS = 2
+MACHINES, GPUS = 2, 2
 
 
-class Place:
-    def gpus(self) -> list[int]:
-        return ray.get_gpu_ids()
+class Actor:
+    def devices(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def placed(share: float, count: int = GPUS) -> list:
-    return [ray.remote(Place).options(num_cpus=0.1, num_gpus=share).remote() for _ in range(count)]
-
-
-def gpus_of(actors: list) -> list[list[int]]:
-    return ray.get([actor.gpus.remote() for actor in actors], timeout=60)
-
-
-def test_ray_gives_every_trainer_rank_its_own_gpu_and_a_new_engine_the_place_of_the_lost_one():
-    ray.init(num_cpus=2, num_gpus=GPUS, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    memory = 80 * 2**20
+    machines = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": GPUS, "object_store_memory": memory}
+    )
     try:
-        trainers, engines = placed(TRAINER_SHARE), placed(ENGINE_SHARE)
-        assert sorted(gpus_of(trainers)) == sorted(gpus_of(engines)) == [[gpu] for gpu in range(GPUS)]
-        lost = gpus_of(engines)[1]
-        ray.kill(engines[1])
-        assert gpus_of(placed(ENGINE_SHARE, 1)) == [lost]
+        for _ in range(MACHINES - 1):
+            machines.add_node(num_cpus=2, num_gpus=GPUS, object_store_memory=memory)
+        ray.init(address=machines.address, log_to_driver=False)
+        yield
     finally:
         ray.shutdown()
+        machines.shutdown()
+
+
+def test_neighbours_in_rank_share_a_machine_and_engines_the_gpus_of_their_ranks(cluster: None) -> None:
+    gpus = PackedGpus("the trainers", MACHINES * GPUS, cpus=0.1, deadline_s=30)
+    actors = [ray.remote(Actor).options(num_cpus=0.1, **gpus.options(rank)).remote() for rank in range(MACHINES * GPUS)]
+    places = ray.get([actor.__ray_call__.remote(place_of) for actor in actors], timeout=60)
+    assert places[0].node == places[1].node != places[2].node == places[3].node
+    assert sorted(place.gpus for place in places) == [("0",), ("0",), ("1",), ("1",)]
+    shared = share_of(places[2:], "actor")
+    assert shared == Place(places[2].node, ("0", "1"))
+    engine = ray.remote(Actor).options(**shared.options(cpus=0.1)).remote()
+    where = ray.get(engine.__ray_call__.remote(place_of), timeout=60)
+    assert where.node == shared.node, "all GPUs are taken, and an engine that shares them still has a place"
+    with pytest.raises(DeadlineError, match="1 GPUs for another"):
+        PackedGpus("another", 1, cpus=0.1, deadline_s=1)
+    gpus.release()
+    PackedGpus("another", MACHINES * GPUS, cpus=0.1, deadline_s=30).release()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from slimx.config.engines import Health
 from slimx.errors import SlimxError
-from slimx.orchestration.engine_actor import Standing
+from slimx.orchestration.engine_handle import Standing
 from slimx.orchestration.recovery import Membership
 from slimx.reshard.parties import ReceiverLost
 
@@ -18,6 +18,7 @@ class FakeEngine:
     def __init__(self, name: str, log: list[str], starts: list[SlimxError | None]):
         self.name, self.log, self.starts = name, log, starts
         self.url, self.standing, self.restarts, self.incarnation = f"http://{name}/0", Standing.JOINING, 0, 1
+        self.role, self.bootstrap_port = "regular", None
         self.end: str | None = None
         self.sick: SlimxError | None = None
 
@@ -51,7 +52,7 @@ class FakeRouter:
         self.slow = asyncio.Event()
         self.slow.set()
 
-    async def add(self, url: str) -> None:
+    async def add(self, url: str, *, role: str, bootstrap_port: int | None) -> None:
         await self.slow.wait()
         if self.end:
             raise SlimxError(self.end)

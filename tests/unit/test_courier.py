@@ -47,7 +47,7 @@ class FakeCourier:
 class FakeEngine:
     """The handle of an engine that takes what comes."""
 
-    name, incarnation = "e0", 1
+    name, incarnation, nodes = "e0", 1, 2
 
     def __init__(self) -> None:
         self.fails: SlimxError | None = None
@@ -92,7 +92,7 @@ async def test_an_engine_is_connected_once_by_incarnation_of_either_end(stand):
     transport, courier, engine = stand
     for _ in range(2):
         await transport.connect(engine, MANIFEST)
-    assert courier.asked == [("open", "e0", 3, "gloo"), ("join", "e0")]
+    assert courier.asked == [("open", "e0", 3, "gloo", 2), ("join", "e0")]
     engine.incarnation += 1
     await transport.connect(engine, MANIFEST)
     transport.courier.incarnation += 1

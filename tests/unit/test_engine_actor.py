@@ -11,7 +11,8 @@ import pytest
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration import engine_actor
-from slimx.orchestration.engine_actor import EngineActor, EngineHandle, Standing
+from slimx.orchestration.engine_actor import EngineActor
+from slimx.orchestration.engine_handle import EngineHandle, Standing
 from slimx.orchestration.waiting import ActorDied
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import ReceiverLost
@@ -126,7 +127,7 @@ async def started(deadline_s: float = 5) -> tuple[EngineHandle, FakeActor]:
     start = asyncio.create_task(handle.start(5))
     while "start" not in actor.answers:
         await asyncio.sleep(0)
-    actor.answers["start"].set_result({"url": "http://e0", "attestation": []})
+    actor.answers["start"].set_result({"url": "http://e0", "bootstrap_port": None, "attestation": []})
     await start
     return handle, actor
 

@@ -8,7 +8,7 @@ import pytest
 from recovery_stand import Stand, gone
 
 from slimx.errors import SlimxError
-from slimx.orchestration.engine_actor import Standing
+from slimx.orchestration.engine_handle import Standing
 from slimx.reshard.parties import ReceiverLost
 
 

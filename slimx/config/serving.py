@@ -1,0 +1,40 @@
+"""Whether engine groups fit the schedule and the publication of a run; what each group says alone is checked in
+`slimx.config.engines`."""
+
+from __future__ import annotations
+
+from slimx.config.rollout import Rollout
+from slimx.config.schedule import Publish, Schedule
+
+
+def check_serving(rollout: Rollout, schedule: Schedule, publish: Publish) -> None:
+    """Raise ValueError for policy groups that could not be published to, or could not take turns with trainers."""
+    for group in rollout.policy_engines:
+        where = f"rollout.engines group {group.name}"
+        if group.urls and publish.transport not in ("memory", "disk"):
+            raise ValueError(
+                f"publish.transport {publish.transport} needs a process of slimx beside each server, and {where} has "
+                "urls, servers that slimx did not start; set publish.transport=disk, or memory on the trainers' machine"
+            )
+        if group.urls and schedule.colocate:
+            raise ValueError(
+                f"schedule.colocate with {where}, which has urls: slimx knows no place of servers that run already; "
+                "let slimx start them, or set schedule.colocate=false"
+            )
+        if group.nodes > 1 and publish.transport in ("memory", "cuda_ipc"):
+            raise ValueError(
+                f"publish.transport {publish.transport} reaches one machine, and a server of {where} spans "
+                f"{group.nodes}; set it to gloo, nccl or disk"
+            )
+    if not rollout.disaggregated:
+        return
+    if schedule.colocate:
+        raise ValueError(
+            "schedule.colocate with prefill and decode groups: their KV cache is registered for transfers and cannot "
+            "be given back while they sleep; set schedule.colocate=false"
+        )
+    if schedule.max_staleness:
+        raise ValueError(
+            f"schedule.max_staleness {schedule.max_staleness} with prefill and decode groups: a prompt's KV could be "
+            "computed by one version and sampled from by the next; set schedule.max_staleness=0"
+        )

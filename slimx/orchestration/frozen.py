@@ -1,0 +1,78 @@
+"""Models that are never published to, each group behind a router of its own: judges, reward models, teachers.
+
+They join their router when they have started, not after a publication, and come back by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.orchestration.engines import EngineGroup
+from slimx.reshard.parties import ReceiverLost
+from slimx.rollout.frozen import FrozenEngine
+
+
+class FrozenEngines:
+    """The frozen groups of `rollout.engines`, and what hooks reach them by (`clients`, by group name)."""
+
+    def __init__(self, config: Config, device: str, log_dir: Path, *, note: Callable[[str], None]):
+        """`note` is told in one line of every engine that is lost or started again."""
+        self.config = config
+        self.groups = {
+            group.name: EngineGroup(config, device, log_dir, moe=False, note=note, groups=(group,))
+            for group in config.rollout.frozen_engines
+        }
+        self.clients: dict[str, FrozenEngine] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start all servers; they answer when this returns, and are watched from then on."""
+        await asyncio.gather(*(group.start() for group in self.groups.values()))
+        for name, group in self.groups.items():
+            await self._admit(group)
+            group.members.watch()
+            self._tasks.append(asyncio.create_task(self._readmit(group)))
+            rollout = self.config.rollout
+            self.clients[name] = FrozenEngine(
+                name,
+                group.router.url,
+                deadline_s=rollout.request_deadline,
+                retries=rollout.request_retries,
+                look=group.members.look,
+                failure=group.members.failure,
+            )
+
+    async def _admit(self, group: EngineGroup) -> None:
+        for engine in group.members.joining():
+            with contextlib.suppress(ReceiverLost):  # lost meanwhile: it comes back here if it may
+                await group.members.admit(engine)
+
+    async def _readmit(self, group: EngineGroup) -> None:
+        """Let engines that came back serve again. Ends when none is left: whoever asks this group is told so."""
+        with contextlib.suppress(SlimxError):
+            while True:
+                await group.members.back()
+                await self._admit(group)
+
+    def metrics(self) -> dict[str, float]:
+        """`engines/GROUP/serving` and the like."""
+        return {
+            f"engines/{name}/{key.removeprefix('engines/')}": value
+            for name, group in self.groups.items()
+            for key, value in group.members.metrics().items()
+        }
+
+    async def stop(self) -> None:
+        """End routers and servers; servers that run elsewhere are left alone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        results = await asyncio.gather(*(group.stop() for group in self.groups.values()), return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result

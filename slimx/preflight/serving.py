@@ -1,0 +1,51 @@
+"""Whether engine groups can run on the devices that they are meant for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from slimx.config.engines import Engines
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+
+TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}
+"""By value of SGLang's disaggregation_transfer_backend the package that moves the KV."""
+
+
+def check_devices(config: Config, device: str) -> None:
+    """Raise SlimxError for groups that cannot run on `device`, or share too few GPUs with trainers."""
+    for group in config.rollout.policy_engines:
+        if group.role != "regular" and device == "cpu":
+            raise SlimxError(
+                f"rollout.engines group {group.name} has the role {group.role}, and SGLang moves KV between servers "
+                "from GPU to GPU only, by mooncake or nixl; on the CPU use role=regular"
+            )
+    ranks = sum(group.started * group.ranks for group in config.rollout.policy_engines)
+    if config.schedule.colocate and device == "cuda" and ranks > config.trainer.world_size:
+        raise SlimxError(
+            f"schedule.colocate: the servers of rollout.engines have {ranks} ranks, a GPU each, and share those of "
+            f"{config.trainer.world_size} trainer ranks (trainer.world_size); lower count, or their sizes"
+        )
+
+
+def server_problems(config: Config, per_node: int) -> Iterator[str]:
+    """Servers that do not fit the nodes that they are meant to span, of `per_node` GPUs each."""
+    for group in config.rollout.engines:
+        share = group.ranks // group.nodes
+        if share > per_node and not group.urls:
+            yield (
+                f"a server of rollout.engines group {group.name} has {share} ranks on each of its {group.nodes} nodes, "
+                f"which have {per_node} GPUs; set nodes to {-(-group.ranks // per_node)}, or lower tensor"
+            )
+
+
+def check_transfer(group: Engines) -> None:
+    """Raise SlimxError if a prefill or decode group's servers, in an environment like this one, could not move KV."""
+    backend = group.sglang.get("disaggregation_transfer_backend", "mooncake")
+    package = TRANSFER_PACKAGES.get(backend)
+    if group.role != "regular" and package is not None and importlib.util.find_spec(package) is None:
+        raise SlimxError(
+            f"rollout.engines group {group.name} has the role {group.role}, whose KV {backend} moves, and the package "
+            f"{package} is not installed here; install it, or choose another disaggregation_transfer_backend in sglang"
+        )

@@ -1,0 +1,101 @@
+"""A frozen model as hooks see it: requests to its router, from any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from slimx.errors import SlimxError
+from slimx.rollout.control import message_of, parse_body
+from slimx.rollout.requests import Answer, send
+
+
+class FrozenEngine:
+    """A group of `rollout.engines` with `frozen: true`; `ctx.engines[NAME]` in hooks.
+
+    Made in the run's event loop; its methods may be awaited in any other one, such as that of a reward's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        deadline_s: float,
+        retries: int,
+        look: Callable[[], Awaitable[None]],
+        failure: Callable[[], SlimxError | None] = lambda: None,
+    ):
+        """`url`: of the group's router. `deadline_s`: seconds for one request. One that is lost with its server is sent
+        again `retries` times, after `look` has looked for lost servers. `failure`: why the group is lost for good."""
+        self.name, self.url, self.deadline_s, self.retries = name, url.rstrip("/"), deadline_s, retries
+        self._look, self._failure = look, failure
+        self._loop = asyncio.get_running_loop()
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of one of SGLang's own paths, such as /v1/chat/completions, /v1/rerank or /classify."""
+        url = self.url + path
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+
+            async def attempt() -> Answer:
+                if (failure := self._failure()) is not None:
+                    raise SlimxError(f"frozen engines {self.name}: {failure}")
+                try:
+                    async with session.post(url, json=body) as response:
+                        return response.status, _body(await response.text())
+                except aiohttp.ClientError as error:
+                    return 0, {"text": f"{type(error).__name__}: {error}"}
+
+            return await send(
+                attempt,
+                url,
+                deadline_s=self.deadline_s,
+                retry_s=self.deadline_s,
+                retries=self.retries,
+                on_lost=self._lost,
+            )
+
+    async def chat(self, messages: Sequence[dict[str, Any]], **parameters: Any) -> str:
+        """The model's answer to a conversation. `parameters`: of /v1/chat/completions, such as temperature."""
+        answer = await self.post("/v1/chat/completions", {"model": "default", "messages": list(messages), **parameters})
+        try:
+            return answer["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError):
+            raise SlimxError(f"frozen engines {self.name} gave no chat answer: {message_of(answer)}") from None
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of `token_ids` [L] under this model at temperature 1: of the tokens 1 to L - 1, [L - 1]."""
+        body = {
+            "input_ids": [int(token) for token in token_ids],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "stream": False,
+        }
+        answer = await self.post("/generate", body)
+        scored = answer.get("meta_info", {}).get("input_token_logprobs") or []
+        if [entry[1] for entry in scored] != body["input_ids"]:
+            raise SlimxError(f"frozen engines {self.name} scored {len(scored)} of {len(token_ids)} tokens")
+        return [entry[0] for entry in scored[1:]]
+
+    async def _lost(self) -> None:
+        """Have the run look for lost servers, in its own event loop."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(self._look), self._loop))
+
+
+def _body(text: str) -> dict[str, Any]:
+    """A JSON object as it is; a list, which some of SGLang's paths answer, under "data"."""
+    answer = parse_body(text)
+    if text.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            return {"data": json.loads(text)}
+    return answer
+
+
+async def _awaited(look: Callable[[], Awaitable[None]]) -> None:
+    await look()

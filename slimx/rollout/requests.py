@@ -1,0 +1,62 @@
+"""One request through a router, sent again while engines are lost and come back, within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.control import message_of
+
+NO_ENGINE = 503
+"""The router's answer when no engine is registered."""
+
+Answer = tuple[int, dict[str, Any]]
+"""Status and body; status 0 if the connection failed."""
+
+
+def lost(status: int, answer: dict[str, Any]) -> bool:
+    """Whether a request was lost with its engine: the connection failed, or the router lost the engine it had
+    chosen."""
+    error = answer.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return status in (0, 502) or (status == 500 and code == "call_upstream_request_error")
+
+
+async def send(
+    attempt: Callable[[], Awaitable[Answer]],
+    url: str,
+    *,
+    deadline_s: float,
+    retry_s: float,
+    retries: int,
+    on_lost: Callable[[], Awaitable[None]],
+) -> dict[str, Any]:
+    """The body of the first answer of status 200. Requests must have no effects besides their answers.
+
+    `attempt` sends the request to `url` once. One that is lost with its engine is sent again `retries` times, one that
+    finds no engine for `retry_s` seconds; `on_lost` is awaited before the first is.
+    Raises SlimxError for another answer, and DeadlineError after `deadline_s` seconds.
+    """
+    give_up, pause, lost_before = time.monotonic() + retry_s, 0.1, 0
+    try:
+        async with asyncio.timeout(deadline_s):
+            while True:
+                status, answer = await attempt()
+                if status == 200:
+                    return answer
+                if lost(status, answer):
+                    again = lost_before < retries
+                    lost_before += 1
+                else:
+                    again = status == NO_ENGINE and time.monotonic() + pause < give_up
+                if not again:
+                    raise SlimxError(f"POST {url} answered {status}: {message_of(answer)}")
+                if status != NO_ENGINE:
+                    await on_lost()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 2.0)
+    except TimeoutError:
+        raise DeadlineError("a generation request", deadline_s, url) from None

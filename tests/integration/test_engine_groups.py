@@ -1,0 +1,163 @@
+"""Groups beyond servers of one machine that slimx starts: a server over two machines, and servers that run already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.models.families import read_model
+from slimx.orchestration.cluster import start_ray, stop_ray
+from slimx.orchestration.engine_handle import Standing
+from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.frozen import FrozenEngines
+from slimx.orchestration.transports import GlooTransport
+from slimx.reshard.publish import Publisher
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.engine import Engine
+from tests.integration.conftest import START_S, Weights, perturbed, publish
+from tests.integration.test_engine import PROMPT, fused
+from tests.integration.test_faults import Trainers
+
+pytestmark = pytest.mark.integration
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+def config_of(model: Path, directory: Path, engines: list[dict[str, Any]], transport: str) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(directory)},
+            "model": {"path": str(model)},
+            "numerics": {"dtype": "float32"},
+            "cluster": {"device": "cpu", "start_deadline": START_S},
+            "publish": {"transport": transport},
+            "rollout": {
+                "prompts": "none",
+                "engines": engines,
+                "health": {"interval": 1, "timeout": 60, "restarts": 0},
+            },
+        }
+    )
+
+
+@asynccontextmanager
+async def ray_for(config: Config) -> AsyncIterator[AsyncExitStack]:
+    start_ray(config, "cpu")
+    try:
+        async with AsyncExitStack() as stack:
+            yield stack
+    finally:
+        stop_ray()
+
+
+@torch.no_grad()
+def logprobs_of(model: Path, weights: Weights, ids: list[int]) -> np.ndarray:
+    """By transformers: of each token but the first."""
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    oracle.load_state_dict(fused(oracle, weights))
+    scores = oracle(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.1)
+
+
+async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_either(
+    tiny_model: Path, tiny_weights: Weights, tmp_path: Path
+) -> None:
+    """Two server processes on the loopback interface; each takes the buckets over a channel of its own."""
+    engines = [{"name": "wide", "tensor": 2, "expert": 2, "nodes": 2, "max_total_tokens": 4096}]
+    config = config_of(tiny_model, tmp_path, engines, "gloo")
+    async with ray_for(config) as stack:
+        group = EngineGroup(config, "cpu", tmp_path, moe=True, note=print)
+        stack.push_async_callback(group.stop)
+        await group.start()
+        (engine,) = group.engines
+        trainers = Trainers(tiny_weights)
+        transport = GlooTransport(trainers, config, tmp_path / "courier.log")
+        stack.push_async_callback(transport.stop)
+        engine.transport, trainers.version = transport, 3
+        done = await Publisher(transport, group.members, deadline_s=120, step_deadline_s=60).publish(3, trainer_step=3)
+        assert not done.lost and engine.standing is Standing.MEMBER
+        shape = ModelShape.of(read_model(tiny_model))
+        async with GenerationClient(group.router.url, shape) as client:
+            completion = await client.generate(PROMPT, SAMPLING, seed=1, return_routed_experts=True)
+        ids = [*PROMPT, *completion.token_ids.tolist()]
+        assert completion.versions == [(0, 8, 3)]
+        wanted = logprobs_of(tiny_model, trainers.weights(3), ids)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+
+        servers = [process for process in psutil.process_iter(["cmdline"]) if _is_share(process, tiny_model, rank=1)]
+        assert servers, "the second machine's share has a process of its own"
+        servers[0].kill()
+        group.members.watch()
+        await until(lambda: engine.standing is Standing.GONE)
+        with pytest.raises(SlimxError, match=r"(?s)no engine is left.*engine wide-0"):
+            await group.members.failed()
+        left = [process for process in psutil.process_iter(["cmdline"]) if _is_share(process, tiny_model, rank=0)]
+        assert not left, "the first machine's share ends with the second's"
+
+
+def _is_share(process: psutil.Process, model: Path, rank: int) -> bool:
+    """Whether it is the first process of a share of a server of `model`."""
+    line = process.info["cmdline"] or []
+    return (
+        "slimx.rollout.server" in line
+        and str(model) in line
+        and ("--node-rank", str(rank)) in zip(line, line[1:], strict=False)
+    )
+
+
+async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
+    engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
+) -> None:
+    """As an engine of the policy it is attested and published to, as a frozen model it answers hooks."""
+    url = engine.spec.url
+    config = config_of(tiny_model, tmp_path, [{"urls": [url]}], "memory")
+    async with ray_for(config) as stack:
+        group = EngineGroup(config, "cpu", tmp_path, moe=True, note=print)
+        stack.push_async_callback(group.stop)
+        await group.start()
+        trainers = Trainers(tiny_weights)
+        trainers.version = 5
+        await Publisher(trainers, group.members, deadline_s=60, step_deadline_s=30).publish(5, trainer_step=5)
+        shape = ModelShape.of(read_model(tiny_model))
+        async with GenerationClient(group.router.url, shape) as client:
+            completion = await client.generate(PROMPT, SAMPLING, seed=2)
+        assert completion.versions == [(0, 8, 5)]
+        ids = [*PROMPT, *completion.token_ids.tolist()]
+        wanted = logprobs_of(tiny_model, perturbed(tiny_weights, seed=5), ids)
+        np.testing.assert_allclose(completion.logprobs, wanted[len(PROMPT) - 1 :], atol=1e-4)
+
+        judges = config_of(
+            tiny_model, tmp_path, [{"name": "a"}, {"name": "judge", "frozen": True, "urls": [url]}], "memory"
+        )
+        frozen = FrozenEngines(judges, "cpu", tmp_path, note=print)
+        stack.push_async_callback(frozen.stop)
+        await frozen.start()
+        scored = await asyncio.to_thread(
+            asyncio.run, frozen.clients["judge"].logprobs(ids)
+        )  # as a reward's thread does
+        np.testing.assert_allclose(scored, wanted, atol=1e-4)
+        assert frozen.metrics()["engines/judge/serving"] == 1
+
+        other = config_of(tiny_model, tmp_path, [{"urls": [url], "tensor": 2}], "memory")
+        wrong = EngineGroup(other, "cpu", tmp_path, moe=True, note=print)
+        stack.push_async_callback(wrong.stop)
+        with pytest.raises(SlimxError, match="runs as EngineSizes.* the configuration asks for"):
+            await wrong.start()
+    await engine.check_health(60)
+    await publish(engine, tiny_weights, 6)  # its owner goes on
