@@ -12,11 +12,13 @@ from transformers import (
     Glm4MoeForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen2, qwen3_moe
 from slimx.models.flops import sequence_flops
 
 COMMON = {
@@ -35,6 +37,7 @@ LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_
 EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 MODELS = {
     "GQA": QWEN,
+    "dense": (Qwen2Config, Qwen2ForCausalLM, qwen2, {"num_key_value_heads": 2}),
     "GQA, shared experts": (
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
