@@ -84,7 +84,7 @@ def megatron_to_hf(
         Path, typer.Option(help="Hugging Face directory of the model: its config, tokenizer and frozen tensors.")
     ],
     dtype: DtypeOption = Dtype.stored,
-    file_size: FileSize = 4,
+    file_size: FileSize = 2,
     verify: Verify = False,
     threads: Threads = THREADS,
     debug: Debug = False,
@@ -101,7 +101,7 @@ def hf_to_fp8(
     out: Out,
     rule: Annotated[Rule, typer.Option(help="How scales are chosen; ue8m0 for DeepGEMM on Blackwell.")] = Rule.ieee,
     dtype: DtypeOption = Dtype.stored,
-    file_size: FileSize = 4,
+    file_size: FileSize = 2,
     verify: Verify = False,
     threads: Threads = THREADS,
     debug: Debug = False,

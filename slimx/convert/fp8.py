@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slimx.convert.safetensors import Tensor, Unit
-from slimx.convert.sources import Reading, row_blocks
+from slimx.convert.sources import Reading, Scratch, row_blocks
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models.block_fp8 import SCALE_SUFFIX, scales_shape
@@ -44,8 +44,8 @@ def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         scales = []
         for rect in row_blocks(shape, 4, multiple=block[0]):
-            codes, own = _quantise(name, reading.read(name, rect).contiguous(), quantisation)
-            scales.append(own)
+            codes, own = _quantise(name, reading.read(name, rect).contiguous(), quantisation, reading.scratch)
+            scales.append(own.clone())
             yield codes
         yield torch.cat(scales)
 
@@ -53,12 +53,15 @@ def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> 
     return Unit((codes, Tensor(name + SCALE_SUFFIX, torch.float32, scales_shape(shape, block))), blocks)
 
 
-def _quantise(name: str, values: torch.Tensor, quantisation: Quantisation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, uint8 [rows, cols], and scales [block rows, block cols] of `values`, bf16 or fp32 [rows, cols]."""
+def _quantise(
+    name: str, values: torch.Tensor, quantisation: Quantisation, scratch: Scratch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, uint8 [rows, cols], and scales [block rows, block cols] of `values`, bf16 or fp32 [rows, cols], both in
+    `scratch`."""
     (rows, cols), (high, wide) = values.shape, quantisation.block
     down, across = scales_shape((rows, cols), quantisation.block)
     at = -(-rows * cols // 16) * 16
-    bucket = torch.empty(at + down * across * 4, dtype=torch.uint8)
+    bucket = scratch.tensor((at + down * across * 4,), torch.uint8)
     piece = np.zeros(1, dtype=PIECE)
     piece["src"], piece["item"], piece["out"] = values.data_ptr(), values.element_size(), 1
     piece["src_ld"], piece["src_step"] = cols * values.element_size(), values.element_size()

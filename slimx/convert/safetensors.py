@@ -22,7 +22,7 @@ from slimx.convert.work import Stream
 from slimx.durable import write_synced
 from slimx.models.checkpoint_writer import TENSOR_SUFFIXES, shard_name
 
-FILE_BYTES = 4 * 10**9
+FILE_BYTES = 2 * 10**9
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 """What safetensors calls a dtype."""
 
@@ -56,7 +56,8 @@ def copied(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
 
     def blocks(reading: Reading) -> Iterator[torch.Tensor]:
         for rect in row_blocks(shape, dtype.itemsize):
-            yield reading.read(name, rect).to(dtype)
+            part = reading.read(name, rect)
+            yield part if part.dtype == dtype else reading.scratch.tensor(tuple(part.shape), dtype).copy_(part)
 
     return Unit((Tensor(name, dtype, shape),), blocks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from math import prod
 from typing import Protocol
 
 import torch
@@ -36,11 +37,30 @@ class Source(Protocol):
         ...
 
 
+class Scratch:
+    """Memory that one thread uses again and again. Blocks of many sizes, taken from the heap and given back, leave
+    holes in it: it would grow to gigabytes."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised; the one before is overwritten. Its storage ends where it ends."""
+        count = prod(shape)
+        if count * dtype.itemsize > len(self._memory):
+            self._memory = bytearray(count * dtype.itemsize)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count).view(shape)
+
+
 class Reading:
     """A source as one thread reads it for a while: with a bounded part of its files in memory."""
 
     def __init__(self, source: Source):
         self._source, self._bytes = source.again(), 0
+        self.scratch = Scratch()
+        """For what is made of the parts that were read."""
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
         """As `Source.read`; give it up before the next call, so that its file can be closed."""

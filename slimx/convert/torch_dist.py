@@ -69,9 +69,9 @@ class Piece:
         return (row,) if len(self.place.part.shape) == 1 else (row, col)
 
     def make(self, reading: Reading) -> torch.Tensor:
-        """Its values, in memory of their own."""
+        """Its values, in the scratch memory of `reading`."""
         box, part = self.box, self.place.part
-        out = torch.empty(box.rows, box.cols, dtype=self.dtype)
+        out = reading.scratch.tensor((box.rows, box.cols), self.dtype)
         for rect in part.rects:
             if (inside := clip(rect, box)) is not None:
                 target = out[inside.local_row :, inside.local_col :][: inside.rows, : inside.cols]

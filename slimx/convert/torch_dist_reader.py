@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from slimx.convert.sources import Scratch
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
@@ -59,6 +60,7 @@ class TorchDistReader:
         self._stored = {key: _Pieces(self.path, key, count, metadata) for key, count in stacked.items()}
         self._check_files()
         self._files: dict[str, torch.Tensor] = {}
+        self._out, self._part = Scratch(), Scratch()
         self._headers: dict[_Stored, tuple[int, int]] = {}
         """First byte in its file and size of a piece's data; -1: not in the order of its elements."""
 
@@ -88,13 +90,13 @@ class TorchDistReader:
     def again(self) -> TorchDistReader:
         """The same with no file mapped."""
         other = copy(self)
-        other._files = {}
+        other._files, other._out, other._part = {}, Scratch(), Scratch()
         return other
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """The elements of tensor `name` that `rect`, neither transposed nor stepping, takes: a copy."""
+        """The elements of tensor `name` that `rect`, neither transposed nor stepping, takes, until the next call."""
         holders = self._holders[name]
-        out = torch.empty(rect.rows, rect.cols, dtype=self.dtype(name))
+        out = self._out.tensor((rect.rows, rect.cols), self.dtype(name))
         for move in moves([held for _, held in holders], replace(rect, local_row=0, local_col=0), name):
             self._fill(out, holders[move.source][0], move)
         return out
@@ -115,7 +117,8 @@ class TorchDistReader:
             rows = self._bytes(piece, place.index)[move.source_row + first * step - top :: step][: last - first]
             begin = (move.source_col + start - left) * out.itemsize
             # Saved tensors begin anywhere in a file; a copy of the bytes begins where its dtype wants it.
-            part = rows[:, begin : begin + (stop - start) * out.itemsize].clone(memory_format=torch.contiguous_format)
+            held = rows[:, begin : begin + (stop - start) * out.itemsize]
+            part = self._part.tensor(tuple(held.shape), torch.uint8).copy_(held)
             view[first:last, start:stop].copy_(part.view(out.dtype))
             filled += (last - first) * (stop - start)
         if filled != view.numel():
