@@ -67,9 +67,15 @@ def doctor(
         Path | None, typer.Argument(help="Check this run's configuration, checkpoint, prompts and hooks too.")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    effects: Annotated[
+        bool, typer.Option("--effects", help="Only say which terms of FILE's loss change its gradient, and how much.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Say what this machine has, what is missing and how to get it."""
+    if effects:
+        _show_effects(file, overrides or [])
+        return
     from slimx.preflight.doctor import examine
 
     console = Console()
@@ -86,6 +92,21 @@ def doctor(
             highlight=False,
         )
     if not healthy:
+        raise typer.Exit(1)
+
+
+def _show_effects(file: Path | None, overrides: list[str]) -> None:
+    """Exit code 1 if a term that the configuration chose changes nothing."""
+    if file is None:
+        raise SlimxError("slimx doctor --effects needs the YAML file of a run; give it as FILE")
+    config = load_config(file, overrides)
+    from slimx.preflight.effects import describe, effects
+
+    found = effects(config)
+    print(f"{file}: what each term of the loss is worth in the gradient of a small invented batch")
+    for line in describe(found):
+        print(line)
+    if any(effect.chosen and not effect.share for effect in found):
         raise typer.Exit(1)
 
 

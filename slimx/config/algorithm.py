@@ -218,6 +218,12 @@ class Algorithm(Section):
         return self.advantages in (*TOKEN_REWARDS, "dpo") or self.loss in ("clip_cov", "kl_cov")
 
     @property
+    def hooks(self) -> list[str]:
+        """Keys that name functions of the user's."""
+        known = {"advantages": ADVANTAGES, "loss": LOSSES}
+        return [key for key, names in known.items() if getattr(self, key) not in names]
+
+    @property
     def own_loss(self) -> bool:
         """Whether the loss is the user's."""
         return self.loss not in LOSSES

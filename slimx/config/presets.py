@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "topr": {"loss": "topr", "normalize_std": False},
     "sapo": {"loss": "sapo"},
-    "clip_cov": {"loss": "clip_cov", "cov_share": 2e-4},
+    "clip_cov": {"loss": "clip_cov"},
     "kl_cov": {"loss": "kl_cov", "cov_share": 2e-3},
     "rloo": {"advantages": "rloo"},
     "reinforce_pp": {"advantages": "reinforce", "whiten": True},

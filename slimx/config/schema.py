@@ -100,6 +100,12 @@ class Config(Section):
                 f"rollout.group_size is 1, but algorithm.name is {name} (advantages {algorithm.advantages}), which "
                 "compares the rollouts of a prompt: every advantage would be 0; raise it"
             )
+        if algorithm.advantages == "dpo" and not self.rollout.engines and (size != 2 or self.reward.given):
+            raise ValueError(
+                "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and "
+                "say themselves which is chosen; set rollout.group_size=2, reward.function=null and "
+                "rollout.generate=slimx.rollout.preferences.generate"
+            )
         if algorithm.advantages == "dpo" and self.schedule.updates_per_step > 1:
             raise ValueError(
                 f"algorithm.advantages is dpo and schedule.updates_per_step {self.schedule.updates_per_step}: the "

@@ -19,6 +19,7 @@ from slimx.models.megatron_directory import check_fit, is_megatron
 from slimx.orchestration.cluster import device_of
 from slimx.preflight.constraints import batch_problems
 from slimx.preflight.layout import check_critic_layout, check_layout, critic_keys
+from slimx.preflight.probe import try_hooks
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
 from slimx.preflight.routing import check_routing
 from slimx.preflight.serving import check_devices, check_transfer
@@ -65,6 +66,7 @@ def check_run(config: Config) -> Prepared:
     if config.algorithm.teacher:
         check_teacher(config.algorithm.teacher, spec)
     hooks = load_hooks(config)
+    try_hooks(config)
     check_devices(config, device)
     for group in config.rollout.engines:
         model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)

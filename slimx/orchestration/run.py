@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from slimx.algorithms.objective import all_advantages
+from slimx.algorithms.estimate import all_advantages
 from slimx.config.schema import Config
 from slimx.data.batch import Row
 from slimx.data.prompts import DataSource

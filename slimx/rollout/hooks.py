@@ -7,8 +7,6 @@ def keep(group: Group) -> bool | str
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +17,7 @@ import numpy as np
 from slimx.config.reward import Reward as RewardConfig
 from slimx.config.reward import RewardPart
 from slimx.config.schema import Config
+from slimx.data.dotted import load_function
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import encode_prompt
 from slimx.errors import SlimxError
@@ -128,9 +127,9 @@ def load_hooks(config: Config) -> Hooks:
         for hook in _parts(reward):
             needs.check(hook)
     return Hooks(
-        generate=_load("rollout.generate", config.rollout.generate, ("ctx", "prompt"), is_async=True),
+        generate=load_function("rollout.generate", config.rollout.generate, ("ctx", "prompt"), is_async=True),
         reward=reward,
-        keep=_load("rollout.keep", keep, ("group",), is_async=False) if keep else None,
+        keep=load_function("rollout.keep", keep, ("group",), is_async=False) if keep else None,
     )
 
 
@@ -171,56 +170,13 @@ def _parts(reward: Reward) -> list[Reward]:
 
 
 def _load_reward(key: str, config: RewardConfig | RewardPart) -> Reward:
-    return _load(
+    return load_function(
         f"{key}.function",
         config.function,
         ("ctx", "trajectory"),
         is_async=True,
         options=(f"{key}.options", config.options),
     )
-
-
-def _load(
-    key: str,
-    path: str,
-    parameters: tuple[str, ...],
-    *,
-    is_async: bool,
-    options: tuple[str, dict[str, Any]] = ("", {}),
-) -> Any:
-    """The function at `path`, the value of `key`, which takes `parameters`. `options`: a key and its value, the keyword
-    arguments that are filled in."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise SlimxError(f"{key} is {path!r}: give a dotted path such as package.module.function")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise SlimxError(f"{key}: {path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
-    except (Exception, SystemExit) as error:
-        raise SlimxError(f"{key}: importing {module_name} raised {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if function is None:
-        raise SlimxError(f"{key}: module {module_name} has no function {name}")
-    shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
-    if not callable(function):
-        raise SlimxError(f"{key}: {path} is a {type(function).__name__}; write {shape}")
-    signature = inspect.signature(function)
-    options_key, given = options
-    try:
-        signature.bind_partial(**given)
-    except TypeError as error:
-        raise SlimxError(f"{options_key}: {path}{signature} does not take them ({error}); correct the names") from error
-    try:
-        signature.bind(*parameters, **given)
-    except TypeError as error:
-        instead = f"write {shape}" + (f", or give what is missing in {options_key}" if options_key else "")
-        raise SlimxError(f"{key}: {path}{signature} cannot be called ({error}); {instead}") from error
-    # A partial and a function say so themselves, an object with an async __call__ through that.
-    called = getattr(function, "__call__", function)  # noqa: B004
-    if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
-        raise SlimxError(f"{key}: {path} must{'' if is_async else ' not'} be async; write {shape}")
-    return partial(function, **given) if given else function
 
 
 def seed_of(*parts: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimx.algorithms.objective import group_advantages
+from slimx.algorithms.estimate import group_advantages
 from slimx.config.algorithm import Algorithm
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Trajectory

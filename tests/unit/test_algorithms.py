@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from slimx.algorithms.advantages import grpo
+from slimx.algorithms.estimate import group_advantages
 from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.kl import k3
 from slimx.algorithms.losses import policy_loss, sft_loss
-from slimx.algorithms.objective import group_advantages, make_loss
+from slimx.algorithms.objective import make_loss
 from slimx.algorithms.surrogates import clip
 from slimx.config.algorithm import Algorithm
 from slimx.data.batch import make_rows

@@ -1,0 +1,78 @@
+"""A user's own advantages and loss, named by dotted paths in the configuration.
+
+def advantages(groups: list[Group]) -> list[float | np.ndarray]     # one entry per trajectory, group after group
+def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from slimx.algorithms.inputs import Loss, LossInputs
+from slimx.data.dotted import load_function
+from slimx.data.records import Group
+from slimx.errors import SlimxError
+
+Advantages = Callable[[Sequence[Group]], list[float | np.ndarray]]
+
+
+def load_loss(path: str) -> Loss:
+    """The loss hook, whose results are checked at every call. Raises SlimxError."""
+    hook = load_function("algorithm.loss", path, ("inputs",), is_async=False)
+
+    def checked(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        result = hook(inputs)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            raise SlimxError(f"algorithm.loss: {path} returned {_kind(result)}; return (loss, metrics)")
+        loss, metrics = result
+        if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
+            raise SlimxError(
+                f"algorithm.loss: {path} returned {_kind(loss)} as the loss; return a tensor of one number with a "
+                "gradient: the sum of inputs.weight * something"
+            )
+        for name, value in metrics.items():
+            if not isinstance(value, torch.Tensor) or value.shape or value.requires_grad:
+                raise SlimxError(
+                    f"algorithm.loss: {path} returned {_kind(value)} as metric {name}; return tensors of one number "
+                    "without a gradient (.detach()), which are added up over micro-batches"
+                )
+        return loss, metrics
+
+    return checked
+
+
+def load_advantages(path: str) -> Advantages:
+    """The advantages hook, whose results are checked at every call. Raises SlimxError."""
+    hook = load_function("algorithm.advantages", path, ("groups",), is_async=False)
+
+    def checked(groups: Sequence[Group]) -> list[float | np.ndarray]:
+        result = hook(groups)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        if not isinstance(result, Sequence) or len(result) != len(trajectories):
+            raise SlimxError(
+                f"algorithm.advantages: {path} returned {_kind(result)} for {len(trajectories)} trajectories; return a "
+                "list with one number, or one array [L-1], for each"
+            )
+        for trajectory, value in zip(trajectories, result, strict=True):
+            array, wanted = np.asarray(value), len(trajectory.token_ids) - 1
+            if array.dtype.kind not in "fiu" or array.shape not in ((), (wanted,)) or not np.isfinite(array).all():
+                raise SlimxError(
+                    f"algorithm.advantages: {path} returned {_kind(value)} for trajectory {trajectory.id}; return a "
+                    f"finite number, or an array of its {wanted} predicted tokens"
+                )
+        return list(result)
+
+    return checked
+
+
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        gradient = " with a gradient" if getattr(value, "requires_grad", False) else ""
+        return f"a {type(value).__name__} of shape {list(shape)}{gradient}"
+    size = f" of {len(value)}" if isinstance(value, Sequence) and not isinstance(value, str) else ""
+    return f"a {type(value).__name__}{size}"

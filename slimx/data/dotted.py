@@ -1,0 +1,53 @@
+"""Functions that a configuration names by their dotted path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import partial
+from typing import Any
+
+from slimx.errors import SlimxError
+
+
+def load_function(
+    key: str,
+    path: str,
+    parameters: tuple[str, ...],
+    *,
+    is_async: bool,
+    options: tuple[str, dict[str, Any]] = ("", {}),
+) -> Any:
+    """The function at `path`, the value of `key`, which takes `parameters`. `options`: a key and its value, the keyword
+    arguments that are filled in. Raises SlimxError naming the key, the path and what is wrong."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise SlimxError(f"{key} is {path!r}: give a dotted path such as package.module.function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SlimxError(f"{key}: {path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+    except (Exception, SystemExit) as error:
+        raise SlimxError(f"{key}: importing {module_name} raised {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        raise SlimxError(f"{key}: module {module_name} has no function {name}")
+    shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
+    if not callable(function):
+        raise SlimxError(f"{key}: {path} is a {type(function).__name__}; write {shape}")
+    signature = inspect.signature(function)
+    options_key, given = options
+    try:
+        signature.bind_partial(**given)
+    except TypeError as error:
+        raise SlimxError(f"{options_key}: {path}{signature} does not take them ({error}); correct the names") from error
+    try:
+        signature.bind(*parameters, **given)
+    except TypeError as error:
+        instead = f"write {shape}" + (f", or give what is missing in {options_key}" if options_key else "")
+        raise SlimxError(f"{key}: {path}{signature} cannot be called ({error}); {instead}") from error
+    # A partial and a function say so themselves, an object with an async __call__ through that.
+    called = getattr(function, "__call__", function)  # noqa: B004
+    if (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)) != is_async:
+        raise SlimxError(f"{key}: {path} must{'' if is_async else ' not'} be async; write {shape}")
+    return partial(function, **given) if given else function
