@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from slimx.config import load_config
 from slimx.convert.command import app as convert
-from slimx.errors import Interrupted, SlimxError
+from slimx.errors import Interrupted, Preempted, SlimxError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -125,7 +126,8 @@ def report(
 
 
 def main() -> None:
-    """Entry point: refusals are one sentence and exit code 2, signals the conventional 128 + number."""
+    """Entry point: refusals are one sentence and exit code 2, a run that made room 75 (sysexits.h: try again later),
+    signals the conventional 128 + number."""
     sys.path.insert(0, "")  # hooks are found in the working directory, as with `python -m`
     try:
         app(standalone_mode=True)
@@ -134,6 +136,9 @@ def main() -> None:
             raise
         print(f"slimx: {error}", file=sys.stderr)
         sys.exit(2)
+    except Preempted as left:
+        print(f"slimx: stopped by {left}", file=sys.stderr)
+        sys.exit(os.EX_TEMPFAIL)
     except Interrupted as error:
         print(f"slimx: stopped by {error}", file=sys.stderr)
         sys.exit(128 + error.signum)

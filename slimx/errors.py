@@ -22,6 +22,14 @@ class DeadlineError(SlimxError):
         return type(self), (self.awaited, self.seconds, self.holder)
 
 
+class Preempted(Exception):
+    """SIGUSR1 asked the run to make room: it has written a checkpoint and ended in order, `step` steps into its work."""
+
+    def __init__(self, step: int, steps: int):
+        super().__init__(f"SIGUSR1: step {step} of {steps} is saved, the same command goes on from there")
+        self.step = step
+
+
 class Interrupted(Exception):
     """A signal asked the run to end, and it has ended in order; `signum` is the signal's number."""
 

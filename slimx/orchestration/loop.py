@@ -19,6 +19,9 @@ meanwhile (one step off). A run without engines (supervised fine-tuning) goes ro
 An engine that is lost does not show here: the others go on, it is started again in the background, and the publication
 after the next step brings it back (slimx/orchestration/recovery.py). If none is left, `run.watched` and `run.publish`
 wait for one.
+
+A run that is asked to leave (SIGUSR1) does so where the loop waits for a batch: a step that has begun to train is
+finished, one that is still generated is given up and generated again later, except for the groups that are complete.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ async def train(run: Run) -> None:
     while run.step < schedule.steps:
         began, run.current = time.perf_counter(), run.step + 1
         with run.phase("generate"):
-            batch = await run.watched(run.rollouts.next_batch())
+            batch = await run.unless_leaving(run.watched(run.rollouts.next_batch()))
+        if batch is None:
+            await run.leave()
         with run.phase("prepare"):
             rows = run.updates(batch.groups)
             metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version)

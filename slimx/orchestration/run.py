@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,7 @@ from slimx.data.batch import Row
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
 from slimx.data.routes import RouteShape, check_routes
-from slimx.errors import SlimxError
+from slimx.errors import Preempted, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import LiveTable
@@ -78,7 +78,9 @@ class Run:
         encoding: Encoding = "hf",
         critic: CriticGroup | None = None,
         routes: RouteShape | None = None,
+        leaving: asyncio.Event | None = None,
     ):
+        """`leaving` is set when the run shall save and end, whatever step it is at."""
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
         self.packer, self.critic = packer, critic
         self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
@@ -90,6 +92,7 @@ class Run:
         self.encoding: Encoding = encoding
         self.routes = routes
         """What the engines' routes must look like to be replayed; None where they are not."""
+        self.leaving = leaving or asyncio.Event()
         self.transport = make_transport(trainers, config, self.directory / "logs")
         self.publisher = None
         if engines is not None:
@@ -135,6 +138,25 @@ class Run:
             for future in left:
                 future.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+
+    async def unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None if the run is to end first: `work` is cancelled then."""
+        task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self.leaving.wait())
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
+        finally:
+            for future in (task, leaving):
+                future.cancel()
+            await asyncio.gather(task, leaving, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Write a checkpoint of the present step, with the groups that are complete by now, and raise Preempted."""
+        self.records.table.note(f"SIGUSR1: saving step {self.step}, then the run ends")
+        await self.rollouts.stop()
+        await self.save()
+        await self.finish_save()
+        raise Preempted(self.step, self.config.schedule.steps)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

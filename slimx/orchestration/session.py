@@ -7,9 +7,11 @@ import fcntl
 import gc
 import json
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -40,7 +42,10 @@ from slimx.rollout.rollouts import GroupMaker
 
 
 def run_training(config: Config, console: Console) -> Path:
-    """Check, start, train, stop; returns the run's directory. Raises SlimxError, or Interrupted after a stop."""
+    """Check, start, train, stop; returns the run's directory.
+
+    Raises SlimxError, Interrupted after a stop, or Preempted after a checkpoint that SIGUSR1 asked for.
+    """
     prepared = check_run(config)
     directory = Path(config.run.dir)
     options = config.checkpoint
@@ -57,7 +62,7 @@ def run_training(config: Config, console: Console) -> Path:
         (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
         start_ray(config, device_of(config))
         try:
-            asyncio.run(_interruptible(_session(config, prepared, saves, resume_from, console)))
+            asyncio.run(_interruptible(partial(_session, config, prepared, saves, resume_from, console)))
         finally:
             stop_ray()
     return directory
@@ -92,9 +97,10 @@ def _finished(config: Config, directory: Path, state: RunState) -> bool:
     return state.step >= config.schedule.steps and exported
 
 
-async def _interruptible(work) -> None:
-    """Run `work`; SIGINT and SIGTERM cancel it, and its clean-up is waited for."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+async def _interruptible(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run `work`; SIGINT and SIGTERM cancel it, and its clean-up is waited for. SIGUSR1 sets the event given to it."""
+    leaving = asyncio.Event()
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work(leaving))
     received: list[int] = []
 
     def stop(signum: int) -> None:
@@ -105,6 +111,7 @@ async def _interruptible(work) -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, stop, signum)
+    loop.add_signal_handler(signal.SIGUSR1, leaving.set)
     try:
         await task
     except asyncio.CancelledError:
@@ -114,7 +121,12 @@ async def _interruptible(work) -> None:
 
 
 async def _session(
-    config: Config, prepared: Prepared, saves: Saves, resume_from: Path | None, console: Console
+    config: Config,
+    prepared: Prepared,
+    saves: Saves,
+    resume_from: Path | None,
+    console: Console,
+    leaving: asyncio.Event,
 ) -> None:
     directory = Path(config.run.dir)
     state = read_state(resume_from) if resume_from else None
@@ -188,6 +200,7 @@ async def _session(
             encoding=prepared.encoding,
             critic=critic,
             routes=route_shape(prepared.spec) if config.trainer.moe.replay == "R3" else None,
+            leaving=leaving,
         )
         stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)
