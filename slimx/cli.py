@@ -1,4 +1,4 @@
-"""The command line: slimx train | plan | convert | doctor | report."""
+"""The command line: slimx train | plan | convert | doctor | health | report."""
 
 from __future__ import annotations
 
@@ -108,6 +108,27 @@ def _show_effects(file: Path | None, overrides: list[str]) -> None:
     for line in describe(found):
         print(line)
     if any(effect.chosen and not effect.share for effect in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def health(
+    gpus: Annotated[int, typer.Option(help="GPUs that must be there and whole.")] = 0,
+    hca: Annotated[list[str] | None, typer.Option(help="InfiniBand or RoCE adapter with an active port.")] = None,
+    path: Annotated[list[Path] | None, typer.Option(help="Where space is needed; else /tmp and here.")] = None,
+    disk: Annotated[float, typer.Option(help="GiB that must be free in each of these paths.")] = 5.0,
+    shm: Annotated[float, typer.Option(help="GiB that must be free in /dev/shm.")] = 1.0,
+    clock: Annotated[float | None, typer.Option(help="The launcher's time, seconds since the epoch.")] = None,
+) -> None:
+    """Say whether this node is fit for a run: exit code 0, or 1 with the reasons."""
+    from slimx.orchestration.node_health import Wanted, examine_node
+
+    paths = path or Wanted().paths
+    wanted = Wanted(gpus=gpus, disk_gib=disk, shm_gib=shm, paths=paths, hcas=hca or (), clock=clock)
+    problems, notes = examine_node(wanted)
+    for line in [*problems, *(f"note: {note}" for note in notes)]:
+        print(line)
+    if problems:
         raise typer.Exit(1)
 
 

@@ -1,7 +1,8 @@
-"""Ports for servers that will listen some seconds from now."""
+"""Ports for servers that will listen some seconds from now, and addresses as they are written."""
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import socket
 
@@ -18,7 +19,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     draw = random.SystemRandom()
     for _ in range(TRIES):
         port = draw.choice(LISTENING)
-        with socket.socket() as probe:
+        with socket.socket(family(host)) as probe:
             try:
                 probe.bind((host, port))
             except OSError:
@@ -27,3 +28,18 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise SlimxError(
         f"none of {TRIES} ports from {LISTENING.start} to {LISTENING.stop} on {host} is free; end what listens there"
     )
+
+
+def address(host: str, port: int) -> str:
+    """host:port, with the brackets of an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family(host: str) -> socket.AddressFamily:
+    """Of an address: IPv6 has colons."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address `host`."""
+    return ipaddress.ip_address(host).is_loopback

@@ -6,6 +6,7 @@ and no machine would be left whole for an engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,6 +14,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimx.errors import DeadlineError
+
+DOMAIN, ORDER = "slimx-domain", "slimx-order"
+"""Labels of a Ray node: its NVLink domain, and its number in the job (scripts/launch/common.sh)."""
 
 
 class PackedGpus:
@@ -27,8 +31,9 @@ class PackedGpus:
             self.release()
             raise DeadlineError(f"{count} GPUs for {name}", deadline_s, "other users of the Ray cluster") from None
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        order = {node: number for number, node in enumerate(_in_order(ray.nodes()))}
         # Bundles of a machine need not follow one another; ranks must.
-        self._bundles = sorted(range(count), key=lambda bundle: (nodes[bundle], bundle))
+        self._bundles = sorted(range(count), key=lambda bundle: (order[nodes[bundle]], bundle))
 
     def options(self, rank: int) -> dict[str, Any]:
         """Of the Ray actor of `rank`."""
@@ -40,3 +45,13 @@ class PackedGpus:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def _in_order(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Ids of `ray.nodes()`, neighbours next to each other: by NVLink domain, number in the job, address."""
+
+    def place(node: Mapping[str, Any]) -> tuple[str, str, str]:
+        labels = node.get("Labels") or {}
+        return labels.get(DOMAIN, ""), labels.get(ORDER, ""), node["NodeManagerAddress"]
+
+    return [node["NodeID"] for node in sorted(nodes, key=place)]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
+from slimx.ports import address
 from slimx.rollout.arguments import check_server_args, command_line
 from slimx.rollout.control import RECEIVER
 
@@ -63,11 +64,6 @@ class EngineSpec:
     @property
     def url(self) -> str:
         return f"http://{address(self.host, self.port)}"
-
-
-def address(host: str, port: int) -> str:
-    """host:port, with the brackets of an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:

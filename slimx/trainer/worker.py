@@ -6,12 +6,12 @@ Imported by Ray's worker process; torch and megatron-core are imported in the co
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from slimx.ports import free_port
+from slimx.ports import address, free_port, is_loopback
 
 PROBE = b"slimx publisher"
 
@@ -34,8 +34,13 @@ class TrainerWorker:
 
     def rendezvous(self) -> str:
         """Where the ranks meet, on this rank's node: an init_method for torch.distributed."""
-        host = "127.0.0.1" if self.device == "cpu" else socket.gethostbyname(socket.gethostname())
-        return f"tcp://{host}:{free_port(host)}"
+        if self._values["cluster"]["ray_address"] is None:
+            host = "127.0.0.1"  # a Ray of the run's own is one machine
+        else:
+            import ray
+
+            host = ray.util.get_node_ip_address()
+        return f"tcp://{address(host, free_port(host))}"
 
     def start(self, init_method: str) -> dict[str, Any]:
         """Join the other ranks, build the model, load the weights; returns this rank's pid, adapters in force, and
@@ -43,7 +48,8 @@ class TrainerWorker:
         from slimx.config.schema import Config
 
         config = Config.model_validate(self._values)
-        prepare_process(self.device, shares_layers=config.trainer.tensor * config.trainer.context > 1)
+        local = is_loopback(urlsplit(init_method).hostname or "")
+        prepare_process(self.device, shares_layers=config.trainer.tensor * config.trainer.context > 1, local=local)
         adapters = install_adapters()
         import torch
 
@@ -256,12 +262,13 @@ class CriticWorker(TrainerWorker):
         self._critic = Critic(config, self._parallel)
 
 
-def prepare_process(device: str, *, shares_layers: bool) -> None:
+def prepare_process(device: str, *, shares_layers: bool, local: bool) -> None:
     """Set the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
-    several ranks compute one layer together (tensor or context parallelism)."""
+    several ranks compute one layer together (tensor or context parallelism); `local`: whether they meet on loopback."""
     if device == "cpu":
-        # gloo would look up the host's name, which need not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if local:
+            # gloo would look up the host's name, which need not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # The adapters go by what torch sees: a rank configured for the CPU must not see the machine's GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif shares_layers:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from slimx.errors import SlimxError
+from slimx.ports import family
 
 Backend = Literal["gloo", "nccl"]
 PUBLISHER = 0
@@ -96,7 +97,7 @@ class Sending(_Channel):
     @staticmethod
     def open(engine: str, epoch: int, *, ranks: int, host: str, backend: Backend, deadline_s: float) -> Opening:
         """Open a meeting at `host`, an address of this machine; its ranks join next, on both sides at once."""
-        listener = socket.socket()
+        listener = socket.socket(family(host))
         listener.bind((host, 0))
         listener.listen()
         port = listener.getsockname()[1]
@@ -226,7 +227,7 @@ _WAITS = _Waits()
 
 def _own_address(host: str, port: int) -> str:
     """This machine's address on the way to `host`. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
 

@@ -1,0 +1,144 @@
+"""The sbatch templates on a Slurm of two nodes on this machine: a job over both, a preemption, and a bad node."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.launching import recorded_tokens, recording_config, write_setup
+from tests.integration.runs import MARK, completed_steps, steps
+from tests.integration.slurm_stand import PROGRAMS, Slurm
+from tests.integration.test_resume import LOSS, task  # noqa: F401
+
+pytestmark = [pytest.mark.integration, pytest.mark.needs(*PROGRAMS), pytest.mark.timeout(280)]
+STEPS = 4
+TEMPLATE = "scripts/launch/disaggregated.sbatch"
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if os.geteuid() != 0:
+        pytest.skip("slurmd runs jobs as root only")
+    cluster = Slurm(tmp_path_factory.mktemp("slurm") / "c")
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+class Job:
+    """A submitted template, and what it leaves behind."""
+
+    def __init__(self, slurm: Slurm, directory: Path, *arguments: str, setup: Path | None = None, **environment: str):
+        """`arguments`: of the template, after its options `--...`."""
+        self.slurm, self.mark = slurm, uuid.uuid4().hex
+        self.log, self.jobs = directory / "job.log", directory / "jobs"
+        own = [argument for argument in arguments if argument.startswith("--")]
+        self.number = slurm.submit(
+            "--time=20",
+            f"--output={self.log}",
+            *own,
+            TEMPLATE,
+            *(argument for argument in arguments if not argument.startswith("--")),
+            **{
+                "SLIMX_GPUS": "0",
+                "SLIMX_NODE_SETUP": str(setup or write_setup(directory)),
+                "SLIMX_JOBS": str(self.jobs),
+                MARK: self.mark,
+                **environment,
+            },
+        )
+
+    def until(self, condition: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.text()
+            time.sleep(0.1)
+
+    def until_state(self, *states: str, seconds: float = 150) -> None:
+        self.until(lambda: self.slurm.state(self.number) in states, seconds)
+
+    def text(self) -> str:
+        """The job's log, with those of its nodes."""
+        files = [self.log, *sorted(self.jobs.glob("*/*/*.log"))]
+        return "\n".join(f"{file.name}:\n{file.read_text()[-4000:]}" for file in files if file.is_file())
+
+    def assert_nothing_left(self) -> None:
+        left = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    left.append(" ".join(process.cmdline())[:120])
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        assert not left
+        assert not list(self.jobs.rglob("token"))
+
+
+@pytest.fixture(scope="module")
+def whole(slurm: Slurm, tiny_model: Path, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A run over both nodes that nothing disturbs."""
+    directory = tmp_path_factory.mktemp("whole") / "d"
+    config = recording_config(directory, tiny_model, task, schedule={"steps": STEPS, "step_deadline": 120})
+    job = Job(slurm, directory, "--nodes=2", str(config), "publish.transport=gloo")
+    job.until_state("COMPLETED", "FAILED")
+    assert slurm.state(job.number) == "COMPLETED", job.text()
+    job.assert_nothing_left()
+    text = job.text()
+    assert "2 nodes in Ray at 127.0.0.2:" in text
+    assert "node 127.0.0.2: trainer ranks 0 to 1" in text and "node 127.0.0.3: engine actor-0" in text
+    return directory
+
+
+def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_the_same_losses(
+    slurm: Slurm,
+    whole: Path,
+    tiny_model: Path,
+    task: Path,  # noqa: F811
+    tmp_path: Path,
+):
+    directory = tmp_path / "d"
+    config = recording_config(directory, tiny_model, task, schedule={"steps": STEPS, "step_deadline": 120})
+    job = Job(slurm, directory, "--nodes=2", str(config), "publish.transport=gloo")
+    job.until(lambda: completed_steps(directory / "run") >= 1, 120)
+    urgent = slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    job.until(lambda: slurm.state(urgent) == "COMPLETED", 90)
+    saved = sorted(path.name for path in (directory / "run" / "checkpoints").glob("iter_???????"))
+    assert saved and saved[-1] < f"iter_{STEPS:07d}", job.text()
+    job.until_state("COMPLETED", "FAILED")
+    text = job.text()
+    assert slurm.state(job.number) == "COMPLETED", text
+    job.assert_nothing_left()
+    assert "saved; back into the queue" in text and f"resumed at step {int(saved[-1][5:])} from" in text
+    assert sorted(path.name for path in (job.jobs / job.number).iterdir()) == ["0", "1"]
+    undisturbed, resumed = steps(whole / "run"), steps(directory / "run")
+    assert undisturbed.keys() == resumed.keys() == {*range(1, STEPS + 1)}
+    for step in undisturbed:
+        assert [resumed[step][key] for key in LOSS] == [undisturbed[step][key] for key in LOSS], step
+    assert recorded_tokens(directory) == recorded_tokens(whole)
+
+
+def test_a_job_on_a_bad_node_is_submitted_again_without_it_but_not_for_ever(slurm: Slurm, tmp_path: Path):
+    broken = "slimx() { [[ $SLURMD_NODENAME == n1 && $1 == health ]] && echo 'GPU-7: broken' && return 1; "
+    setup = write_setup(tmp_path, broken + 'command slimx "$@"; }')
+    job = Job(slurm, tmp_path, "--nodes=1", "--nodelist=n1", str(tmp_path / "absent.yaml"), setup=setup)
+    job.until_state("COMPLETED", "FAILED", seconds=40)
+    assert slurm.state(job.number) == "COMPLETED", job.text()
+    again = (job.jobs / job.number / "0" / "resubmitted").read_text().strip()
+    assert slurm.field(again, "ExcNodeList") == "n1"
+    job.until(lambda: slurm.state(again) == "FAILED", 60)  # there is no such file, which slimx says
+    text = job.text()
+    assert "n1 is not fit: GPU-7: broken" in text and f"submitted again as job {again}, without n1" in text
+    assert slurm.field(again, "BatchHost") == "n2" and slurm.field(again, "ExitCode") == "2:0"
+    assert "absent.yaml" in text and "ended with status 2; looking at the nodes" in text
+    last = Job(slurm, tmp_path, "--nodes=1", "--nodelist=n1", "absent", setup=setup, SLIMX_RESUBMITS="0")
+    last.until_state("COMPLETED", "FAILED", seconds=40)
+    assert slurm.state(last.number) == "FAILED" and "SLIMX_RESUBMITS allows no more" in last.text()
+    job.assert_nothing_left()
