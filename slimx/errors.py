@@ -23,7 +23,7 @@ class DeadlineError(SlimxError):
 
 
 class Preempted(Exception):
-    """SIGUSR1 asked the run to make room: it has written a checkpoint and ended in order, `step` steps into its work."""
+    """SIGUSR1 asked the run to make room: it has written a checkpoint after `step` steps, and ended in order."""
 
     def __init__(self, step: int, steps: int):
         super().__init__(f"SIGUSR1: step {step} of {steps} is saved, the same command goes on from there")

