@@ -1,0 +1,116 @@
+"""The launch scripts and the Dockerfile: clean to their linters; addresses, NCCL's environment, waits and endings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "scripts/launch").iterdir())
+
+
+def bash(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `script` prints after common.sh was sourced."""
+    return subprocess.run(
+        ["bash", "-c", f"source scripts/launch/common.sh\n{script}"],
+        cwd=ROOT,
+        env={"PATH": f"{environment.pop('FIRST', '')}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def stub(directory: Path, name: str, prints: str) -> str:
+    """A folder for PATH in which the program `name` prints `prints`."""
+    program = directory / name
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\n")
+    program.chmod(0o755)
+    return str(directory)
+
+
+@pytest.mark.needs("shellcheck")
+def test_shellcheck_finds_nothing():
+    done = subprocess.run(["shellcheck", "-x", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_hadolint_finds_nothing():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_script_stops_at_its_first_error():
+    # common.sh sets it for all that source it.
+    for script in SCRIPTS:
+        text = script.read_text()
+        assert "set -euo pipefail" in text or "source scripts/launch/" in text, script.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "address"),
+    [("4", "10.1.2.3"), ("6", "fd00::5")],
+)
+def test_a_node_takes_its_first_address_of_the_wanted_kind_that_others_can_reach(tmp_path, kind, address):
+    first = stub(tmp_path, "hostname", "127.0.1.1 10.1.2.3 172.17.0.1 fe80::1 fd00::5 ")
+    assert bash("own_address", FIRST=first, SLIMX_IP=kind).stdout.strip() == address
+
+
+def test_a_named_interface_decides_and_is_told_to_nccl_and_gloo(tmp_path):
+    first = stub(tmp_path, "ip", "3: ib0    inet 192.168.7.9/24 brd 192.168.7.255 scope global ib0")
+    done = bash(
+        "prepare_environment; echo $NODE_ADDRESS $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME",
+        FIRST=first,
+        SLIMX_INTERFACE="ib0",
+    )
+    assert done.stdout.split() == ["192.168.7.9", "ib0", "ib0"]
+
+
+def test_a_node_without_an_address_is_refused_with_what_to_set(tmp_path):
+    done = bash("prepare_environment", FIRST=stub(tmp_path, "hostname", "127.0.1.1"))
+    assert done.returncode == 1 and "set SLIMX_ADDRESS or SLIMX_INTERFACE" in done.stderr
+
+
+def test_an_nvlink_domain_is_told_to_nccl_and_to_ray(tmp_path):
+    fabric = "    Fabric\n        State    : Completed\n        CliqueId : 2\n        ClusterUUID : 8b3c-77"
+    done = bash(
+        "prepare_environment; echo $NCCL_MNNVL_ENABLE $NCCL_CUMEM_ENABLE; ray_arguments 7 | grep labels",
+        FIRST=stub(tmp_path, "nvidia-smi", fabric),
+        SLIMX_ADDRESS="10.0.0.1",
+        SLIMX_NVLINK="1",
+    )
+    assert done.stdout.split() == ["1", "1", "--labels=slimx-order=00007,slimx-domain=8b3c-77.2"], done.stderr
+    alone = bash("prepare_environment; echo ${NCCL_MNNVL_ENABLE:-none}", SLIMX_ADDRESS="10.0.0.1")
+    assert alone.stdout.strip() == "none"
+
+
+def test_ipv6_stands_in_brackets_where_a_port_follows():
+    assert bash("in_url fd00::5; echo; in_url 10.0.0.1").stdout.split() == ["[fd00::5]", "10.0.0.1"]
+
+
+def test_nodes_are_counted_by_what_ray_shows_as_active(tmp_path):
+    status = "Node status\nActive:\n 1 node_a\n 2 node_b\nPending:\n 1 node_c\nRecent failures:\n node_d: raylet died"
+    assert bash("ray_nodes 10.0.0.1:6379", FIRST=stub(tmp_path, "ray", status)).stdout.strip() == "3"
+
+
+def test_a_wait_ends_at_its_deadline_and_says_what_it_waited_for():
+    began = time.monotonic()
+    done = bash("await 1 'the moon' false || echo gave up")
+    assert done.stdout.strip() == "gave up" and "waited 1 s for the moon" in done.stderr
+    assert time.monotonic() - began < 10
+
+
+def test_a_process_that_will_not_end_is_killed():
+    done = bash("bash -c 'trap : TERM; while :; do sleep 0.1; done' & end $! 1; wait $! || echo $?")
+    assert done.stdout.strip() == "137", done.stderr
+
+
+def test_a_trapped_signal_does_not_hide_the_status_of_the_awaited_process():
+    script = "trap 'kill -USR2 $child' USR1; bash -c 'trap \"exit 75\" USR2; while :; do sleep 0.1; done' & child=$!\n"
+    done = bash(script + "(sleep 0.5; kill -USR1 $$) & status=0; collect $child || status=$?; echo $status")
+    assert done.stdout.strip() == "75", done.stderr
