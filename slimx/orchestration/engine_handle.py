@@ -68,6 +68,7 @@ class EngineHandle:
         self.restarts = 0
         self.incarnation = 0
         self._epoch = -1
+        self._cache_asleep = False
         self._lost: asyncio.Future[SlimxError] | None = None
         """Done when this incarnation is lost: then nobody waits for its answers any more."""
 
@@ -78,6 +79,7 @@ class EngineHandle:
         if self.actor is None:
             self.actor = self.make_actor()
         self.incarnation += 1
+        self._cache_asleep = False
         self._lost = asyncio.get_running_loop().create_future()
         try:
             started = await self._wait("the start", self.actor.start.remote(deadline_s), deadline_s + STOP_S)
@@ -123,18 +125,17 @@ class EngineHandle:
         return State(await self._call("its state", self._living.state.remote()))
 
     async def sleep(self) -> None:
-        """Release the memory of the KV cache (nothing on the CPU)."""
+        """Release the memory of weights and KV cache (nothing on the CPU)."""
         if await self.state() is State.READY:
             await self._call("pause", self._living.call.remote("pause"))
-        await self._call("sleep", self._living.call.remote("sleep", ("kv_cache",)))
+        await self._call("sleep", self._living.call.remote("sleep", ("weights", "kv_cache")))
+        self._cache_asleep = True
 
-    async def wake(self, *, serve: bool = False) -> None:
-        """Take that memory back; `serve`: generate again at once, with the weights it has. A publication does that
-        otherwise."""
+    async def wake(self) -> None:
+        """Take the memory of the weights back, without their values: a publication follows, and takes back the rest
+        when the trainers' part is done."""
         if await self.state() is State.ASLEEP:  # one that was started meanwhile is awake
-            await self._call("wake", self._living.call.remote("wake"))
-            if serve:
-                await self.resume()
+            await self._call("wake", self._living.call.remote("wake", ("weights",)))
 
     # A receiver of publications (slimx.reshard.parties) ---------------------------------------------------------------
 
@@ -178,6 +179,9 @@ class EngineHandle:
         await self._step("commit", version)
 
     async def resume(self) -> None:
+        if self._cache_asleep:
+            await self._step("wake")
+            self._cache_asleep = False
         await self._step("resume")
 
     # Calls ------------------------------------------------------------------------------------------------------------

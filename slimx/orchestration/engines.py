@@ -107,13 +107,12 @@ class EngineGroup:
         await asyncio.gather(self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines))
 
     async def sleep(self) -> None:
-        """Release the engines' KV cache. One that cannot is quarantined."""
+        """Release the memory of the engines' weights and KV cache. One that cannot is quarantined."""
         await asyncio.gather(*(self._or_quarantine(engine, engine.sleep()) for engine in self.members.candidates()))
 
-    async def wake(self, *, serve: bool = False) -> None:
-        """Take it back; `serve`: generate at once, where no publication follows."""
-        engines = self.members.candidates()
-        await asyncio.gather(*(self._or_quarantine(engine, engine.wake(serve=serve)) for engine in engines))
+    async def wake(self) -> None:
+        """Take back what a publication, which must follow, writes into."""
+        await asyncio.gather(*(self._or_quarantine(engine, engine.wake()) for engine in self.members.candidates()))
 
     async def _or_quarantine(self, engine: EngineHandle, work: Awaitable[None]) -> None:
         try:

@@ -236,15 +236,17 @@ class Run:
 
     @asynccontextmanager
     async def trainers_turn(self) -> AsyncIterator[None]:
-        """Between two steps: the trainers' state is on their devices. Colocated engines sleep meanwhile."""
+        """Between two steps: the trainers' state is on their devices. Colocated engines sleep meanwhile, and get the
+        present version again."""
         if not self.config.schedule.colocate:
             yield
             return
         await self.engines.sleep()
         await self.trainers.reload()
         yield
-        await self.trainers.offload()
-        await self.engines.wake(serve=True)
+        await self.trainers.offload(weights=False)
+        await self.engines.wake()
+        await self._publish()
 
     async def save(self) -> None:
         """Write a checkpoint of the present step, unless this step has one."""

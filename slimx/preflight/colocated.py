@@ -13,12 +13,12 @@ def colocated_memory(
 ) -> ColocatedMemory | None:
     """The fullest pair, in each of the three phases of a step; None where nothing is shared or the GPU is unknown.
 
-    An engine that sleeps keeps its weights and what its process needs; its KV cache leaves."""
+    An engine that sleeps keeps what its process needs; its weights and KV cache leave."""
     if not config.schedule.colocate or machine.memory is None or not engines:
         return None
     weights = max(engine.weights + engine.staged for engine in engines)
     generating = max(machine.memory if engine.static is None else engine.static for engine in engines)
-    asleep = OVERHEAD + max(engine.weights for engine in engines)
+    asleep = OVERHEAD
     away = max(record.away for record in trainers)
     training = max(record.peak for record in trainers) + asleep
     # Graphs and activations of the engine lie beside what mem_fraction_static counts: at least what its process needs.
