@@ -30,6 +30,7 @@ from slimx.orchestration.batches import Packer, make_update_rows
 from slimx.orchestration.checkpoints import Checkpoints, layout_of
 from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.orchestration.transports import Joining, make_transport
@@ -68,6 +69,7 @@ class Run:
         packer: Packer,
         trainers: TrainerGroup,
         engines: EngineGroup | None,
+        frozen: FrozenEngines | None = None,
         client: GenerationClient | None,
         maker: GroupMaker,
         source: DataSource,
@@ -90,6 +92,7 @@ class Run:
             config, sizes, trainers, saves, records.timeline, records.table.note, critic=critic
         )
         self.encoding: Encoding = encoding
+        self.frozen = frozen
         self.routes = routes
         """What the engines' routes must look like to be replayed; None where they are not."""
         self.leaving = leaving or asyncio.Event()
@@ -187,6 +190,7 @@ class Run:
         out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
         out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
         out["publish/engines_verified"] = float(len(done.engines) - len(done.lost))
+        out |= self.frozen.metrics() if self.frozen is not None else {}
         return out | self.engines.members.metrics() | {"rollout/request_retries": float(self.client.retried)}
 
     async def _publish(self) -> Publication:

@@ -190,6 +190,7 @@ async def _session(
             packer=make_packer(config, prepared.spec, prepared.sizes),
             trainers=trainers,
             engines=engines,
+            frozen=frozen,
             client=client,
             maker=maker,
             source=PromptSource(prepared.prompts, config.run.seed),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from slimx.data.records import Prompt
@@ -21,6 +22,11 @@ class Context(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+
+    @property
+    def engines(self) -> Mapping[str, Any]:
+        """Frozen models by their group's name (`slimx.rollout.frozen.FrozenEngine`)."""
+        ...
 
 
 def answer_of(ctx: Context, hook: str) -> str:

@@ -1,6 +1,7 @@
 """The reward that another model gives: a judge that writes its verdict, or a reward model that scores a conversation.
 
-Both are asked over HTTP at the address of an SGLang server (or, for a judge, any server with OpenAI's chat API)."""
+Both are asked over HTTP at the address of an SGLang server (or, for a judge, any server with OpenAI's chat API). A
+judge may be one of the run's own frozen engines instead."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ async def reward(
     ctx: Context,
     trajectory: Trajectory,
     *,
-    url: str,
+    url: str | None = None,
+    engine: str | None = None,
     model: str = "default",
     template: str = TEMPLATE,
     pattern: str = r"Score:\s*(\d+(?:\.\d+)?)",
@@ -39,8 +41,9 @@ async def reward(
 ) -> float:
     """The last number that `pattern` finds in the judge's greedy answer, over `scale`.
 
-    `url`: of the server, without a path. `template` may hold {question}, {answer} and {text}. Raises SlimxError for a
-    verdict without a number."""
+    `url`: of the server, without a path; or `engine`: the name of a frozen group of rollout.engines. `template` may
+    hold {question}, {answer} and {text}. Raises SlimxError for a verdict without a number."""
+    url = url or _address(ctx, engine)
     # Not str.format: a response may hold braces.
     given = {"question": question(ctx), "answer": ctx.prompt.answer or "none", "text": ctx.text}
     asked = re.sub(r"\{(question|answer|text)\}", lambda name: given[name[1]], template)
@@ -72,6 +75,15 @@ async def score(ctx: Context, trajectory: Trajectory, *, url: str, timeout: floa
         return float(value)
     except (LookupError, TypeError, ValueError) as error:
         raise SlimxError(f"{url}/classify answered {str(said)[:200]}; a reward model gives one number") from error
+
+
+def _address(ctx: Context, engine: str | None) -> str:
+    if engine not in ctx.engines:
+        raise SlimxError(
+            f"judge.reward asks {engine!r}, and the frozen groups of rollout.engines are "
+            f"{', '.join(ctx.engines) or 'none'}; name one of them in reward.options engine, or give a url"
+        )
+    return ctx.engines[engine].url
 
 
 def question(ctx: Context) -> str:

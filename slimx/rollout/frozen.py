@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,8 @@ from slimx.rollout.requests import Answer, send
 class FrozenEngine:
     """A group of `rollout.engines` with `frozen: true`; `ctx.engines[NAME]` in hooks.
 
-    Made in the run's event loop; its methods may be awaited in any other one, such as that of a reward's thread.
+    Made in the run's event loop; its methods may be awaited in any other one, such as that of a reward's thread. A copy
+    in another process asks the same router, but does not have the run look for servers that it lost.
     """
 
     def __init__(
@@ -28,14 +30,17 @@ class FrozenEngine:
         *,
         deadline_s: float,
         retries: int,
-        look: Callable[[], Awaitable[None]],
+        look: Callable[[], Awaitable[None]] | None = None,
         failure: Callable[[], SlimxError | None] = lambda: None,
-    ):
+    ) -> None:
         """`url`: of the group's router. `deadline_s`: seconds for one request. One that is lost with its server is sent
         again `retries` times, after `look` has looked for lost servers. `failure`: why the group is lost for good."""
         self.name, self.url, self.deadline_s, self.retries = name, url.rstrip("/"), deadline_s, retries
         self._look, self._failure = look, failure
-        self._loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop() if look is not None else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries), (self.name, self.url)
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of one of SGLang's own paths, such as /v1/chat/completions, /v1/rerank or /classify."""
@@ -85,7 +90,8 @@ class FrozenEngine:
 
     async def _lost(self) -> None:
         """Have the run look for lost servers, in its own event loop."""
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(self._look), self._loop))
+        if self._look is not None and self._loop is not None:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(self._look), self._loop))
 
 
 def _body(text: str) -> dict[str, Any]:

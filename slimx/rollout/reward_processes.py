@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import signal
+from collections.abc import Mapping
 from concurrent.futures import TimeoutError as Late
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ from slimx.config.reward import Reward as RewardConfig
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Reward, RewardContext, in_process, load_reward, name_of
 from slimx.rollout.process import end_with_parent
 from slimx.rollout.reward_pool import RewardPool, checked
@@ -51,7 +53,7 @@ class RewardProcesses:
         name, deadline = name_of(self.reward), self.config.deadline
         call = self._pool.schedule(
             _judge,
-            args=(self.config, self.tokenizer_path, ctx.prompt, trajectory, ctx.text, ctx.evaluation),
+            args=(self.config, self.tokenizer_path, ctx.prompt, trajectory, ctx.text, ctx.evaluation, ctx.engines),
             timeout=deadline,
         )
         try:
@@ -112,7 +114,13 @@ def _begin(driver: int) -> None:
 
 
 def _judge(
-    config: RewardConfig, tokenizer_path: str, prompt: Prompt, trajectory: Trajectory, text: str, evaluation: bool
+    config: RewardConfig,
+    tokenizer_path: str,
+    prompt: Prompt,
+    trajectory: Trajectory,
+    text: str,
+    evaluation: bool,
+    engines: Mapping[str, FrozenEngine],
 ) -> Any:
-    ctx = RewardContext(prompt, _LaterTokenizer(tokenizer_path), text, evaluation)
+    ctx = RewardContext(prompt, _LaterTokenizer(tokenizer_path), text, evaluation, engines)
     return asyncio.run(_hook(config.model_dump_json())(ctx, trajectory))

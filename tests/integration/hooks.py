@@ -15,6 +15,12 @@ async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:
     return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))
 
 
+async def judged(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
+    """`digits`, and how likely a frozen model holds the tokens to be."""
+    likely = await ctx.engines["judge"].logprobs(trajectory.token_ids.tolist())
+    return {"digits": await digits(ctx, trajectory), "judge": sum(likely) / len(likely) / 100}
+
+
 async def recording(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     """Single turn, and every trajectory's tokens appended to the file that the prompt names."""
     trajectory = await single_turn.generate(ctx, prompt)

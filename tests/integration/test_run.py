@@ -33,9 +33,14 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
             generate="examples.two_turn.generate",
             # Random weights hardly ever end a turn: let most tokens end it.
             sampling={"max_new_tokens": 4, "stop_token_ids": list(range(20, 100))},
+            engines=[
+                {"name": "actor", "max_total_tokens": 8192},
+                {"name": "judge", "frozen": True, "model": str(tiny_model), "max_total_tokens": 8192},
+            ],
         ),
         algorithm={"reference": True, "kl_coef": 0.01},
         checkpoint={"every": 4, "keep": 100},
+        reward={"function": "tests.integration.hooks.judged"},
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 5)
@@ -45,12 +50,14 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
     assert [rows[step]["staleness/max"] for step in range(1, 6)] == [0, 1, 1, 1, 1]
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5 and row["gap/tokens_unexplained"] == 0
-        assert row["kl/reference"] >= 0
+        assert row["kl/reference"] >= 0 and row["engines/serving"] == row["engines/judge/serving"] == 1
     tickets = saved_tickets(tmp_path / "run" / "checkpoints" / "iter_0000004")
     assert len(tickets) == 4  # the batch that was in flight is kept
     trajectories = [t for ticket in tickets if ticket.group for t in ticket.group.trajectories]
     two_turns = [t for t in trajectories if [span.source for span in t.spans].count("sampled") == 2]
     assert two_turns
+    # The judge holds the weights that the run began with: it finds the tokens as likely as random weights do.
+    assert all(-0.2 < t.reward_parts["judge"] < 0 for t in trajectories)
     for trajectory in two_turns:
         (inserted,) = [span for span in trajectory.spans if span.source == "inserted"]
         assert not trajectory.loss_mask[inserted.start : inserted.stop].any()

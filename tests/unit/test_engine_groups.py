@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -22,10 +23,12 @@ from slimx.ports import free_port
 from slimx.preflight import serving
 from slimx.preflight.serving import check_devices, check_transfer
 from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.rewards import judge
 from slimx.rollout import control
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.router import Router
 from slimx.rollout.spec import EngineSpec, NodeShare, server_args, server_env
+from tests.unit.reward_stand import context, trajectory
 
 PAIR = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
 SPLIT = {"rollout.routed_experts": False, "rollout.engines": PAIR}
@@ -200,6 +203,15 @@ async def test_a_request_goes_to_a_prefill_and_a_decode_server_that_are_told_of_
     assert len({body["bootstrap_room"] for _, body in requests}) == 1
 
 
+async def test_a_judge_is_one_of_the_runs_own_engines() -> None:
+    async with servers(1) as (urls, _):
+        engines = {"judge": FrozenEngine("judge", urls[0], deadline_s=10, retries=0)}
+        ctx = replace(context("9", "9"), engines=engines)
+        assert await judge.reward(ctx, trajectory(), engine="judge", pattern=r"(\d+) of") == 0.9
+        with pytest.raises(SlimxError, match="asks 'jury', and the frozen groups of rollout.engines are judge"):
+            await judge.reward(ctx, trajectory(), engine="jury")
+
+
 async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
     async with servers(1) as (urls, requests):
         looks: list[str] = []
@@ -207,14 +219,16 @@ async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
         async def look() -> None:
             looks.append("look")
 
-        judge = FrozenEngine("judge", urls[0], deadline_s=10, retries=1, look=look)
+        engine = FrozenEngine("judge", urls[0], deadline_s=10, retries=1, look=look)
         messages = [{"role": "user", "content": "How good is 9?"}]
-        assert await judge.chat(messages, temperature=0.0) == "9 of 10"
-        assert await asyncio.to_thread(asyncio.run, judge.chat(messages)) == "9 of 10"
+        assert await engine.chat(messages, temperature=0.0) == "9 of 10"
+        assert await asyncio.to_thread(asyncio.run, engine.chat(messages)) == "9 of 10"
         assert requests[0][1]["messages"] == messages and requests[0][1]["temperature"] == 0.0
-        assert await judge.post("/classify", {"text": "x"}) == {"data": [{"embedding": [0.5]}]}
+        assert await engine.post("/classify", {"text": "x"}) == {"data": [{"embedding": [0.5]}]}
         with pytest.raises(SlimxError, match="frozen engines judge scored 0 of 3 tokens"):
-            await judge.logprobs([1, 2, 3])
+            await engine.logprobs([1, 2, 3])
+        copy = pickle.loads(pickle.dumps(engine))  # as a reward in a process of its own gets it
+        assert await asyncio.to_thread(asyncio.run, copy.chat(messages)) == "9 of 10"
         gone = FrozenEngine("judge", "http://127.0.0.1:9", deadline_s=10, retries=1, look=look)
         with pytest.raises(SlimxError, match="answered 0: ClientConnectorError"):
             await asyncio.to_thread(asyncio.run, gone.chat(messages))
