@@ -27,7 +27,7 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     if is_right(answer, prompt) or first.finish_reason != "stop":
         return draft.finish(metadata={"answer": answer, "turns": 1})
 
-    draft.add_inserted(next_turn(ctx.tokenizer, HINT, after=draft.token_ids))
+    draft.add_inserted(ctx.turn(HINT, after=draft.token_ids))
     # Each turn has its number, so that its seed differs: with the same seed the model would say the same again.
     second = await ctx.engine.generate(draft.token_ids, turn=1)
     draft.add_sampled(second)
@@ -50,21 +50,3 @@ def is_right(answer: str, prompt: Prompt) -> bool:
 def text(tokenizer: Any, token_ids: list[int]) -> str:
     """Sampled ids to read, without special tokens."""
     return tokenizer.decode(token_ids, skip_special_tokens=True).strip()
-
-
-def next_turn(tokenizer: Any, content: str, *, after: list[int]) -> list[int]:
-    """Token ids that end the assistant's turn, hold a user's and open the assistant's next, for any chat template.
-
-    The template is asked for a short conversation whose assistant says a marker; what it writes after the marker is
-    what stands between an answer and the next one. The end token is left out if `after`, the tokens so far, ends with
-    it: the model sampled it itself.
-    """
-    marker = "(the answer)"
-    conversation = [
-        {"role": "user", "content": "(the question)"},
-        {"role": "assistant", "content": marker},
-        {"role": "user", "content": content},
-    ]
-    rendered = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(rendered.partition(marker)[2], add_special_tokens=False).input_ids
-    return ids[1:] if ids[0] == after[-1] else ids

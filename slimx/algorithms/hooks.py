@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from slimx.algorithms.inputs import Loss, LossInputs
-from slimx.data.dotted import load_function
 from slimx.data.records import Group
+from slimx.dotted import load_function
 from slimx.errors import SlimxError
 
 Advantages = Callable[[Sequence[Group]], list[float | np.ndarray]]

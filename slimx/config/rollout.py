@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -41,6 +41,7 @@ class Rollout(Section):
     prompts_per_step: PositiveInt = Field(32, description="prompts (groups) trained per step")
     group_size: PositiveInt = Field(8, description="rollouts per prompt")
     generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `generate`")
     keep: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
     engines: tuple[Engines, ...] = Field((Engines(),), description="groups of servers; empty: no generation (SFT)")
     sampling: Sampling = Sampling()

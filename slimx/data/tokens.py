@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,28 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
             "change its messages or give token_ids"
         ) from error
     return [int(token) for token in ids]
+
+
+def encode_turn(tokenizer: PreTrainedTokenizerBase, content: str, *, role: str, after: Sequence[int]) -> list[int]:
+    """Token ids that end the assistant's turn, hold one of `role` and open the assistant's next, for any chat template.
+
+    The template is asked for a short conversation whose assistant says a marker; what it writes after the marker is
+    what stands between an answer and the next one. The end token is left out if `after`, the tokens so far, ends with
+    it: the model sampled it itself. Raises SlimxError if the template refuses the role."""
+    marker = "(the answer)"
+    conversation = [
+        {"role": "user", "content": "(the question)"},
+        {"role": "assistant", "content": marker},
+        {"role": role, "content": content},
+    ]
+    try:
+        rendered = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what they like
+        raise SlimxError(
+            f"the chat template refuses a turn of role {role!r} ({_first_line(error)}); use role user"
+        ) from error
+    ids = tokenizer(rendered.partition(marker)[2], add_special_tokens=False).input_ids
+    return ids[1:] if ids[0] == after[-1] else ids
 
 
 def check_prompts(

@@ -11,12 +11,12 @@ Prefer the first: a program can change what runs in its own process.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 from functools import cache
 from typing import Any
 
 from slimx.data.records import Trajectory
+from slimx.environments.fences import last_program
 from slimx.environments.sandbox import Limits, Sandbox
 from slimx.errors import SlimxError
 from slimx.rewards.context import Context
@@ -48,7 +48,7 @@ async def reward(
             f"prompt {ctx.prompt.id!r} has no tests for {__name__}; give metadata.tests a list of assertions or of "
             '{"input", "output"}'
         )
-    code = program(ctx.text)
+    code = last_program(ctx.text)
     if code is None:
         return 0.0
     sandbox = _sandbox(seconds=seconds, memory_mib=memory_mib, processes=processes)
@@ -59,12 +59,6 @@ async def reward(
             return 0.0
         passed += right
     return passed / len(tests)
-
-
-def program(text: str) -> str | None:
-    """The last fenced block of Python (or of no language) in a response; None if there is none."""
-    blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL | re.IGNORECASE)
-    return blocks[-1] if blocks else None
 
 
 def _is_test(test: Any) -> bool:

@@ -17,9 +17,9 @@ import numpy as np
 from slimx.config.reward import Reward as RewardConfig
 from slimx.config.reward import RewardPart
 from slimx.config.schema import Config
-from slimx.data.dotted import load_function
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.data.tokens import encode_prompt
+from slimx.data.tokens import encode_prompt, encode_turn
+from slimx.dotted import load_function
 from slimx.errors import SlimxError
 from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, Part
@@ -91,6 +91,11 @@ class RolloutContext:
             sampling=self.engine.sampling,
         )
 
+    def turn(self, content: str, *, after: Sequence[int], role: str = "user") -> list[int]:
+        """Token ids of a turn that the model did not sample, up to where its next one begins; `after`: all tokens so
+        far."""
+        return encode_turn(self.tokenizer, content, role=role, after=after)
+
 
 @dataclass(frozen=True, slots=True)
 class RewardContext:
@@ -127,10 +132,17 @@ def load_hooks(config: Config) -> Hooks:
         for hook in _parts(reward):
             needs.check(hook)
     return Hooks(
-        generate=load_function("rollout.generate", config.rollout.generate, ("ctx", "prompt"), is_async=True),
+        generate=_load_generate(config),
         reward=reward,
         keep=load_function("rollout.keep", keep, ("group",), is_async=False) if keep else None,
     )
+
+
+def _load_generate(config: Config) -> Generate:
+    options = ("rollout.options", config.rollout.options)
+    hook = load_function("rollout.generate", config.rollout.generate, ("ctx", "prompt"), is_async=True, options=options)
+    needs.check(hook)
+    return hook
 
 
 def load_reward(config: RewardConfig) -> Reward | None:

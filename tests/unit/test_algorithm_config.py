@@ -162,7 +162,7 @@ def test_own_advantages_are_taken_as_numbers_or_arrays():
     [
         ("too_few", "returned a list of 1 for 2 trajectories"),
         ("not_finite", "returned a float for trajectory a/0; return a finite number"),
-        ("nothing", f"module {HERE} has no function nothing"),
+        ("nothing", f"module {HERE} has no nothing"),
     ],
 )
 def test_advantages_that_break_the_contract_are_refused(path, told):

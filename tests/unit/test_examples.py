@@ -7,6 +7,7 @@ import pytest
 
 from examples import single_turn, two_turn
 from slimx.data.records import Prompt
+from slimx.data.tokens import encode_turn
 from slimx.rollout.client import Completion
 from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
 from tools.quickstart.make_model import make_tokenizer
@@ -115,4 +116,4 @@ async def test_an_answer_that_needed_the_hint_counts_half(answers, reward):
 def test_the_next_turn_follows_any_chat_template(template, expected):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    assert tokenizer.decode(two_turn.next_turn(tokenizer, "Try again.", after=[END])) == expected
+    assert tokenizer.decode(encode_turn(tokenizer, "Try again.", role="user", after=[END])) == expected

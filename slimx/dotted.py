@@ -1,4 +1,4 @@
-"""Functions that a configuration names by their dotted path."""
+"""What a configuration names by its dotted path: functions of a given form, and classes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from functools import partial
 from typing import Any
 
 from slimx.errors import SlimxError
+
+
+def imported(key: str, path: str) -> Any:
+    """The object at `path`, the value of `key`. Raises SlimxError naming both and what is wrong."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise SlimxError(f"{key} is {path!r}: give a dotted path such as package.module.name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SlimxError(f"{key}: {path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+    except (Exception, SystemExit) as error:
+        raise SlimxError(f"{key}: importing {module_name} raised {type(error).__name__}: {error}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise SlimxError(f"{key}: module {module_name} has no {name}") from None
 
 
 def load_function(
@@ -20,18 +37,8 @@ def load_function(
 ) -> Any:
     """The function at `path`, the value of `key`, which takes `parameters`. `options`: a key and its value, the keyword
     arguments that are filled in. Raises SlimxError naming the key, the path and what is wrong."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise SlimxError(f"{key} is {path!r}: give a dotted path such as package.module.function")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise SlimxError(f"{key}: {path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
-    except (Exception, SystemExit) as error:
-        raise SlimxError(f"{key}: importing {module_name} raised {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if function is None:
-        raise SlimxError(f"{key}: module {module_name} has no function {name}")
+    function = imported(key, path)
+    name = path.rpartition(".")[2]
     shape = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
     if not callable(function):
         raise SlimxError(f"{key}: {path} is a {type(function).__name__}; write {shape}")

@@ -1,0 +1,62 @@
+"""An environment with a search tool over a local corpus: the model asks, reads what was found, and answers.
+
+    slimx train FILE rollout.generate=slimx.rollout.multi_turn.generate \\
+        rollout.options.environment=examples.search.Search rollout.options.environment_options.corpus=corpus.jsonl
+
+The corpus has one {"title": ..., "text": ...} a line. A turn with <search>words</search> is met by the best passages
+(BM25); any other turn is the answer, worth 1 if it contains the prompt's.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+from slimx.data.records import Prompt
+from slimx.environments.base import Step
+
+K1, B = 1.2, 0.75
+"""Of BM25: how fast repeated words saturate, and how much long passages are discounted."""
+
+
+class Search:
+    def __init__(self, *, corpus: str, passages: int = 2):
+        records = [json.loads(line) for line in Path(corpus).read_text().splitlines() if line.strip()]
+        self.texts = [f"{record['title']}: {record['text']}" for record in records]
+        self.counts = [Counter(words(text)) for text in self.texts]
+        self.passages = passages
+
+    async def reset(self, prompt: Prompt, seed: int) -> str:
+        self.answer = prompt.answer or ""
+        return ""
+
+    async def step(self, text: str) -> Step:
+        asked = re.findall(r"<search>(.*?)</search>", text, re.DOTALL)
+        if not asked:
+            return Step(done=True, reward=float(self.answer.lower() in text.lower()))
+        return Step(text="\n".join(self.best(words(asked[-1]))) or "Nothing found.")
+
+    async def close(self) -> None:
+        pass
+
+    def best(self, query: list[str]) -> list[str]:
+        """The passages that fit the query best, those without any of its words left out."""
+        mean = sum(count.total() for count in self.counts) / len(self.counts)
+        holding = {word: sum(word in count for count in self.counts) for word in query}
+
+        def score(count: Counter[str]) -> float:
+            length = 1 - B + B * count.total() / mean
+            return sum(
+                math.log(1 + (len(self.counts) - holding[word] + 0.5) / (holding[word] + 0.5))
+                * (count[word] * (K1 + 1) / (count[word] + K1 * length))
+                for word in query
+            )
+
+        scores = [score(count) for count in self.counts]
+        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        return [self.texts[number] for number in order[: self.passages] if scores[number] > 0]
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())

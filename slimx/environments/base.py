@@ -1,0 +1,40 @@
+"""What a multi-turn environment is: it begins with a prompt and answers each of the model's turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slimx.data.records import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment says to one turn."""
+
+    text: str = ""
+    """The next turn, which the model reads; not shown when `done`."""
+    role: str = "user"
+    """Of that turn in the chat template: user or tool."""
+    reward: float = 0.0
+    """For the model's turn before it."""
+    done: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    """Kept in the trajectory's metadata; plain JSON values."""
+
+
+class Environment(Protocol):
+    """One per rollout. Methods are awaited one after the other; what blocks belongs in `asyncio.to_thread`."""
+
+    async def reset(self, prompt: Prompt, seed: int) -> str:
+        """Begin; the text that follows the prompt as a user's turn, "" for none. `seed` is the rollout's own, the same
+        in a resumed run."""
+        ...
+
+    async def step(self, text: str) -> Step:
+        """Answer the model's turn."""
+        ...
+
+    async def close(self) -> None:
+        """End, whatever happened before; called once, also after an error or a deadline."""
+        ...

@@ -1,0 +1,87 @@
+"""The generate hook of multi-turn environments: model and environment take turns until one of them is done.
+
+rollout:
+  generate: slimx.rollout.multi_turn.generate
+  options: {environment: slimx.environments.python_tool.PythonTool, max_turns: 6}
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.dotted import imported
+from slimx.environments.base import Environment
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rewards.needs import checked_by
+from slimx.rollout.hooks import RewardContext, RolloutContext
+
+
+def check(*, environment: str, environment_options: dict[str, Any] | None = None, **_: Any) -> None:
+    """Refuse an environment that cannot be made, or whose own `check` refuses the machine."""
+    options = environment_options or {}
+    kind = imported("rollout.options.environment", environment)
+    missing = [name for name in ("reset", "step", "close") if not callable(getattr(kind, name, None))]
+    if missing:
+        raise SlimxError(
+            f"rollout.options.environment: {environment} has no {missing[0]}; an environment has reset, step and close "
+            "(slimx.environments.base)"
+        )
+    try:
+        getattr(kind, "check", kind)(**options)
+    except TypeError as error:
+        raise SlimxError(f"rollout.options.environment_options: {environment} refuses them ({error})") from error
+
+
+@checked_by(check)
+async def generate(
+    ctx: RolloutContext,
+    prompt: Prompt,
+    *,
+    environment: str,
+    environment_options: dict[str, Any] | None = None,
+    max_turns: int = 8,
+    turn_deadline: float = 60.0,
+) -> Trajectory:
+    """One trajectory of at most `max_turns` turns of the model; what the environment says is not trained.
+
+    A turn that was cut off (no end token) ends the rollout. Metadata: `rewards` of each turn, `turns`, `ended` (done,
+    turns or length) and the last step's `info`. Raises DeadlineError for a step that takes longer than `turn_deadline`
+    seconds."""
+    world: Environment = imported("rollout.options.environment", environment)(**(environment_options or {}))
+    draft, rewards, info, ended = ctx.draft(prompt), [], {}, "turns"
+    try:
+        begun = await _within(turn_deadline, world.reset(prompt, ctx.seed), ctx, environment)
+        if begun:
+            draft.add_inserted(ctx.turn(begun, after=draft.token_ids))
+        for turn in range(max_turns):
+            completion = await ctx.engine.generate(draft.token_ids, turn=turn)
+            draft.add_sampled(completion)
+            if completion.finish_reason != "stop":
+                ended = "length"
+                break
+            text = ctx.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+            step = await _within(turn_deadline, world.step(text), ctx, environment)
+            rewards.append(float(step.reward))
+            info = step.info
+            if step.done:
+                ended = "done"
+                break
+            draft.add_inserted(ctx.turn(step.text, role=step.role, after=draft.token_ids))
+    finally:
+        await asyncio.shield(world.close())
+    return draft.finish(metadata={"rewards": rewards, "turns": draft.turn, "ended": ended, "info": info})
+
+
+async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """The sum of what the environment gave to the turns."""
+    return float(sum(trajectory.metadata["rewards"]))
+
+
+async def _within(seconds: float, call: Any, ctx: RolloutContext, environment: str) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        raise DeadlineError(f"a step of rollout {ctx.group_id}/{ctx.index}", seconds, environment) from None
