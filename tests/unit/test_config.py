@@ -326,7 +326,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(command, file, mod
     ("override", "told"),
     [
         ("rollout.generate=no_such_package.hook", "rollout.generate: no_such_package.hook cannot be imported"),
-        ("rollout.generate=hooks.generat", "rollout.generate: module hooks has no function generat"),
+        ("rollout.generate=hooks.generat", "rollout.generate: module hooks has no generat"),
         ("rollout.generate=generate", "give a dotted path"),
         ("rollout.generate=hooks.not_async", "must be async; write async def not_async(ctx, prompt)"),
         ("rollout.generate=hooks.one_argument", "write async def one_argument(ctx, prompt)"),
