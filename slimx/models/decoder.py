@@ -57,6 +57,12 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def quantised_otherwise(hf: dict[str, Any]) -> str | None:
+    """The checkpoint's quantisation where it is not that in fp8 blocks, in words; None also if there is none."""
+    method = (hf.get("quantization_config") or {}).get("quant_method", "fp8")
+    return f"quantization_config.quant_method {method}" if method != "fp8" else None
+
+
 def unusual(hf: dict[str, Any], *only: tuple[str, Any]) -> str | None:
     """The first of the fields that config.json sets to another value than the `only` one that can be built; a field
     that is missing or null has it."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.layout.table import Row, Table
-from slimx.models.decoder import rotary
+from slimx.models.decoder import quantised_otherwise, rotary
 from slimx.models.deepseek_v3_engine import engine_table as engine_table
 from slimx.models.prediction import mtp_layers as mtp_layers
 from slimx.models.prediction import table_with_prediction
 from slimx.models.rows import Layer, embedding, head
-from slimx.models.sigmoid_router import moe_fields, shared_size, unsupported_router
+from slimx.models.sigmoid_router import moe_fields, moe_rows, unsupported_router
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
@@ -102,8 +102,7 @@ def _unsupported_rest(hf: dict[str, Any]) -> str | None:
         return "tie_word_embeddings"
     if hf.get("hidden_act", "silu") != "silu":
         return f"hidden_act {hf['hidden_act']}"
-    method = (hf.get("quantization_config") or {}).get("quant_method", "fp8")
-    return f"quantization_config.quant_method {method}" if method != "fp8" else None
+    return quantised_otherwise(hf)
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
@@ -114,13 +113,13 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
 
     def decoder(at: Layer) -> tuple[Row, ...]:
-        return *_attention(hf, at), *_moe(hf, at)
+        return *_attention(hf, at), *moe_rows(hf, at)
 
     rows = (
         embedding(hf, mtp=mtp),
         *_attention(hf, Layer()),
         *(Layer(layers=range(dense)).dense(hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
-        *_moe(hf, Layer(layers=range(dense, layers))),
+        *moe_rows(hf, Layer(layers=range(dense, layers))),
         *head(hf),
     )
     inverse = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": (hf["qk_rope_head_dim"] // 2,) for n in range(layers)}
@@ -151,8 +150,3 @@ def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
         at.linear("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj", both, axis=0),
         at.linear("self_attention.linear_proj.weight", "self_attn.o_proj", (hidden, heads * value), axis=1),
     )
-
-
-def _moe(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
-    hidden, inner = hf["hidden_size"], hf["moe_intermediate_size"]
-    return at.moe(hidden, inner, hf["n_routed_experts"], shared=shared_size(hf), selection=True)

@@ -5,22 +5,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimx.errors import SlimxError
 from slimx.layout.maps import Concat
 from slimx.layout.table import Group, Row, Table
 from slimx.models import engine_rows
 from slimx.models.rows import Layer
+from slimx.models.sigmoid_router import engine_moe_rows
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """The target model. `fused_shared_experts`: the shared expert stands after the routed ones in the same tensors."""
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False, gate_dtype: str | None = None) -> Table:
+    """The target model. `fused_shared_experts`: the shared expert stands after the routed ones in the same tensors;
+    `gate_dtype`: of the router's weight, where that is not the model's."""
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     first = engine_rows.layer(range(dense))
     rows = (
         engine_rows.embedding(hf),
         *_attention(hf, engine_rows.layer()),
         *(engine_rows.swiglu(first, "mlp", hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
-        *_moe(hf, engine_rows.layer(range(dense, layers)), fused_shared_experts),
+        *engine_moe_rows(
+            hf, engine_rows.layer(range(dense, layers)), fused=fused_shared_experts, gate_dtype=gate_dtype
+        ),
         *engine_rows.head(hf),
     )
     return Table(rows, layers=layers, experts=hf["n_routed_experts"])
@@ -36,7 +39,7 @@ def draft_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Ta
         engine_rows.same(outer, "hnorm", hidden),
         engine_rows.same(outer, "eh_proj", hidden, 2 * hidden),
         *_attention(hf, inside),
-        *_moe(hf, inside, fused_shared_experts),
+        *engine_moe_rows(hf, inside, fused=fused_shared_experts),
         engine_rows.same(outer, "shared_head.norm", hidden),
         engine_rows.output(hf, stage="first"),
     )
@@ -74,11 +77,3 @@ def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
         linear("o_proj", (hidden, heads * value), 1, "attention"),
         engine_rows.same(at, "post_attention_layernorm", hidden),
     )
-
-
-def _moe(hf: dict[str, Any], at: Layer, fused: bool) -> tuple[Row, ...]:
-    hidden, inner, experts = hf["hidden_size"], hf["moe_intermediate_size"], hf["n_routed_experts"]
-    shared = hf.get("n_shared_experts") or 0
-    if fused and shared != 1:
-        raise SlimxError(f"SGLang fuses one shared expert with the others, this model has {shared}; do not fuse them")
-    return engine_rows.moe(at, hidden, inner, experts, shared=shared * inner, fused=fused, selection=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, glm4_moe, llama, minimax_m2, qwen2, qwen3, qwen3_moe
+from slimx.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, minimax_m2, qwen2, qwen3, qwen3_moe
 
 
 class Family(Protocol):
@@ -47,7 +47,8 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
-    family.ARCHITECTURE: family for family in (deepseek_v3, glm4_moe, llama, minimax_m2, qwen2, qwen3, qwen3_moe)
+    family.ARCHITECTURE: family
+    for family in (deepseek_v3, glm4_moe, glm4_moe_lite, llama, minimax_m2, qwen2, qwen3, qwen3_moe)
 }
 
 _GATED_DELTA_NET = (

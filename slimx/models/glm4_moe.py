@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimx.errors import SlimxError
 from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.prediction import mtp_layers as mtp_layers
 from slimx.models.prediction import table_with_prediction
 from slimx.models.rows import Attention, Layer, embedding, head
-from slimx.models.sigmoid_router import moe_fields, shared_size, unsupported_router
+from slimx.models.sigmoid_router import engine_moe_rows, moe_fields, moe_rows, unsupported_router
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
 
@@ -30,10 +29,8 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     """What of this config cannot be built, in words; None if all can."""
     if (kind := decoder.rotary(hf)[0]) != "default":
         return f"rotary scaling of type {kind}"
-    method = (hf.get("quantization_config") or {}).get("quant_method", "fp8")
-    if method != "fp8":
-        return f"quantization_config.quant_method {method}"
-    return unsupported_router(hf) or decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
+    other = decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
+    return unsupported_router(hf) or decoder.quantised_otherwise(hf) or other
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
@@ -41,13 +38,13 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
 
     def inside(at: Layer) -> tuple[Row, ...]:
-        return *at.attention(_attention(hf)), *_moe(hf, at)
+        return *at.attention(_attention(hf)), *moe_rows(hf, at)
 
     rows = (
         embedding(hf, mtp=mtp),
         *Layer().attention(_attention(hf)),
         *(Layer(layers=range(dense)).dense(hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
-        *_moe(hf, Layer(layers=range(dense, layers))),
+        *moe_rows(hf, Layer(layers=range(dense, layers))),
         *head(hf),
     )
     return table_with_prediction(hf, rows, inside, experts=hf["n_routed_experts"], mtp=mtp, frozen={})
@@ -58,23 +55,12 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
 
     SGLang fuses the shared expert only where experts are not spread over ranks (EP 1), whatever is asked for."""
     layers, dense, hidden = hf["num_hidden_layers"], hf["first_k_dense_replace"], hf["hidden_size"]
-    if fused_shared_experts and (shared := hf.get("n_shared_experts")) != 1:
-        raise SlimxError(f"SGLang fuses one shared expert with the others, this model has {shared}; do not fuse them")
     first, rest = engine_rows.layer(range(dense)), engine_rows.layer(range(dense, layers))
     rows = (
         engine_rows.embedding(hf),
         *engine_rows.attention(engine_rows.layer(), _attention(hf)),
         *(engine_rows.swiglu(first, "mlp", hidden, hf["intermediate_size"]) if dense else ()),
-        *engine_rows.moe(
-            rest,
-            hidden,
-            hf["moe_intermediate_size"],
-            hf["n_routed_experts"],
-            shared=shared_size(hf),
-            fused=fused_shared_experts,
-            selection=True,
-            gate_dtype="float32",
-        ),
+        *engine_moe_rows(hf, rest, fused=fused_shared_experts, gate_dtype="float32"),
         *engine_rows.head(hf),
     )
     return Table(rows, layers=layers, experts=hf["n_routed_experts"])
@@ -82,8 +68,3 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
 
 def _attention(hf: dict[str, Any]) -> Attention:
     return Attention.of(hf, qkv_bias=hf.get("attention_bias", False), qk_norm=hf.get("use_qk_norm", False))
-
-
-def _moe(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
-    sizes = hf["hidden_size"], hf["moe_intermediate_size"], hf["n_routed_experts"]
-    return at.moe(*sizes, shared=shared_size(hf), selection=True)

@@ -45,10 +45,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
         return "attn_type_list with layers of linear attention"
     if hf["num_experts_per_tok"] == 1:
         return "num_experts_per_tok 1"  # Megatron normalises the weights of several experts only
-    method = (hf.get("quantization_config") or {}).get("quant_method", "fp8")
-    if method != "fp8":
-        return f"quantization_config.quant_method {method}"
-    return decoder.unusual(
+    return decoder.quantised_otherwise(hf) or decoder.unusual(
         hf,
         ("use_qk_norm", True),
         ("qk_norm_type", "per_layer"),

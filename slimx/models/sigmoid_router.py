@@ -5,6 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from slimx.errors import SlimxError
+from slimx.layout.table import Row
+from slimx.models import engine_rows
+from slimx.models.rows import Layer
+
 
 def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig for the experts and their router."""
@@ -13,7 +18,7 @@ def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
         "moe_layer_freq": [0] * dense + [1] * (layers - dense),
         "num_moe_experts": hf["n_routed_experts"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": shared_size(hf) or None,
+        "moe_shared_expert_intermediate_size": _sizes(hf)["shared"] or None,
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -25,9 +30,24 @@ def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def shared_size(hf: dict[str, Any]) -> int:
-    """Inner size of the shared experts together; 0 without any."""
-    return (hf.get("n_shared_experts") or 0) * hf["moe_intermediate_size"]
+def moe_rows(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
+    """Where the trainer holds a MoE layer, the norm before it included."""
+    return at.moe(**_sizes(hf), selection=True)
+
+
+def engine_moe_rows(hf: dict[str, Any], at: Layer, *, fused: bool, gate_dtype: str | None = None) -> tuple[Row, ...]:
+    """Where SGLang holds it. `fused`: the shared expert stands after the routed ones in the same tensors;
+    `gate_dtype`: of the router's weight, where that is not the model's."""
+    if fused and (shared := hf.get("n_shared_experts")) != 1:
+        raise SlimxError(f"SGLang fuses one shared expert with the others, this model has {shared}; do not fuse them")
+    return engine_rows.moe(at, **_sizes(hf), fused=fused, selection=True, gate_dtype=gate_dtype)
+
+
+def _sizes(hf: dict[str, Any]) -> dict[str, int]:
+    """`shared`: inner size of the shared experts together; 0 without any."""
+    inner = hf["moe_intermediate_size"]
+    shared = (hf.get("n_shared_experts") or 0) * inner
+    return {"hidden": hf["hidden_size"], "inner": inner, "experts": hf["n_routed_experts"], "shared": shared}
 
 
 def unsupported_router(hf: dict[str, Any]) -> str | None:

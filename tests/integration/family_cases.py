@@ -80,6 +80,14 @@ GLM = {
     "attention_bias": True,
     "rope_parameters": ROTARY,
 }
+FLASH = {
+    "q_lora_rank": 24,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+}
 CASES: dict[str, Case] = {
     "V3": Case(make=deepseek("V3"), mtp=1, thorough=True),
     "Moonlight": Case(make=deepseek("Moonlight")),
@@ -93,6 +101,9 @@ CASES: dict[str, Case] = {
     "GLM-4.5": Case(make=predicting("Glm4MoeConfig", **GLM, use_qk_norm=True, num_mtp_layers=1), mtp=1),
     "GLM-4.5-Air": Case(
         make=stock("Glm4MoeConfig", **GLM, use_qk_norm=False, first_k_dense_replace=2, num_mtp_layers=0)
+    ),
+    "GLM-4.7-Flash": Case(
+        make=stock("Glm4MoeLiteConfig", "head_dim", **{**deepseek_v3_oracle.SHAPE, **FLASH}, rms_norm_eps=1e-6)
     ),
     "MiniMax-M2": Case(
         make=stock("MiniMaxM2Config", num_local_experts=8, num_experts_per_tok=3, rope_parameters=ROTARY),

@@ -73,7 +73,8 @@ class Rank:
         self.write_forward(trainer, unwrap(trainer.chunks[0]), batches)
         if case["mtp"] and sizes.pipeline == 1:
             self.write_prediction(trainer, batches[0])
-        trainer.train_step(batches, step=0, version=0)
+        values = trainer.train_step(batches, step=0, version=0)
+        np.save(self.out / f"{self.case}.norm.{self.rank}.npy", values["optim/grad_norm"])
         self.write_gradients("gradients", trainer)
         if case["restore"]:
             self.write("after", trainer.weights.parameters)

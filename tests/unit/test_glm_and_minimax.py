@@ -16,7 +16,7 @@ from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models import glm4_moe, minimax_m2
+from slimx.models import glm4_moe, glm4_moe_lite, minimax_m2
 from slimx.models.families import UNBUILDABLE, ModelSpec, read_model
 from slimx.preflight.publication import publication_plan
 
@@ -60,6 +60,39 @@ AIR = GLM | {
     "routed_scaling_factor": 1.0,
     "use_qk_norm": False,
 }
+FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+"""config.json of zai-org/GLM-4.7-Flash."""
 MINIMAX: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "attn_type_list": [1] * 62,
@@ -89,7 +122,7 @@ MINIMAX: dict[str, Any] = {
     "vocab_size": 200064,
 }
 """config.json of MiniMaxAI/MiniMax-M2."""
-PUBLISHED = [(glm4_moe, GLM), (glm4_moe, AIR), (minimax_m2, MINIMAX)]
+PUBLISHED = [(glm4_moe, GLM), (glm4_moe, AIR), (glm4_moe_lite, FLASH), (minimax_m2, MINIMAX)]
 
 
 def billions(shapes: Iterable[tuple[int, ...]]) -> float:
@@ -104,7 +137,9 @@ def read(directory: Path, hf: dict[str, Any], **how: Any) -> ModelSpec:
 # The published checkpoints ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hf", "count"), [(GLM, 358.3), (AIR, 110.5), (MINIMAX, 228.7)], ids=["4.5", "Air", "M2"])
+@pytest.mark.parametrize(
+    ("hf", "count"), [(GLM, 358.3), (AIR, 110.5), (FLASH, 31.2), (MINIMAX, 228.7)], ids=["4.5", "Air", "Flash", "M2"]
+)
 def test_parameters_are_as_many_as_the_published_files_hold(tmp_path: Path, hf: dict[str, Any], count: float):
     """As Hugging Face counts them: layers of multi-token prediction with their copies of embedding and output."""
     table = read(tmp_path, hf).table
@@ -124,10 +159,10 @@ def test_the_prediction_layer_of_glm_is_carried_over_or_built(tmp_path: Path):
     assert not built.frozen and set(unbuilt.frozen) == set(built.checkpoint()) - set(unbuilt.checkpoint())
 
 
-@pytest.mark.parametrize(("family", "hf"), PUBLISHED, ids=["4.5", "Air", "M2"])
+@pytest.mark.parametrize(("family", "hf"), PUBLISHED, ids=["4.5", "Air", "Flash", "M2"])
 def test_an_engine_takes_every_tensor_of_the_checkpoint(family: Any, hf: dict[str, Any]):
     table = family.engine_table(hf | {"num_hidden_layers": 4})
-    taken = {name for part in EngineLayout(table, EngineSizes(tensor=8)).parts() for name in part.sources}
+    taken = {name for part in EngineLayout(table, EngineSizes(tensor=4)).parts() for name in part.sources}
     assert taken == set(family.weight_table(hf | {"num_hidden_layers": 4}).checkpoint())
 
 
@@ -159,6 +194,7 @@ def test_a_part_of_each_head_rotates_as_either_form_of_the_config_says():
             "quantization_config.quant_method compr",
         ),
         (GLM | {"tie_word_embeddings": True}, "tie_word_embeddings True"),
+        (FLASH | {"mlp_layer_types": ["sparse"] * 47}, "mlp_layer_types that are not 1 dense layers"),
         (MINIMAX | {"use_qk_norm": False}, "use_qk_norm False"),
         (MINIMAX | {"qk_norm_type": "per_head"}, "qk_norm_type per_head"),
         (MINIMAX | {"attn_type_list": [0, 1] * 31}, "attn_type_list with layers of linear attention"),
@@ -209,7 +245,7 @@ def test_upstream_still_refuses_packed_sequences_where_families_are_refused_for_
 
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])
-@pytest.mark.parametrize(("family", "hf"), PUBLISHED[1:], ids=["Air", "M2"])
+@pytest.mark.parametrize(("family", "hf"), PUBLISHED[1:], ids=["Air", "Flash", "M2"])
 def test_what_an_engine_holds_in_fp32_is_published_in_fp32(tmp_path: Path, family: Any, hf: dict[str, Any], encoding):
     """SGLang's routers of these families have fp32 weights in a bf16 model."""
     spec = read(tmp_path, hf | {"num_hidden_layers": 2, "quantization_config": None})
@@ -225,6 +261,6 @@ def test_what_an_engine_holds_in_fp32_is_published_in_fp32(tmp_path: Path, famil
     plan = publication_plan(config, spec, Sizes(), "cuda").plan
     sent = {tensor.name: tensor.dtype for buckets in plan.buckets for bucket in buckets for tensor in bucket.tensors}
     exact = {name for name in sent if name.endswith(("gate.weight", "e_score_correction_bias"))}
-    assert len(exact) == 2 * (1 if family is glm4_moe else 2)
+    assert len(exact) == 2 * (2 if family is minimax_m2 else 1)
     assert {name for name, dtype in sent.items() if dtype == "float32"} == exact
     assert {dtype for name, dtype in sent.items() if name not in exact} == {"bfloat16"}

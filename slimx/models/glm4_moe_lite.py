@@ -1,0 +1,28 @@
+"""GLM-4.7-Flash: a DeepSeek-V3 under a name of its own, which SGLang serves with a router that weighs in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimx.layout.table import Table
+from slimx.models import deepseek_v3, deepseek_v3_engine
+from slimx.models.deepseek_v3 import gpt_arguments as gpt_arguments
+from slimx.models.deepseek_v3 import mtp_layers as mtp_layers
+from slimx.models.deepseek_v3 import transformer_config as transformer_config
+from slimx.models.deepseek_v3 import weight_table as weight_table
+
+ARCHITECTURE = "Glm4MoeLiteForCausalLM"
+
+
+def unsupported(hf: dict[str, Any]) -> str | None:
+    """What of this config cannot be built, in words; None if all can."""
+    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
+    # transformers builds the layers that this list names, SGLang those after the first ones.
+    if hf.get("mlp_layer_types") not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
+        return f"mlp_layer_types that are not {dense} dense layers and then sparse ones (first_k_dense_replace)"
+    return deepseek_v3.unsupported(hf)
+
+
+def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
+    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.glm4_moe_lite`)."""
+    return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, gate_dtype="float32")
