@@ -90,12 +90,13 @@ lint: $(LIBRARY) ## style of Python and C++, and who imports whom
 bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare beside it
 	$(BIN)/python benchmarks/loop.py
 
-# chromium draws the report in a test; shellcheck reads scripts/launch, and Slurm with munge runs it. Debian's own Python
+# bubblewrap encloses the sandbox; chromium draws the report in a test; shellcheck reads scripts/launch, and Slurm with munge runs it. Debian's own Python
 # 3.11 cannot make environments without python3-venv.
 .PHONY: ci-deps
 ci-deps: ## Debian packages that tests use (as root)
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap chromium \
+	  munge shellcheck slurm-client slurmctld slurmd \
 	  $$($(PYTHON) -c 'import ensurepip' 2> /dev/null || echo python3-venv)
 
 # The GPU's machine needs nvcc and an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.
