@@ -33,7 +33,7 @@ await() {
       log "waited $seconds s for $what"
       return 1
     }
-    sleep 0.5 || true # Slurm signals a task's whole process group
+    sleep 0.5 || true # a signal to the whole process group ends it
   done
 }
 

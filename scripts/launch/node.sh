@@ -5,7 +5,8 @@
 #   NODE_RANK=0 NODES=2 JOB_DIR=/shared/job scripts/launch/node.sh FILE [section.key=value ...]
 #
 # JOB_DIR is a directory that all nodes see, new for each start. The first node writes there where Ray is (`head`), its
-# secret (`token`) and, at the end, the driver's exit status (`over`), which ends the other nodes. Under Slurm
+# secret (`token`) and, at the end, the driver's exit status (`over`), which ends the other nodes. A launcher that cannot
+# signal this script alone writes the signal's name there (`asked`). Under Slurm
 # the first two are its own. SIGUSR1 has the driver save and leave (exit status 75), SIGTERM has it leave at once; on
 # each way out nothing of Ray is left on the node. More settings: common.sh.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -42,8 +43,7 @@ main() {
   if ((NODE_RANK == 0)); then be_head "$@"; else be_worker; fi
 }
 
-# Slurm signals a task's whole process group: Ray and the driver get sessions of their own, so that only this script
-# hears it, and ends them in order.
+# Sessions of their own keep Ctrl-C from Ray and the driver: this script ends them in order.
 start_ray() {
   local -a arguments
   mapfile -t arguments < <(ray_arguments "$NODE_RANK")
@@ -66,18 +66,35 @@ be_head() {
     head_or_end "$NODE_ADDRESS" "$port" || exit 1
   printf '%s %s\n' "$NODE_ADDRESS" "$port" > "$JOB_DIR/head.partial"
   mv "$JOB_DIR/head.partial" "$JOB_DIR/head"
-  await "$SLIMX_JOIN_S" "$NODES nodes in Ray at $address" has_nodes "$address" "$NODES" || {
+  await "$SLIMX_JOIN_S" "$NODES nodes in Ray at $address" joined_or_asked "$address" || {
     log "$(ray_nodes "$address" || true) have come; the others say why in their ray-*.log in $JOB_DIR"
     finish 1
   }
+  heed
   log "$NODES nodes in Ray at $address"
   starting=1
   setsid slimx train "$@" cluster.ray_address="$address" &
   driver_pid=$!
   [[ -z $asked ]] || tell_driver "$asked" # it came between these lines
+  until gone "$driver_pid"; do
+    heed
+    sleep 0.5 || true
+  done
   collect "$driver_pid" || status=$?
   driver_pid=''
   finish "$status"
+}
+
+joined_or_asked() { [[ -e $JOB_DIR/asked ]] || has_nodes "$1" "$NODES"; }
+
+# Do what is asked in the job's directory.
+heed() {
+  local name
+  [[ -e $JOB_DIR/asked ]] || return 0
+  read -r name < "$JOB_DIR/asked"
+  rm "$JOB_DIR/asked"
+  log "asked for SIG$name"
+  tell_driver "$name"
 }
 
 # finish STATUS: tell the other nodes, and end.

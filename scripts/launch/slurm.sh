@@ -16,7 +16,7 @@ source scripts/launch/common.sh
 : "${SLIMX_RESTARTS:=100}" "${SLIMX_RESUBMITS:=3}" "${SLIMX_RESUBMITTED:=0}"
 
 run_job() {
-  local status=0 srun_pid='' asked=''
+  local status=0 asked=''
   local -a more
   read -ra more <<< "$SLIMX_SRUN"
   export SLIMX_GPUS SLIMX_NVLINK SLIMX_VENV SLIMX_NODE_SETUP SLIMX_INTERFACE SLIMX_IP SLIMX_JOIN_S SLIMX_STOP_S
@@ -32,10 +32,7 @@ run_job() {
   # One task per node; each knows by SLURM_PROCID which one it is.
   srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=0 "${more[@]}" \
     scripts/launch/node.sh "$@" &
-  srun_pid=$!
-  [[ -z $asked ]] || pass_on "$asked" # it came between these lines
-  collect "$srun_pid" || status=$?
-  srun_pid=''
+  collect "$!" || status=$?
   # The driver's own status, where it came to one: srun's is the highest of all nodes.
   [[ ! -e $JOB_DIR/over ]] || status=$(< "$JOB_DIR/over")
   case $status in
@@ -51,10 +48,11 @@ run_job() {
   exit "$status"
 }
 
-# A signal to this script, handed to srun, which hands it to the first process of every node.
+# A signal to this script goes to node.sh by a file: srun would send it to every process of every node.
 pass_on() {
   asked=$1
-  [[ -z $srun_pid ]] || kill -"$1" "$srun_pid" 2> /dev/null || true
+  echo "$1" > "$JOB_DIR/asked.partial"
+  mv "$JOB_DIR/asked.partial" "$JOB_DIR/asked"
 }
 
 # Check every node; if one is not fit for the run, submit the job again without it and end this one.

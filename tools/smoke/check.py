@@ -1,0 +1,298 @@
+"""Does all of slimx work on this node? A run of a few steps with an accident in it, and one table.
+
+    python tools/smoke/check.py [--device cuda] [--trainers 4] [--engines 4] [--model DIR] [--out DIR] [KEY=VALUE ...]
+
+It looks at the node, starts reinforcement learning on sums of two numbers, looks whether each publication reaches every
+engine and is verified there, and how far the log-probs of trainers and engines lie apart; then it kills an engine,
+waits until that is back, has the run save and leave, and continues it. A check that fails ends the rest. Logs stay in
+--out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MARK = "SLIMX_SMOKE"
+"""Every process of the run inherits this variable: the engine to kill and what is left over are found by it."""
+GAP = {"cpu": 1e-5, "cuda": 0.05}
+"""Mean log-prob gap that is let pass, in float32 and in bfloat16, where a mixture of experts has 0.006."""
+LATER_STEPS = 2
+END_S = 60.0
+
+
+class Failed(Exception):
+    """A check that failed, in a sentence."""
+
+
+@dataclass
+class Smoke:
+    """The run, what is asked of it, and what came of each check."""
+
+    options: argparse.Namespace
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    lines: list[tuple[str, str, float]] = field(default_factory=list)
+    """Name, result and seconds of each check."""
+    process: subprocess.Popen | None = None
+
+    @property
+    def out(self) -> Path:
+        return self.options.out
+
+    def check(self, name: str, work: Callable[[], str | None]) -> None:
+        """One line of the table: what `work` returns is its result. Raises Failed."""
+        print(f"smoke: {name}", file=sys.stderr, flush=True)
+        began, result = time.monotonic(), "FAILED"
+        try:
+            result = work() or "ok"
+        except Failed as error:
+            result = f"FAILED: {error}"
+            raise
+        finally:
+            self.lines.append((name, result, time.monotonic() - began))
+
+    def run_all(self) -> None:
+        """Every check in order. Raises Failed at the first that fails."""
+        options = self.options
+        gpus = options.trainers + options.engines if options.device == "cuda" else 0
+        self.check("the node is fit", lambda: self.call("slimx.cli", "health", "--gpus", str(gpus)))
+        self.check("a task, a model", self.prepare)
+        self.check("nothing stands in the way", lambda: self.call("slimx.cli", "doctor", *self.arguments()))
+        self.start()
+        self.check("two steps", lambda: self.until(lambda: self.step() >= 2, "two steps"))
+        self.check("publications are verified", self.verified)
+        self.check("trainers and engines agree", self.gap)
+        self.check("an engine is killed", self.kill_engine)
+        self.check("it is back, the run went on", self.back)
+        self.check("told to, the run saves and leaves", self.leave)
+        last = self.step() + LATER_STEPS
+        self.start(f"schedule.steps={last}")
+        self.check("it continues to its end", lambda: self.finished(last))
+        self.check("nothing is left", self.nothing_left)
+
+    # Checks -----------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        self.call("tools.quickstart.make_task", "--out", str(self.out))
+        if self.options.model is None:
+            self.call("tools.quickstart.make_model", "--out", str(self.out / "model"))
+
+    def verified(self) -> str:
+        tensors, engines = self.metric("publish/tensors_verified"), self.metric("publish/engines_verified")
+        if not tensors or engines != self.options.engines:
+            raise Failed(f"{tensors:.0f} tensors in {engines:.0f} of {self.options.engines} engines")
+        return f"{tensors:.0f} tensors, {engines:.0f} engines, {self.metric('time/publish'):.2f} s"
+
+    def gap(self) -> str:
+        gap, tokens = self.metric("gap/mean"), self.metric("gap/tokens")
+        if not tokens or not gap <= self.options.gap:
+            raise Failed(
+                f"the mean log-prob gap is {gap:.1e} over {tokens:.0f} tokens, the limit {self.options.gap:.0e}"
+            )
+        return f"mean log-prob gap {gap:.1e}"
+
+    def kill_engine(self) -> str:
+        servers = [each for each in self.processes() if "sglang::scheduler" in " ".join(each.cmdline())]
+        if not servers:
+            raise Failed("there is no scheduler of an SGLang server among the run's processes")
+        servers[0].kill()
+        return f"pid {servers[0].pid}"
+
+    def back(self) -> str:
+        def whole() -> bool:
+            return self.metric("engines/restarted") >= 1 and self.metric("engines/serving") == self.options.engines
+
+        self.until(whole, "all engines to serve again")
+        then = self.step()
+        self.until(lambda: self.step() >= then + LATER_STEPS, "later steps")
+        return f"{self.metric('engines/serving'):.0f} engines serve, step {self.step()}"
+
+    def leave(self) -> str:
+        self.process.send_signal(signal.SIGUSR1)
+        if (status := self.end()) != os.EX_TEMPFAIL:
+            raise Failed(f"exit status {status}, not {os.EX_TEMPFAIL}")
+        return f"saved step {self.step()}"
+
+    def finished(self, last: int) -> str:
+        if (status := self.end()) != 0:
+            raise Failed(f"exit status {status}")
+        if self.step() != last or "resumed at step" not in self.log.read_text():
+            raise Failed(f"it ended at step {self.step()} of {last}")
+        return f"step {last}, {self.metric('perf/tokens_per_second'):.0f} tokens/s"
+
+    def nothing_left(self) -> None:
+        end = time.monotonic() + END_S
+        while left := self.processes():
+            if time.monotonic() > end:
+                raise Failed("still there: " + ", ".join(f"{each.pid} {each.name()}" for each in left))
+            time.sleep(0.2)
+
+    # The run ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def log(self) -> Path:
+        return self.out / "train.log"
+
+    def arguments(self) -> list[str]:
+        """The quickstart's file and what is different here."""
+        options, cpu = self.options, self.options.device == "cpu"
+        return [
+            "configs/moe/quickstart.yaml",
+            "run.name=smoke",
+            f"run.dir={self.out / 'run'}",
+            f"model.path={options.model or self.out / 'model'}",
+            f"numerics.dtype={'float32' if cpu else 'bfloat16'}",
+            f"cluster.device={options.device}",
+            "trainer.load=null",
+            f"trainer.world_size={options.trainers}",
+            f"trainer.expert={options.expert or options.trainers}",
+            f"rollout.prompts={self.out / 'train.jsonl'}",
+            f"rollout.engines=[{{name: actor, count: {options.engines}, max_total_tokens: 32768}}]",
+            "rollout.health.interval=1",
+            "algorithm.reference=false",
+            "schedule.steps=1000000",
+            f"publish.transport={options.transport or ('memory' if cpu else 'cuda_ipc')}",
+            "checkpoint.every=0",
+            "eval.prompts=null",
+            "track.tensorboard=false",
+            *options.overrides,
+        ]
+
+    def start(self, *more: str) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "slimx.cli", "train", *self.arguments(), *more],
+                cwd=ROOT,
+                env=self.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds; the run must live meanwhile."""
+        end = time.monotonic() + self.options.seconds
+        while not condition():
+            if (status := self.process.poll()) is not None:
+                raise Failed(f"the run ended with status {status}: {self.log.read_text().strip().splitlines()[-1:]}")
+            if time.monotonic() > end:
+                raise Failed(f"waited {self.options.seconds:.0f} s for {what}")
+            time.sleep(0.2)
+
+    def end(self) -> int:
+        """The exit status of the run."""
+        try:
+            return self.process.wait(self.options.seconds)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"waited {self.options.seconds:.0f} s for the end of the run") from None
+
+    def stop(self) -> None:
+        """End the run, if it is still there."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+    def call(self, module: str, *arguments: str) -> None:
+        """A command that must succeed. Raises Failed with its last line."""
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=self.options.seconds,
+        )
+        with (self.out / "checks.log").open("a") as log:
+            log.write(done.stdout)
+        if done.returncode:
+            raise Failed(" ".join(done.stdout.strip().splitlines()[-1:]) or f"exit status {done.returncode}")
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, MARK: self.mark}
+
+    def rows(self) -> list[dict]:
+        file = self.out / "run/metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def step(self) -> int:
+        """The last step done."""
+        return max((row["step"] for row in self.rows()), default=0)
+
+    def metric(self, key: str) -> float:
+        """Of the last step; 0 where it has none."""
+        last = max(self.rows(), key=lambda row: row["step"], default={"metrics": {}})
+        return float(last["metrics"].get(key) or 0.0)
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of the run that live."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def table(self) -> str:
+        width = max((len(name) for name, _, _ in self.lines), default=0)
+        rows = [f"{name:<{width}}  {seconds:6.1f} s  {result}" for name, result, seconds in self.lines]
+        return "\n".join(rows)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options; `gap` and `out` are filled in."""
+    parser = argparse.ArgumentParser(prog="smoke_8gpu.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--trainers", type=int, default=4, help="ranks that train [4]")
+    parser.add_argument("--engines", type=int, default=4, help="servers of one GPU [4]")
+    parser.add_argument("--expert", type=int, help="trainer.expert [as many as ranks]")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory [a tiny Qwen3-MoE that is made]")
+    parser.add_argument("--transport", help="publish.transport [cuda_ipc; memory on the CPU]")
+    parser.add_argument("--gap", type=float, help="mean log-prob gap that is let pass [1e-5 on the CPU, else 0.05]")
+    parser.add_argument("--seconds", type=float, default=600, help="for each wait [600]")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/smoke"), help="new directory for everything [runs/smoke]"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="more for slimx train")
+    options = parser.parse_args(arguments)
+    options.gap = GAP[options.device] if options.gap is None else options.gap
+    options.out = options.out.absolute()
+    return options
+
+
+def main() -> int:
+    options = parse()
+    if options.out.exists():
+        print(f"smoke: {options.out} exists; remove it or choose another --out", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True)
+    smoke, failed = Smoke(options), False
+    try:
+        smoke.run_all()
+    except Failed:
+        failed = True
+    finally:
+        smoke.stop()
+        print(smoke.table())
+    print(f"{'FAILED' if failed else 'all is well'}; logs are in {options.out}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
