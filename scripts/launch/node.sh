@@ -4,11 +4,11 @@
 # usage, on every node at about the same time, from the root of the repository:
 #   NODE_RANK=0 NODES=2 JOB_DIR=/shared/job scripts/launch/node.sh FILE [section.key=value ...]
 #
-# JOB_DIR is a directory that all nodes see, new for each start. The first node writes there where Ray is (`head`), its
-# secret (`token`) and, at the end, the driver's exit status (`over`), which ends the other nodes. A launcher that cannot
-# signal this script alone writes the signal's name there (`asked`). Under Slurm
-# the first two are its own. SIGUSR1 has the driver save and leave (exit status 75), SIGTERM has it leave at once; on
-# each way out nothing of Ray is left on the node. More settings: common.sh.
+# Under Slurm the first two are its own. JOB_DIR is a directory that all nodes see, new for each start. The first node
+# writes there where Ray is (`head`), its secret (`token`) and, at the end, the driver's exit status (`over`), which ends
+# the other nodes. SIGUSR1 to the first has the driver save and leave (exit status 75), SIGTERM has it leave at once; a
+# launcher that cannot signal this script alone writes the signal's name there (`asked`: USR1). Whatever the way out,
+# nothing of Ray is left on a node. More settings: common.sh.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/launch/common.sh
 : "${NODE_RANK:=${SLURM_PROCID:?}}" "${NODES:=${SLURM_NTASKS:?}}" "${JOB_DIR:?}"
@@ -22,7 +22,7 @@ leave() {
   [[ -z $driver_pid ]] || end "$driver_pid" "$SLIMX_STOP_S"
   [[ -z $ray_pid ]] || end "$ray_pid" "$SLIMX_STOP_S"
   mkdir -p "$JOB_DIR/ray/$NODE_NAME"
-  cp -r "$temporary"/session_*/logs/. "$JOB_DIR/ray/$NODE_NAME/" 2> /dev/null || true
+  cp -r "$temporary"/session_2*/logs/. "$JOB_DIR/ray/$NODE_NAME/" 2> /dev/null || true
   rm -rf "$temporary"
 }
 trap leave EXIT
