@@ -31,7 +31,7 @@ class PackedGpus:
             self.release()
             raise DeadlineError(f"{count} GPUs for {name}", deadline_s, "other users of the Ray cluster") from None
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        order = {node: number for number, node in enumerate(_in_order(ray.nodes()))}
+        order = {node: number for number, node in enumerate(in_order(ray.nodes()))}
         # Bundles of a machine need not follow one another; ranks must.
         self._bundles = sorted(range(count), key=lambda bundle: (order[nodes[bundle]], bundle))
 
@@ -47,7 +47,7 @@ class PackedGpus:
             self._group = None
 
 
-def _in_order(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+def in_order(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Ids of `ray.nodes()`, neighbours next to each other: by NVLink domain, number in the job, address."""
 
     def place(node: Mapping[str, Any]) -> tuple[str, str, str]:

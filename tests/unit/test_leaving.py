@@ -1,0 +1,64 @@
+"""SIGUSR1: what the loop waits for is given up or kept, and the command line ends with the code that says try again."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from slimx import cli
+from slimx.errors import Preempted
+from slimx.orchestration.run import Run
+
+
+def stand(asked: bool) -> SimpleNamespace:
+    event = asyncio.Event()
+    if asked:
+        event.set()
+    return SimpleNamespace(leaving=event)
+
+
+async def test_what_is_awaited_is_cancelled_when_the_run_is_asked_to_leave():
+    ended = []
+
+    async def generate() -> int:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        return 1
+
+    run = stand(asked=False)
+    asyncio.get_running_loop().call_later(0.05, run.leaving.set)
+    assert await Run.unless_leaving(run, generate()) is None
+    assert ended == ["cancelled"]
+
+
+async def test_a_batch_that_comes_first_is_kept_and_a_failure_is_raised():
+    async def batch() -> str:
+        await asyncio.sleep(0)
+        return "batch"
+
+    async def broken() -> str:
+        raise ValueError("no engine is left")
+
+    assert await Run.unless_leaving(stand(asked=False), batch()) == "batch"
+    with pytest.raises(ValueError, match="no engine"):
+        await Run.unless_leaving(stand(asked=False), broken())
+
+
+def test_the_command_line_ends_with_75_and_says_which_step_is_saved(monkeypatch, capsys):
+    def leave(**_: object) -> None:
+        raise Preempted(7, 100)
+
+    monkeypatch.setattr(cli, "app", leave)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 75
+    assert capsys.readouterr().err == (
+        "slimx: stopped by SIGUSR1: step 7 of 100 is saved, the same command goes on from there\n"
+    )
