@@ -1,4 +1,4 @@
-"""The command line: slimx train | plan | convert | doctor | health | report."""
+"""The command line: slimx train | plan | convert | doctor | health | status | report."""
 
 from __future__ import annotations
 
@@ -130,6 +130,21 @@ def health(
         print(line)
     if problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    directory: Annotated[Path, typer.Argument(help="Run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Say how far a run is, whether it still runs, and what its engines do; from its directory alone."""
+    import json
+
+    from slimx.observability.status import describe_status, run_status
+
+    found = run_status(directory)
+    print(json.dumps(found, indent=1) if as_json else "\n".join(describe_status(found)))
 
 
 @app.command()

@@ -39,13 +39,13 @@ class EngineGroup:
         those of the policy by default. `shared`: the places of trainer ranks, one GPU each, with which engines take
         turns on CUDA; empty: they have GPUs of their own."""
         groups = config.rollout.policy_engines if groups is None else groups
-        self.config, self.device, self.moe = config, device, moe
+        self.config, self.device, self.moe, self.frozen = config, device, moe, groups[0].frozen
         self._shared = list(shared)
         self.engines = [self._create(group, number, log_dir) for group in groups for number in range(group.servers)]
         self.router = Router(
             free_port(),
             free_port(),
-            log_dir / ("router.log" if not groups[0].frozen else f"router-{groups[0].name}.log"),
+            log_dir / (f"router-{groups[0].name}.log" if self.frozen else "router.log"),
             request_deadline_s=config.rollout.request_deadline,
             disaggregated=any(group.role != "regular" for group in groups),
         )

@@ -39,6 +39,8 @@ class Membership:
         """`start_deadline_s`: seconds for one start of an engine. `note` is told what happens to engines."""
         self.engines, self.router, self.health = engines, router, health
         self.start_deadline_s, self.note = start_deadline_s, note
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever an engine's standing may have changed."""
         self.epoch = 0
         """Rises with every change of who is a candidate or a member."""
         self.lost = self.restarted = 0
@@ -253,5 +255,6 @@ class Membership:
 
     def _changed(self) -> None:
         self.epoch += 1
+        self.on_change()
         self._change.set()
         self._change = asyncio.Event()

@@ -33,6 +33,7 @@ from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.loop import train
+from slimx.orchestration.roster import Roster
 from slimx.orchestration.run import Records, Run, summary
 from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.trainers import TrainerGroup
@@ -170,6 +171,7 @@ async def _session(
             stack.push_async_exit(_stopping(engines.stop, table))
             starting.append(engines.start())
         await _together(starting)
+        Roster(directory / "engines.json").add([*([engines] if engines is not None else []), *frozen.groups.values()])
         for reason in prepared.backends.reasons:
             table.note(reason)
         if engines is not None:

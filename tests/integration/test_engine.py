@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from slimx.models.families import read_model
 from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine, State
+from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.router import Router
 from slimx.rollout.server import CPU_VARIABLES
 from slimx.rollout.spec import EngineSpec
@@ -82,7 +84,9 @@ async def test_engine_attests_its_plugin_and_lists_its_tensors(engine: Engine, t
     assert parameters["model.layers.0.mlp.experts.w13_weight"] == "float32:8,128,128"
 
 
-async def test_a_stock_server_without_the_plugin_is_refused_and_ended(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_stock_server_is_a_frozen_model_but_no_engine_of_the_policy(
+    tiny_model: Path, tiny_weights: Weights, oracle: Qwen3MoeForCausalLM, tmp_path: Path
+) -> None:
     spec = EngineSpec("stock", str(tiny_model), "float32", "cpu", free_port(), max_total_tokens=2048)
     engine = Engine(spec, tmp_path / "server.log")
     flags = ["--attention-backend", "torch_native", "--disable-cuda-graph", "--max-total-tokens", "2048"]
@@ -90,9 +94,22 @@ async def test_a_stock_server_without_the_plugin_is_refused_and_ended(tiny_model
     engine.process.argv = [sys.executable, str(Path(__file__).with_name("stock_server.py")), *where, *flags]
     engine.process.env |= CPU_VARIABLES
     engine.start()
-    with pytest.raises(
+    refused = pytest.raises(
         SlimxError, match=r"engine stock at .* does not attest the slimx plugin; start it with python -m"
-    ):
+    )
+    frozen = Engine(replace(spec, external=True, frozen=True), tmp_path / "none")
+    frozen.start()
+    await frozen.wait_ready(180)
+    assert frozen.state is State.READY
+    scored = await FrozenEngine("stock", spec.url, deadline_s=60, retries=0).logprobs(PROMPT)
+    np.testing.assert_allclose(scored, logprobs_of(oracle, tiny_weights, PROMPT), atol=1e-4)
+    policy = Engine(replace(spec, external=True), tmp_path / "none")
+    policy.start()
+    with refused:
+        await policy.wait_ready(180)
+    await frozen.stop()
+    assert engine.process.poll() is None, "a server of somebody else's is left alone"
+    with refused:
         await engine.wait_ready(180)
     assert engine.state is State.DEAD and engine.process.poll() is not None
 

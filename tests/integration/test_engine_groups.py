@@ -26,7 +26,7 @@ from slimx.reshard.publish import Publisher
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine
 from tests.integration.conftest import START_S, Weights, perturbed, publish
-from tests.integration.test_engine import PROMPT, fused
+from tests.integration.test_engine import PROMPT, logprobs_of
 from tests.integration.test_faults import Trainers
 
 pytestmark = pytest.mark.integration
@@ -60,13 +60,10 @@ async def ray_for(config: Config) -> AsyncIterator[AsyncExitStack]:
         stop_ray()
 
 
-@torch.no_grad()
-def logprobs_of(model: Path, weights: Weights, ids: list[int]) -> np.ndarray:
+def wanted_logprobs(model: Path, weights: Weights, ids: list[int]) -> np.ndarray:
     """By transformers: of each token but the first."""
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    oracle.load_state_dict(fused(oracle, weights))
-    scores = oracle(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    return scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()
+    return logprobs_of(oracle, weights, ids)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -97,7 +94,7 @@ async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_ei
             completion = await client.generate(PROMPT, SAMPLING, seed=1, return_routed_experts=True)
         ids = [*PROMPT, *completion.token_ids.tolist()]
         assert completion.versions == [(0, 8, 3)]
-        wanted = logprobs_of(tiny_model, trainers.weights(3), ids)[len(PROMPT) - 1 :]
+        wanted = wanted_logprobs(tiny_model, trainers.weights(3), ids)[len(PROMPT) - 1 :]
         np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
 
         servers = [process for process in psutil.process_iter(["cmdline"]) if _is_share(process, tiny_model, rank=1)]
@@ -139,7 +136,7 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
             completion = await client.generate(PROMPT, SAMPLING, seed=2)
         assert completion.versions == [(0, 8, 5)]
         ids = [*PROMPT, *completion.token_ids.tolist()]
-        wanted = logprobs_of(tiny_model, perturbed(tiny_weights, seed=5), ids)
+        wanted = wanted_logprobs(tiny_model, perturbed(tiny_weights, seed=5), ids)
         np.testing.assert_allclose(completion.logprobs, wanted[len(PROMPT) - 1 :], atol=1e-4)
 
         judges = config_of(

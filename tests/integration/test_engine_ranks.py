@@ -150,6 +150,7 @@ def expected(stand: Stand, weights: Weights, tokens: list[int], out: Path) -> np
 STANDS = (
     "qwen3_moe, 2 x EP2",
     "deepseek_v3, TP2",
+    pytest.param("deepseek_v3, DP2 x EP2", marks=pytest.mark.slow),
     *(pytest.param(f"{name}, TP2", marks=pytest.mark.slow) for name in engine_families.MODELS),
 )
 
@@ -159,9 +160,10 @@ def stand(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stand]:
     model, sizes = tiny_model, EngineSizes(tensor=2, expert=2)
-    name = request.param.partition(",")[0]
+    name, _, split = request.param.partition(", ")
     if name != "qwen3_moe":
-        model, sizes = tmp_path_factory.mktemp(name), EngineSizes(tensor=2)
+        copies = 2 if split.startswith("DP2") else 1
+        model, sizes = tmp_path_factory.mktemp(name), EngineSizes(tensor=2, expert=copies, attention_data=copies)
         make_deepseek(model) if name == "deepseek_v3" else engine_families.make_model(name, model)
     read = read_model(model, family=mixtral if name == "mixtral" else None)
     layout = EngineLayout(read.engine_table(), sizes)
@@ -185,15 +187,15 @@ def stand(
 
 
 async def test_each_rank_holds_what_the_engine_layout_says(stand: Stand) -> None:
-    expert = stand.layout.sizes.expert
+    sizes = stand.layout.sizes
     for number, rank in enumerate(await stand.engine.control.attest()):
         place = rank["coordinates"]
         assert place == {
             "rank": number,
             "tensor": number,
-            "expert": number % expert,
+            "expert": number % sizes.expert,
             "pipeline": 0,
-            "attention_data": 0,
+            "attention_data": number % sizes.attention_data,
         }
     forms = [{part.name: form(part.shape) for part in stand.layout.parts() if rank in part.ranks} for rank in range(2)]
     assert await stand.engine.inventory("local") == forms

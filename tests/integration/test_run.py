@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slimx.observability.status import run_status
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
 from tests.integration.test_resume import task  # noqa: F401
 
@@ -45,7 +46,14 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 5)
     run.until((tmp_path / "run" / "checkpoints" / "iter_0000004").exists)
+    status = run_status(tmp_path / "run")
+    assert status["running"] and status["step"] >= 4 and status["metrics"]["reward/mean"] is not None
+    assert [(engine["name"], engine["frozen"], engine["standing"]) for engine in status["engines"]] == [
+        ("actor-0", False, "member"),
+        ("judge-0", True, "member"),
+    ]
     _ends_in_order(run, signal.SIGTERM, 143)
+    assert not run_status(tmp_path / "run")["running"]
     rows = steps(tmp_path / "run")
     assert [rows[step]["staleness/max"] for step in range(1, 6)] == [0, 1, 1, 1, 1]
     for row in rows.values():
