@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, model_validator
 
 from slimx.config.presets import PRESETS, Name
-from slimx.config.section import Section, Share
+from slimx.config.section import Count, Section, Share
 
 ADVANTAGES = (
     "grpo",
@@ -102,6 +102,9 @@ class Algorithm(Section):
         "the sum of its tokens over rollout.sampling.max_new_tokens; sum: groups, each the sum of its tokens",
     )
     reference: bool = Field(False, description="log KL to the initial weights (one more forward pass)")
+    reference_refresh: Count = Field(
+        0, description="steps after which the reference becomes the present weights, again and again; 0: never"
+    )
     kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
         "k3", description="of the KL in the loss; low_variance: k3 with bounds"
@@ -269,6 +272,7 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "kl_unbiased": (lambda a: a.kl_coef > 0, "needs a positive algorithm.kl_coef"),
     "entropy_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
     "reference": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
+    "reference_refresh": (lambda a: a.reference, "needs algorithm.reference=true"),
     "teacher": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
     "teacher_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
     "old_logprobs": (

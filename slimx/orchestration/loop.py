@@ -64,6 +64,8 @@ async def train(run: Run) -> None:
         with run.phase("train"):
             metrics |= await run.watched(train_step(run, rows, updates), training=True)
         run.step += 1
+        if run.due(config.algorithm.reference_refresh):
+            await run.trainers.refresh_reference()
         if schedule.colocate:
             with run.phase("wake"):
                 await run.trainers.offload(weights=False)

@@ -40,6 +40,10 @@ class ForwardPasses:
         if algorithm.teacher:
             self._copies["teacher"] = weights.copy_of(algorithm.teacher)
 
+    def refresh_reference(self) -> None:
+        """Make the present weights the reference."""
+        self._weights.snapshot(into=self._copies["reference"])
+
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
         """Log-probs and entropies of every label, per micro-batch; empty except on the last pipeline stage.
 

@@ -82,9 +82,10 @@ class Weights:
         return out
 
     @torch.no_grad()
-    def snapshot(self) -> HostCopy:
-        """A copy of the present weights in host memory (pinned on CUDA)."""
-        out = self._host_copy()
+    def snapshot(self, into: HostCopy | None = None) -> HostCopy:
+        """A copy of the present weights in host memory (pinned on CUDA); `into`: an earlier one, whose memory it
+        takes."""
+        out = self._host_copy() if into is None else into
         for name, parameter in self.parameters.items():
             out[name].copy_(parameter)
         return out

@@ -111,6 +111,10 @@ class TrainerWorker:
             self._resident(training=False)
             return self._trainer.logprobs(batches, under=under)
 
+    def refresh_reference(self) -> None:
+        self._resident(training=False)
+        self._trainer.passes.refresh_reference()
+
     def measure_gap(self, batches: Any, version: int) -> dict[str, float]:
         with self._memory.phase("probe"):
             self._resident(training=False)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slimx.data.records import Prompt, Trajectory
+import torch
+
+from slimx.algorithms.inputs import LossInputs
+from slimx.data.records import Group, Prompt, Trajectory
+from slimx.rewards import exact
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import RewardContext, RolloutContext
 
@@ -29,3 +33,28 @@ async def recording(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
         with Path(prompt.metadata["record"]).open("a") as file:
             file.write(json.dumps(line) + "\n")
     return trajectory
+
+
+def own_advantages(groups: list[Group]) -> list[float]:
+    """Rewards as they are."""
+    return [trajectory.reward for group in groups for trajectory in group.trajectories]
+
+
+def own_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Advantage-weighted log-probs."""
+    loss = -(inputs.weight * inputs.advantages * torch.where(inputs.weight > 0, inputs.logprobs, 0.0)).sum()
+    return loss, {"loss/own": loss.detach()}
+
+
+async def sum_in_parts(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
+    """Whether the sum is right, and -0.1 where the answer is no number."""
+    right = await exact.reward(ctx, trajectory)
+    return {"right": right, "form": 0.0 if ctx.text.strip().isdigit() else -0.1}
+
+
+async def described_turn(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """One turn, which began in the state that the prompt is."""
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids))
+    draft.describe_turn(state_key=prompt.id)
+    return draft.finish()

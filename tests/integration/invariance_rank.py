@@ -1,4 +1,4 @@
-"""One gloo rank of test_invariance: one GRPO step on the same data for each model, under one layout.
+"""One gloo rank of test_invariance: one step on the same data for each model and its algorithm, under one layout.
 
     python -m tests.integration.invariance_rank JOB.json RANK
 
@@ -42,7 +42,7 @@ def config(job: dict[str, Any], model: dict[str, Any]) -> Config:
                 "megatron": {"mtp_num_layers": model["mtp"]} if model["mtp"] else {},
             },
             "rollout": {"prompts": "p"},
-            "algorithm": {"name": "grpo", "reference": True, "kl_coef": 0.5, "teacher": model["teacher"]},
+            "algorithm": {"reference": True, "kl_coef": 0.5, "teacher": model["teacher"], **model["algorithm"]},
         }
     )
 

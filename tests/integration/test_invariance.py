@@ -1,8 +1,8 @@
 """Loss, metrics and gradients of the same rollouts do not depend on layout, packing or recomputation.
 
-Each layout is one start of real gloo ranks that take one GRPO step for two models: a Qwen3-MoE with tied embeddings,
+Each layout is one start of real gloo ranks that take one step for two models: a Qwen3-MoE with tied embeddings (GRPO),
 and a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token
-prediction). One rank without recomputation is what all others must equal. `layout_cases` says which layouts.
+prediction; GSPO). One rank without recomputation is what all others must equal. `layout_cases` says which layouts.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ DEEPSEEK = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "tie_word_embeddings": False,
+}
+# Sums over sequences, which context parallelism cuts: of ratios in the objective, of trainer / engine in weights.
+ALGORITHMS = {
+    "qwen": {"old_logprobs": "recompute", "correction": {"kind": "truncate", "level": "geometric", "low": 0.5}},
+    "deepseek": {"name": "gspo", "clip_high": 0.2, "kl_unbiased": True, "entropy_coef": 0.1, "teacher_coef": 0.3},
 }
 GROUPS = 4
 
@@ -148,6 +153,7 @@ class Laboratory:
                     "teacher": str(write_model(directory / f"{name}-teacher", hf, mtp, seed + 20)),
                     "groups": str(directory / f"{name}.groups"),
                     "mtp": mtp,
+                    "algorithm": ALGORITHMS[name],
                 }
             )
 

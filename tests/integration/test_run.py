@@ -39,7 +39,7 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
                 {"name": "judge", "frozen": True, "model": str(tiny_model), "max_total_tokens": 8192},
             ],
         ),
-        algorithm={"reference": True, "kl_coef": 0.01},
+        algorithm={"name": "remax", "reference": True, "kl_coef": 0.01, "reference_refresh": 2},
         checkpoint={"every": 4, "keep": 100},
         reward={"function": "tests.integration.hooks.judged"},
     )
@@ -58,10 +58,20 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
     assert [rows[step]["staleness/max"] for step in range(1, 6)] == [0, 1, 1, 1, 1]
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5 and row["gap/tokens_unexplained"] == 0
-        assert row["kl/reference"] >= 0 and row["engines/serving"] == row["engines/judge/serving"] == 1
+    # After the second and the fourth step the reference becomes what is trained then.
+    assert max(rows[step]["kl/reference"] for step in (1, 3, 5)) <= 1e-8
+    assert min(rows[step]["kl/reference"] for step in (2, 4)) > 1e-8
+    for row in rows.values():
+        assert row["engines/serving"] == row["engines/judge/serving"] == 1
+        # The trainer has left the policy that sampled by a step, but for the first one.
+        assert 0 < row["mismatch/ess"] <= 1 and row["mismatch/max"] >= row["mismatch/mean"] > 0
+    assert rows[1]["mismatch/mean"] <= 1e-5 < rows[3]["mismatch/mean"]
     tickets = saved_tickets(tmp_path / "run" / "checkpoints" / "iter_0000004")
     assert len(tickets) == 4  # the batch that was in flight is kept
-    trajectories = [t for ticket in tickets if ticket.group for t in ticket.group.trajectories]
+    groups = [ticket.group for ticket in tickets if ticket.group]
+    # A greedy rollout beside each group's two is judged and kept as its baseline, and is none of them.
+    assert all(group.baseline is not None and len(group.trajectories) == 2 for group in groups)
+    trajectories = [t for group in groups for t in group.trajectories]
     two_turns = [t for t in trajectories if [span.source for span in t.spans].count("sampled") == 2]
     assert two_turns
     # The judge holds the weights that the run began with: it finds the tokens as likely as random weights do.
@@ -72,7 +82,8 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
 
 
 def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in_order(tiny_model, task, tmp_path):  # noqa: F811
-    """With nucleus sampling, a teacher, recomputed old log-probs and replayed routes, which change nothing of that."""
+    """With nucleus sampling, a teacher, recomputed old log-probs, which are weighed against the engine's, and replayed
+    routes, which change nothing of that."""
     schedule = {"steps": 1000, "colocate": True, "updates_per_step": 2}
     # Each pipeline stage gets the engine's routes of its own layer, and both updates take them.
     trainer = {"pipeline": 2, "expert": 1, "moe": {"replay": "R3"}}
@@ -84,7 +95,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
         rollout=_rollout(task, sampling={"max_new_tokens": 8, "top_p": 0.7}),
         checkpoint={"every": 2},
         trainer=trainer,
-        algorithm={"teacher": str(tiny_model), "old_logprobs": "recompute"},
+        algorithm={"name": "decoupled_ppo", "teacher": str(tiny_model), "teacher_coef": 0.1, "entropy_coef": 0.01},
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 3)
@@ -99,6 +110,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
         assert row["routes/differing"] == 0 and row["router/imbalance"] >= 1
         # At the second update the policy has left the one that sampled; at the first the two differ by rounding.
         assert row["kl/rollout"] > 1e-7 and row["batch/microbatches"] == 2
+        assert row["correction/weight"] == pytest.approx(1, abs=1e-5) and row["correction/outside"] == 0
         assert row["kl/teacher"] > 0 and 0 < row["policy/entropy"] < np.log(128)
 
 

@@ -1,0 +1,114 @@
+"""Every RL algorithm learns the quickstart's task from the same warm start: sampled reward from at most 0.4 to at least
+0.7 within 200 steps, with its own hyper-parameters as docs/algorithms.md has them.
+
+Hours on two cores. What is done stays in runs/learning-curves: a run that was broken off goes on at its last
+checkpoint, and one that has arrived is not repeated; remove the directory to begin anew. Each run writes its curve into
+curves.jsonl there.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slimx.config.presets import PRESETS
+from tests.integration.conftest import ROOT
+from tests.integration.runs import TrainProcess, completed_steps, steps
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(6 * 3600)]
+
+PLACE = ROOT / "runs" / "learning-curves"
+STEPS, AT_MOST, AT_LEAST, MEAN_OF = 200, 0.4, 0.7, 5
+SECTIONS: dict[str, dict[str, Any]] = {
+    "gdpo": {"reward": {"function": "tests.integration.hooks.sum_in_parts"}},
+    "gigpo": {"rollout": {"generate": "tests.integration.hooks.described_turn"}},
+    "ppo": {"critic": {"optimizer": {"lr": 1e-3}}, "algorithm": {"gae_lambda": 0.95}},
+    "distillation": {"algorithm": {"teacher": str(PLACE / "teacher" / "hf")}},
+}
+"""What a run needs beside the name of its algorithm. All others: the quickstart's configuration as it is."""
+
+
+def merged(base: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
+    out = {name: dict(section) for name, section in base.items()}
+    for change in changes:
+        for name, section in change.items():
+            out[name] = {**out.get(name, {}), **section}
+    return out
+
+
+def write(name: str, *changes: dict[str, Any]) -> Path:
+    base = yaml.safe_load((ROOT / "configs/moe" / name).read_text())
+    config = merged(base, *changes, {"track": {"report": False, "tensorboard": False}})
+    config["model"]["path"] = str(PLACE / "task" / "model")
+    directory = Path(config["run"]["dir"])
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def supervised(name: str, prompts: str) -> None:
+    """A model trained on the answers of a file, unless it is there already."""
+    if (PLACE / name / "hf" / "config.json").exists():
+        return
+    places = {"run": {"dir": str(PLACE / name)}, "rollout": {"prompts": str(PLACE / "task" / prompts)}}
+    process = TrainProcess(write("quickstart-sft.yaml", places))
+    assert process.wait(3600) == 0, process.text()
+
+
+@pytest.fixture(scope="module")
+def warm_start() -> Path:
+    if not (PLACE / "task" / "model" / "config.json").exists():
+        runpy.run_path(str(ROOT / "tools/quickstart/make_task.py"))["make_task"](PLACE / "task", seed=1)
+        runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](PLACE / "task" / "model", seed=1)
+    supervised("warm", "demonstrations.jsonl")
+    return PLACE / "warm" / "hf"
+
+
+def curve(directory: Path) -> list[float]:
+    """Sampled reward by step."""
+    if not (directory / "metrics.jsonl").exists():
+        return []
+    return [row["reward/mean"] for step, row in sorted(steps(directory).items()) if step]
+
+
+def arrived(rewards: list[float]) -> bool:
+    return len(rewards) >= MEAN_OF and sum(rewards[-MEAN_OF:]) / MEAN_OF >= AT_LEAST
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "sft"])
+def test_an_algorithm_learns_the_quickstarts_task(name, warm_start):
+    if name == "distillation":  # from a model that has seen right answers only
+        supervised("teacher", "train.jsonl")
+    directory = PLACE / name
+    task = PLACE / "task"
+    config = write(
+        "quickstart.yaml",
+        {
+            "run": {"dir": str(directory)},
+            "trainer": {"load": str(warm_start)},
+            "rollout": {"prompts": str(task / "train.jsonl")},
+            "algorithm": {"name": name, "reference": name != "distillation"},
+            "schedule": {"steps": STEPS},
+            "eval": {"prompts": str(task / "heldout.jsonl"), "every": 0},
+        },
+        SECTIONS.get(name, {}),
+    )
+    if not arrived(curve(directory)):
+        run = TrainProcess(config)
+        run.until(lambda: arrived(curve(directory)) or completed_steps(directory) >= STEPS, 2 * 3600)
+        run.kill(signal.SIGTERM)
+        run.wait(120)
+    rewards = curve(directory)
+    line = {"name": name, "date": time.strftime("%Y-%m-%d"), "steps": len(rewards), "reward": rewards}
+    with (PLACE / "curves.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert sum(rewards[:2]) / 2 <= AT_MOST, "the warm start is better than it should be"
+    assert arrived(rewards), f"{name} reached {rewards[-MEAN_OF:]} in {len(rewards)} steps"
