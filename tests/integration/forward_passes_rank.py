@@ -135,6 +135,16 @@ class Rank:
         if self.reports:
             np.savez(self.out / "losses.npz", **arrays)
 
+    def refresh(self, trainer: Any, batches: list[MicroBatch]) -> None:
+        """Whether the reference says what the policy says, before and after the policy becomes it."""
+        equal = []
+        for turn in range(2):
+            if turn:
+                trainer.passes.refresh_reference()
+            policy, reference = (trainer.logprobs(batches, under=holder) for holder in ("policy", "reference"))
+            equal.append(all(map(np.array_equal, policy, reference)))
+        self.said["reference_is_policy"] = equal
+
     def finish(self) -> None:
         if self.reports:
             (self.out / "said.json").write_text(json.dumps(self.said))
@@ -148,6 +158,7 @@ def main() -> None:
     trainer = rank.trainer()
     rank.passes(trainer, batches)
     rank.gradients(trainer, batches)
+    rank.refresh(trainer, batches)
     rank.two_updates(rank.trainer(), batches)
     rank.finish()
 

@@ -179,3 +179,8 @@ def test_every_update_of_a_step_compares_with_the_policy_before_the_first(labora
             second = number + count
             assert np.abs(given[f"logprobs.{second}"] - given[f"old_logprobs.{second}"]).max() > 1e-2
             assert not np.array_equal(given[f"old_logprobs.{number}"], given[f"rollout_logprobs.{number}"])
+
+
+@every_layout
+def test_a_refreshed_reference_is_the_present_policy(laboratory, layout):
+    assert json.loads((laboratory(layout) / "said.json").read_text())["reference_is_policy"] == [False, True]

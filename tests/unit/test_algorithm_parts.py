@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from slimx.algorithms.estimate import all_advantages, finish_advantages
+from slimx.data.batch import TrainBatch
 from slimx.data.codec import load_groups, save_groups
+from slimx.data.packing import pack
 from slimx.data.records import Prompt, Trajectory, Turn
 from slimx.errors import SlimxError
 from slimx.layout.zigzag import zigzag
+from slimx.orchestration.advantages import estimate_advantages
+from slimx.orchestration.batches import make_update_rows
 from slimx.rollout import preferences, single_turn
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from slimx.trainer.context import ContextShard
 from slimx.trainer.metrics import mismatch_metrics, mismatch_sums
 from tests.unit.rollout_stand import FakeEngine, Stand, config_of, one
+from tests.unit.test_algorithm_advantages import group
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -81,9 +88,9 @@ async def test_remax_gets_the_reward_of_a_greedy_rollout_that_is_not_trained(nam
         groups = (await stand.next_batch()).groups
         evaluated = await stand.maker.make(groups[0].prompt, group_id="eval0", number=0, evaluation=True)
         asked = [sampling["temperature"] for sampling in stand.engine.samplings]
-    for group in groups:
-        assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0]
-        assert group.baseline == (7.0 if name == "remax" else None)
+    for made in groups:
+        assert [trajectory.reward for trajectory in made.trajectories] == [1.0, 1.0]
+        assert made.baseline == (7.0 if name == "remax" else None)
     assert evaluated.group.baseline is None
     assert asked.count(0.0) == (5 if name == "remax" else 1) and asked.count(1.0) == 8
 
@@ -135,3 +142,48 @@ async def test_a_pair_from_a_file_is_two_rollouts_with_rewards_1_and_0():
         assert trained == [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
     assert np.array_equal(chosen.token_ids[:3], rejected.token_ids[:3])
     assert broken.reason and "prompt q is no pair" in broken.detail
+
+
+class FakeTrainers:
+    """Log-probs that tell by whom they are and of which label."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def logprobs(self, batch: TrainBatch, *, under: str) -> list[list[np.ndarray]]:
+        self.asked.append(under)
+        sign = {"policy": -0.01, "reference": -0.02}[under]
+        return [[sign * micro.labels for micro in shard] for shard in batch.shards]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "asked"),
+    [
+        ({"name": "dpo"}, ["policy", "reference"]),
+        ({"name": "reinforce_pp", "reference": True, "kl_reward_coef": 0.1}, ["reference"]),
+        ({"name": "reinforce_pp"}, []),
+        ({"name": "kl_cov", "cov_share": 0.2}, []),
+    ],
+)
+async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(algorithm, asked):
+    """As in one process: rows packed in two micro-batches of two ranks come back to the rows that they were."""
+    config = config_of(**{f"algorithm__{key}": value for key, value in algorithm.items()})
+    groups = [group("a", [1.0, 0.0]), group("b", [0.0, 1.0])]
+    for number, trajectory in enumerate(t for g in groups for t in g.trajectories):
+        trajectory.token_ids = trajectory.token_ids + 10 * number
+    (rows,) = make_update_rows(config, groups, lambda groups: all_advantages(config.algorithm, groups))
+    trainers = FakeTrainers()
+    run = SimpleNamespace(
+        config=config, step=3, critic=None, trainers=trainers, packer=lambda r: pack(r, data_size=2, max_tokens=4)
+    )
+    assert config.algorithm.waits
+    metrics = await estimate_advantages(run, groups, [rows])
+    assert trainers.asked == asked
+    policy, reference = ([sign * row.labels for row in rows] for sign in (-0.01, -0.02))
+    (wanted,) = make_update_rows(config, groups, lambda groups: all_advantages(config.algorithm, groups))
+    given = {"policy": policy, "reference": reference if asked else None}
+    expected = finish_advantages(config.algorithm, groups, [wanted], **given, seed=(config.run.seed, 3))
+    assert metrics == pytest.approx(expected)
+    for row, other in zip(rows, wanted, strict=True):
+        assert row.advantages.tolist() == other.advantages.tolist()
+        assert (row.selected is None) == (other.selected is None) == (config.algorithm.loss != "kl_cov")
