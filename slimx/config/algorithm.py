@@ -103,7 +103,9 @@ class Algorithm(Section):
     )
     reference: bool = Field(False, description="log KL to the initial weights (one more forward pass)")
     reference_refresh: Count = Field(
-        0, description="steps after which the reference becomes the present weights, again and again; 0: never"
+        0,
+        description="steps after which the reference becomes the present weights, again and again, which are also "
+        "kept in RUN/reference-NNNNNN for a run that is resumed; 0: never",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(

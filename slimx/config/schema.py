@@ -100,13 +100,6 @@ class Config(Section):
                 f"rollout.group_size is 1, but algorithm.name is {name} (advantages {algorithm.advantages}), which "
                 "compares the rollouts of a prompt: every advantage would be 0; raise it"
             )
-        refresh = algorithm.reference_refresh
-        if refresh and (self.checkpoint.every % refresh or self.schedule.steps % refresh):
-            raise ValueError(
-                f"algorithm.reference_refresh is {refresh}: a checkpoint has no reference of its own and must fall on "
-                f"a refresh, but they are written every {self.checkpoint.every} steps and after step "
-                f"{self.schedule.steps}; make checkpoint.every and schedule.steps multiples of it"
-            )
         if algorithm.advantages == "dpo" and not self.rollout.engines and (size != 2 or self.reward.given):
             raise ValueError(
                 "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and "

@@ -33,6 +33,7 @@ from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.evaluation import evaluate
 from slimx.orchestration.measure import group_metrics, probe_gap, staleness_metrics
 from slimx.orchestration.ppo import train_step
+from slimx.orchestration.reference import refresh_reference
 from slimx.orchestration.run import Run
 
 
@@ -64,8 +65,6 @@ async def train(run: Run) -> None:
         with run.phase("train"):
             metrics |= await run.watched(train_step(run, rows, updates), training=True)
         run.step += 1
-        if run.due(config.algorithm.reference_refresh):
-            await run.trainers.refresh_reference()
         if schedule.colocate:
             with run.phase("wake"):
                 await run.trainers.offload(weights=False)
@@ -80,6 +79,8 @@ async def train(run: Run) -> None:
         metrics["perf/tokens_per_second"] = sum(update.tokens for update in updates) / seconds
         run.record(metrics | await run.trainers.memory(), batch.groups, seconds)
         run.checkpoints.check()
+        if run.due(config.algorithm.reference_refresh):
+            await refresh_reference(run)
         if run.due(config.checkpoint.every):
             await run.save()
         if run.due(config.checkpoint.export_every):

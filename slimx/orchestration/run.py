@@ -280,14 +280,6 @@ class Run:
     async def restore(self, path: Path, state: RunState) -> None:
         """Continue from the checkpoint in `path`."""
         await self.checkpoints.restore(path, state)
-        refresh = self.config.algorithm.reference_refresh
-        if refresh and state.step % refresh:
-            raise SlimxError(
-                f"the checkpoint of step {state.step} does not fall on a refresh of the reference, whose weights are "
-                f"lost (algorithm.reference_refresh={refresh}); resume from another one, or begin a new run"
-            )
-        if refresh and state.step:
-            await self.trainers.refresh_reference()
         self.step, self.version = state.step, state.version
         self._saved_step = state.step
         self.maker.version = state.version

@@ -33,6 +33,7 @@ from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.loop import train
+from slimx.orchestration.reference import restore_reference
 from slimx.orchestration.roster import Roster
 from slimx.orchestration.run import Records, Run, summary
 from slimx.orchestration.saves import RunState, Saves, read_state
@@ -212,6 +213,7 @@ async def _session(
             engines.members.watch()
         if state is not None and resume_from is not None:
             await run.restore(resume_from, state)
+            await restore_reference(run)
             table.note(f"resumed at step {state.step} from {resume_from}")
         # What is alive now is imported modules, mostly: each full garbage collection would look at it again (0.2 s).
         gc.collect()

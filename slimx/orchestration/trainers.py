@@ -75,9 +75,10 @@ class TrainerGroup(RankGroup):
         arguments = self.sharded(batch.shards, under)
         return self.by_shard(await self.call("logprobs", arguments, f"the log-probs under the {under}"))
 
-    async def refresh_reference(self) -> None:
-        """Make the present weights the reference."""
-        await self.call("refresh_reference", self.same(), "the refresh of the reference")
+    async def refresh_reference(self, path: Path | None = None) -> None:
+        """Make the weights in the Hugging Face directory `path`, or the present ones, the reference."""
+        arguments = self.same(None if path is None else str(path))
+        await self.call("refresh_reference", arguments, "the refresh of the reference")
 
     async def measure_gap(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
         """The log-prob gap of `batch` under the present weights; nothing is trained."""

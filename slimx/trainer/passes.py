@@ -44,6 +44,10 @@ class ForwardPasses:
         """Make the present weights the reference."""
         self._weights.snapshot(into=self._copies["reference"])
 
+    def load_reference(self, path: str) -> None:
+        """Make the weights in the Hugging Face directory `path` the reference."""
+        self._weights.copy_of(path, into=self._copies["reference"])
+
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
         """Log-probs and entropies of every label, per micro-batch; empty except on the last pipeline stage.
 

@@ -75,9 +75,10 @@ class Weights:
         self._read(path, self.parameters)
 
     @torch.no_grad()
-    def copy_of(self, path: str) -> HostCopy:
-        """The weights in `path` in host memory (pinned on CUDA); the present ones stay as they are."""
-        out = self._host_copy()
+    def copy_of(self, path: str, into: HostCopy | None = None) -> HostCopy:
+        """The weights in `path` in host memory (pinned on CUDA), or in that of the earlier copy `into`; the present
+        ones stay as they are."""
+        out = self._host_copy() if into is None else into
         self._read(path, out)
         return out
 

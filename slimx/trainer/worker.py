@@ -111,9 +111,13 @@ class TrainerWorker:
             self._resident(training=False)
             return self._trainer.logprobs(batches, under=under)
 
-    def refresh_reference(self) -> None:
+    def refresh_reference(self, path: str | None = None) -> None:
+        """The reference becomes the weights in the directory `path`; None: the present ones."""
         self._resident(training=False)
-        self._trainer.passes.refresh_reference()
+        if path is None:
+            self._trainer.passes.refresh_reference()
+        else:
+            self._trainer.passes.load_reference(path)
 
     def measure_gap(self, batches: Any, version: int) -> dict[str, float]:
         with self._memory.phase("probe"):

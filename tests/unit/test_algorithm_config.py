@@ -94,10 +94,6 @@ def test_a_key_without_an_effect_is_refused(algorithm, told):
             {"algorithm": {"name": "dpo"}, "rollout": {"prompts": "p", "engines": []}},
             "set rollout.group_size=2, reward.function=null",
         ),
-        (
-            {"algorithm": {"reference": True, "reference_refresh": 3}, "checkpoint": {"every": 4}},
-            "make checkpoint.every and schedule.steps multiples of it",
-        ),
         ({"algorithm": {"reference_refresh": 2}}, "algorithm.reference_refresh needs algorithm.reference=true"),
         ({"reward": {"function": None}}, "algorithm.name is grpo but reward.function is null"),
         ({"algorithm": {"advantages": "gae"}}, "needs a critic"),

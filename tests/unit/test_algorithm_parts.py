@@ -4,6 +4,9 @@ and the mismatch that is always measured."""
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +23,7 @@ from slimx.errors import SlimxError
 from slimx.layout.zigzag import zigzag
 from slimx.orchestration.advantages import estimate_advantages
 from slimx.orchestration.batches import make_update_rows
+from slimx.orchestration.reference import refresh_reference, restore_reference
 from slimx.rollout import preferences, single_turn
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from slimx.trainer.context import ContextShard
@@ -187,3 +191,46 @@ async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(a
     for row, other in zip(rows, wanted, strict=True):
         assert row.advantages.tolist() == other.advantages.tolist()
         assert (row.selected is None) == (other.selected is None) == (config.algorithm.loss != "kl_cov")
+
+
+class FakeRun:
+    """Counts steps, and writes an empty directory for an export."""
+
+    def __init__(self, directory: Path, refresh: int) -> None:
+        self.directory, self.step, self.loaded = directory, 0, []
+        self.config = config_of(algorithm__reference=True, algorithm__reference_refresh=refresh)
+        self.trainers = self
+
+    @asynccontextmanager
+    async def trainers_turn(self) -> AsyncIterator[None]:
+        yield
+
+    async def refresh_reference(self, path: Path | None = None) -> None:
+        self.loaded.append(path)
+
+    async def export(self, name: str) -> None:
+        (self.directory / name).mkdir()
+
+
+async def test_a_resumed_run_finds_the_reference_of_its_step_and_the_others_go(tmp_path: Path):
+    run = FakeRun(tmp_path, refresh=3)
+    for run.step in range(1, 11):
+        if run.step % 3 == 0:
+            await refresh_reference(run)
+        if run.step in (1, 5, 8):  # a run that is told to leave saves at any step
+            (tmp_path / "checkpoints" / f"iter_{run.step:07d}").mkdir(parents=True)
+    assert sorted(path.name for path in tmp_path.glob("reference-*")) == [f"reference-{n:06d}" for n in (3, 6, 9)]
+    shutil.rmtree(tmp_path / "checkpoints" / "iter_0000005")
+    run.step = 12
+    await refresh_reference(run)
+    assert sorted(path.name for path in tmp_path.glob("reference-*")) == ["reference-000006", "reference-000012"]
+    assert run.loaded == [None] * 4
+    run.loaded, run.step = [], 8
+    await restore_reference(run)
+    assert run.loaded == [tmp_path / "reference-000006"]
+    run.step = 1
+    await restore_reference(run)
+    assert len(run.loaded) == 1, "the initial weights are there from the start"
+    run.step = 5
+    with pytest.raises(SlimxError, match="reference-000003 does not exist: it is the reference of the checkpoint of"):
+        await restore_reference(run)

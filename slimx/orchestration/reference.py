@@ -1,0 +1,55 @@
+"""A reference that follows the policy (`algorithm.reference_refresh`): at times it becomes the present weights.
+
+A checkpoint holds the policy alone, so that each new reference is also written as RUN/reference-NNNNNN, where a resumed
+run finds the one that its step compares with. What no checkpoint needs any more is removed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from slimx.errors import SlimxError
+from slimx.orchestration.run import Run
+
+_CHECKPOINT = re.compile(r"iter_(\d+)(\.partial)?")
+_REFERENCE = re.compile(r"reference-(\d+)(\.partial)?")
+
+
+async def refresh_reference(run: Run) -> None:
+    """Make the present weights the reference, after a step."""
+    async with run.trainers_turn():
+        await run.trainers.refresh_reference()
+    await run.export(_path(run, run.step).name)
+    every, written = run.config.algorithm.reference_refresh, {run.step}
+    for found in map(_CHECKPOINT.fullmatch, _names(run.directory / "checkpoints")):
+        if found:
+            written.add(int(found[1]))
+    needed = {step - step % every for step in written}
+    for found in map(_REFERENCE.fullmatch, _names(run.directory)):
+        if found and int(found[1]) not in needed:
+            shutil.rmtree(run.directory / found[0])
+
+
+async def restore_reference(run: Run) -> None:
+    """Give the trainers the reference that a run resumed at `run.step` had; the initial weights, with which they start,
+    before the first refresh. Raises SlimxError if it is lost."""
+    every = run.config.algorithm.reference_refresh
+    last = run.step - run.step % every if every else 0
+    if not last:
+        return
+    path = _path(run, last)
+    if not path.is_dir():
+        raise SlimxError(
+            f"{path} does not exist: it is the reference of the checkpoint of step {run.step} "
+            f"(algorithm.reference_refresh={every}); bring it back, or begin a new run from this checkpoint's weights"
+        )
+    await run.trainers.refresh_reference(path)
+
+
+def _path(run: Run, step: int) -> Path:
+    return run.directory / f"reference-{step:06d}"
+
+
+def _names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()] if directory.is_dir() else []
