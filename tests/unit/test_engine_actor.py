@@ -158,6 +158,32 @@ async def test_a_dead_actor_and_a_missed_deadline_are_losses(error):
         await waiting
 
 
+async def test_an_engine_that_slept_gets_its_cache_back_after_the_weights_were_published():
+    handle, actor = await started()
+    told: list[tuple[object, ...]] = []
+
+    def answering(method: str) -> SimpleNamespace:
+        async def answer(*arguments: object) -> object:
+            told.append((method, *arguments))
+            return "READY" if len(told) == 1 else "ASLEEP"
+
+        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(answer(*arguments)))
+
+    handle.actor = SimpleNamespace(**{name: answering(name) for name in ("state", "call", "publication")})
+    await handle.sleep()
+    await handle.wake()
+    await handle.resume()
+    await handle.resume()
+    steps = [call[1:] if call[0] == "call" else call[2:] for call in told if call[0] != "state"]
+    assert steps == [
+        ("pause",),
+        ("sleep", ("weights", "kv_cache")),
+        ("wake", ("weights",)),
+        ("wake",),
+        *[("resume",)] * 2,
+    ]
+
+
 class _Failed(Exception):
     """As Ray hands on what an actor raised."""
 

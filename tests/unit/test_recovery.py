@@ -89,6 +89,21 @@ async def test_restarts_are_counted_per_engine_and_a_failed_start_is_one():
         await stand.members.available()
 
 
+async def test_prefill_and_decode_engines_serve_only_together():
+    async with Stand(restarts=0) as stand:
+        stand.engines[0].role, stand.engines[1].role = "prefill", "decode"
+        starved = asyncio.create_task(stand.members.starved())
+        failed = asyncio.create_task(stand.members.failed())
+        await asyncio.sleep(0.01)
+        assert not starved.done() and not failed.done()
+        stand.engines[1].standing = Standing.JOINING  # back, without a version
+        stand.members._changed()
+        await asyncio.wait_for(starved, 5)
+        await stand.members.quarantine(stand.engines[0], gone("e0"))
+        with pytest.raises(SlimxError, match=r"no prefill engine is left.*the last one lost: .*e0"):
+            await asyncio.wait_for(failed, 5)
+
+
 async def test_the_run_ends_with_one_sentence_when_the_last_engine_is_gone_for_good():
     async with Stand(restarts=0) as stand:
         waiting = asyncio.create_task(stand.members.failed())
