@@ -146,7 +146,8 @@ class EngineActor:
             if self.engine.state is State.STARTING or await _takes_connections(spec.host, spec.port):
                 return await self._ended_elsewhere()
             if time.monotonic() > deadline:
-                return f"engine {spec.name} refuses connections at {spec.url} although it runs; log {process.log_path}"
+                what = "which somebody else started," if spec.external else "although it runs,"
+                return f"engine {spec.name}, {what} refuses connections at {spec.url}; log {process.log_path}"
             await asyncio.sleep(0.1)
         return f"engine {spec.name} ended with status {status}; the end of {process.log_path}:\n{process.tail(20)}"
 

@@ -34,7 +34,8 @@ class FakeEngine:
         self.state = State.READY
         self.listener = socket.create_server(("127.0.0.1", 0))
         port = self.listener.getsockname()[1]
-        self.spec = SimpleNamespace(name="e0", host="127.0.0.1", port=port, url=f"http://127.0.0.1:{port}")
+        url = f"http://127.0.0.1:{port}"
+        self.spec = SimpleNamespace(name="e0", host="127.0.0.1", port=port, url=url, external=False)
         self.process = SimpleNamespace(poll=lambda: self.status, log_path="e0.log", tail=lambda lines: "Killed")
         self.control = SimpleNamespace(status=self._status)
 
@@ -104,7 +105,7 @@ async def test_a_server_that_takes_connections_is_alive_and_one_that_refuses_the
     assert (await actor.ended()).startswith("engine e0 ended with status 137")
     engine.status = None
     monkeypatch.setattr(engine_actor, "ENDING_S", 0.2)
-    assert (await actor.ended()).startswith("engine e0 refuses connections at http://127.0.0.1:")
+    assert (await actor.ended()).startswith("engine e0, although it runs, refuses connections at http://127.0.0.1:")
 
 
 class FakeActor:
