@@ -30,17 +30,20 @@ def trainer_memory(
     *,
     model: Literal["trainer", "critic"] = "trainer",
     publication: int = 0,
+    quick: bool = False,
 ) -> tuple[TrainerMemory, ...]:
     """Of one rank per pipeline stage. `config`: with the `trainer` section that its ranks follow (a critic's own);
-    `publication`: bytes of buckets on the GPU of rank 0."""
+    `publication`: bytes of buckets on the GPU of rank 0. `quick`: of the first two stages and the last only, one of
+    which is the fullest, and of the first rank of each."""
     trainer = config.trainer
     frozen = select(spec.table, trainer.freeze, "trainer.freeze")
     setting = activation_setting(config, spec, sizes, device)
     microbatches = batch_plan(config, sizes).microbatches_per_update
     out = []
-    for stage in range(sizes.pipeline):
+    stages = range(sizes.pipeline)
+    for stage in sorted({*stages[:2], *stages[-1:]}) if quick else stages:
         head = _value_head(spec, sizes, stage) if model == "critic" else []
-        rank, state = _fullest(spec, config, sizes, stage, frozen, head)
+        rank, state = _fullest(spec, config, sizes, stage, frozen, head, quick=quick)
         activations = activation_bytes(spec, trainer, sizes, setting, place=stage, microbatches=microbatches)
         if model == "critic":  # one value per token in the place of logits
             activations = ActivationBytes(
@@ -78,14 +81,21 @@ def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]
 
 
 def _fullest(
-    spec: ModelSpec, config: Config, sizes: Sizes, stage: int, frozen: frozenset[Sources], head: list[ParameterRun]
+    spec: ModelSpec,
+    config: Config,
+    sizes: Sizes,
+    stage: int,
+    frozen: frozenset[Sources],
+    head: list[ParameterRun],
+    *,
+    quick: bool,
 ) -> tuple[int, StateBytes]:
     """The rank of a stage with most state. Ranks differ in gaps of their shares and, frozen experts aside, in nothing
     else: the first of each data-parallel row is asked."""
     first, dtype = stage * sizes.stage, config.numerics.dtype
     runs = parameter_runs(spec.table, sizes, first, dtype, frozen)
     states = {}
-    for rank in range(first, first + sizes.stage, 1 if frozen else sizes.tensor):
+    for rank in range(first, first + (1 if quick else sizes.stage), 1 if frozen else sizes.tensor):
         own = parameter_runs(spec.table, sizes, rank, dtype, frozen) if frozen else runs
         states[rank] = state_bytes(own + head, config.trainer, sizes, rank)
     rank = max(states, key=lambda rank: states[rank].optimizer)

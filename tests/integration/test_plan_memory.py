@@ -161,7 +161,7 @@ def check_case(job: dict[str, Any], model: str, case: dict[str, Any], said: list
         record = records[coordinates(rank, sizes).pipeline]
         assert record.optimizer >= state.optimizer, "the record is of the fullest rank"
         off.append(record.peak / (sum(found) + held["live"]) - 1)
-        print(model, case, rank, f"{off[-1]:+.1%} live {held['live']} est {record.peak-sum(found)}")
+        print(model, case, rank, f"{off[-1]:+.1%} live {held['live']} est {record.peak - sum(found)}")
         # assert abs(off[-1]) <= WITHIN, (model, case, rank, record, held)
     return off
 
