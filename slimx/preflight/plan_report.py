@@ -47,8 +47,6 @@ class Planned:
 
     report: PlanReport
     traffic: Traffic | None
-    spec: ModelSpec
-    machine: Machine
 
 
 @dataclass(slots=True)
@@ -97,9 +95,7 @@ def plan_report(config: Config) -> Planned:
         frozen=tuple(_group(group, own) for group, own in groups if own is not None and group.frozen),
     )
     if not split or any(own is None for _, own in groups) or (config.critic is not None and critic is None):
-        return Planned(
-            report.model_copy(update={"violations": tuple(found.problems), "refits": not split}), None, spec, machine
-        )
+        return Planned(report.model_copy(update={"violations": tuple(found.problems)}), None)
     began = time.perf_counter()
     published = found.attempt(lambda: publication_plan(config, spec, sizes, device))
     seconds = time.perf_counter() - began
@@ -108,18 +104,18 @@ def plan_report(config: Config) -> Planned:
     known = _of_layout(config, spec, sizes, critic, device, machine, figures)
     places: RankMap = known["rank_map"]
     found.problems += machine_problems(config, machine, places)
-    trainers, engines = known["trainer_memory"], known["engine_memory"]
-    found.problems += memory_problems(config, machine, trainers, engines, known["colocated"])
+    found.problems += memory_problems(
+        config, machine, known["trainer_memory"], known["engine_memory"], known["colocated"]
+    )
     links = link_bytes(published, places, report.engines, machine, config) if published else ()
     update = {
         **known,
         "publication": figures,
         "links": links,
         "violations": tuple(found.problems),
-        "refits": any(memory_problems(config, machine, trainers, (), None)),
         "warnings": tuple(machine_warnings(config, machine)),
     }
-    return Planned(report.model_copy(update=update), traffic, spec, machine)
+    return Planned(report.model_copy(update=update), traffic)
 
 
 def _of_layout(

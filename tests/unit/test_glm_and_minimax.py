@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
+from slimx.layout.maps import Rect
+from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models import glm4_moe, glm4_moe_lite, minimax_m2
+from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import UNBUILDABLE, ModelSpec, read_model
 from slimx.preflight.publication import publication_plan
 
@@ -264,3 +269,31 @@ def test_what_an_engine_holds_in_fp32_is_published_in_fp32(tmp_path: Path, famil
     assert len(exact) == 2 * (2 if family is minimax_m2 else 1)
     assert {name for name, dtype in sent.items() if dtype == "float32"} == exact
     assert {dtype for name, dtype in sent.items() if name not in exact} == {"bfloat16"}
+
+
+# Files in fp8 -----------------------------------------------------------------------------------------------------
+
+
+def test_the_fp8_blocks_of_minimax_are_read(tmp_path: Path):
+    """As published: all that the table calls quantised in fp8 with a scale per block, the rest as it is."""
+    small = {"num_hidden_layers": 1, "num_local_experts": 2, "hidden_size": 256, "intermediate_size": 192}
+    hf = MINIMAX | small | {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    table = read(tmp_path, hf).table
+    codes = {name for entry in table.entries() if entry.row.quantised for name in entry.sources}
+    stored: dict[str, torch.Tensor] = {}
+    for name, shape in table.checkpoint().items():
+        stored[name] = torch.randn(shape)
+        if name in codes:
+            stored[name] = stored[name].to(torch.float8_e4m3fn)
+            stored[name + "_scale_inv"] = torch.rand([-(-length // 128) for length in shape])
+    save_file(stored, tmp_path / "model.safetensors")
+    reader = CheckpointReader(tmp_path)
+    reader.check(table, quantised=True)
+    for name, shape in table.checkpoint().items():
+        rows, cols = matrix(shape)
+        wanted = stored[name].float().view(rows, cols)
+        if name in codes:
+            scale = stored[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            wanted = (wanted * scale[:rows, :cols]).to(torch.bfloat16).float()
+        found = reader.read(name, Rect(0, rows // 2, 0, rows - rows // 2, cols, 0, 0))
+        assert torch.equal(found.float(), wanted[rows // 2 :]), name
