@@ -25,6 +25,8 @@ from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.engine import Engine
 from slimx.rollout.spec import EngineSpec
+from tests.integration.recorded import recording_config
+from tests.integration.runs import TrainProcess
 
 if TYPE_CHECKING:
     from tests.integration.family_laboratory import Laboratory
@@ -46,6 +48,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_weights(tiny_model: Path) -> Weights:
     """The tensors of `tiny_model` by Hugging Face name."""
     return load_file(tiny_model / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def task_of_sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the quickstart's task."""
+    out = tmp_path_factory.mktemp("task")
+    runpy.run_path(str(ROOT / "tools/quickstart/make_task.py"))["make_task"](out, seed=1)
+    return out
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a finished run that wrote its tokens down, one request at a time."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    process = TrainProcess(recording_config(directory, tiny_model, task_of_sums))
+    assert process.wait() == 0, process.text()
+    process.assert_nothing_left()
+    return directory
 
 
 @pytest.fixture(scope="session")

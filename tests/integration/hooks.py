@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -26,7 +27,11 @@ async def judged(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
 
 
 async def recording(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Single turn, and every trajectory's tokens appended to the file that the prompt names."""
+    """Single turn, and every trajectory's tokens appended to the file that the prompt names. After as many as `hold`
+    says, it waits until the file `go` exists."""
+    if "hold" in prompt.metadata:
+        while _lines(prompt.metadata["record"]) >= prompt.metadata["hold"] and not Path(prompt.metadata["go"]).exists():
+            await asyncio.sleep(0.05)
     trajectory = await single_turn.generate(ctx, prompt)
     if not ctx.evaluation:
         line = {"id": trajectory.id, "tokens": trajectory.token_ids.tolist()}
@@ -58,3 +63,7 @@ async def described_turn(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     draft.add_sampled(await ctx.engine.generate(draft.token_ids))
     draft.describe_turn(state_key=prompt.id)
     return draft.finish()
+
+
+def _lines(file: str) -> int:
+    return len(Path(file).read_text().splitlines()) if Path(file).exists() else 0

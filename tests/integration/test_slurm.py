@@ -11,13 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.launching import recorded_tokens, recording_config, write_setup
+from tests.integration.launching import write_setup
+from tests.integration.recorded import LOSS, ROWS, STEPS, recorded_tokens, recording_config
 from tests.integration.runs import MARK, completed_steps, steps
 from tests.integration.slurm_stand import PROGRAMS, Slurm
-from tests.integration.test_resume import LOSS, task  # noqa: F401
 
-pytestmark = [pytest.mark.integration, pytest.mark.needs(*PROGRAMS), pytest.mark.timeout(280)]
-STEPS = 4
+pytestmark = [pytest.mark.integration, pytest.mark.needs(*PROGRAMS), pytest.mark.timeout(560)]
 TEMPLATE = "scripts/launch/disaggregated.sbatch"
 
 
@@ -62,7 +61,7 @@ class Job:
             assert time.monotonic() < end, self.text()
             time.sleep(0.1)
 
-    def until_state(self, *states: str, seconds: float = 150) -> None:
+    def until_state(self, *states: str, seconds: float = 200) -> None:
         self.until(lambda: self.slurm.state(self.number) in states, seconds)
 
     def text(self) -> str:
@@ -82,46 +81,30 @@ class Job:
         assert not list(self.jobs.rglob("token"))
 
 
-@pytest.fixture(scope="module")
-def whole(slurm: Slurm, tiny_model: Path, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """A run over both nodes that nothing disturbs."""
-    directory = tmp_path_factory.mktemp("whole") / "d"
-    config = recording_config(directory, tiny_model, task, schedule={"steps": STEPS, "step_deadline": 120})
-    job = Job(slurm, directory, "--nodes=2", str(config), "publish.transport=gloo")
-    job.until_state("COMPLETED", "FAILED")
-    assert slurm.state(job.number) == "COMPLETED", job.text()
-    job.assert_nothing_left()
-    # Three processes of a CPU each, two CPUs a node: the run was on both.
-    assert "2 nodes in Ray at 127.0.0.2:" in job.text()
-    return directory
-
-
 def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_the_same_losses(
-    slurm: Slurm,
-    whole: Path,
-    tiny_model: Path,
-    task: Path,  # noqa: F811
-    tmp_path: Path,
+    slurm: Slurm, uninterrupted: Path, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ):
     directory = tmp_path / "d"
-    config = recording_config(directory, tiny_model, task, schedule={"steps": STEPS, "step_deadline": 120})
+    # Two steps and half a batch: where the signal finds it.
+    config = recording_config(directory, tiny_model, task_of_sums, hold=2 * ROWS + ROWS // 2)
     job = Job(slurm, directory, "--nodes=2", str(config), "publish.transport=gloo")
-    job.until(lambda: completed_steps(directory / "run") >= 1, 120)
+    job.until(lambda: completed_steps(directory / "run") >= 2, 200)
     urgent = slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
-    job.until(lambda: slurm.state(urgent) == "COMPLETED", 90)
-    saved = sorted(path.name for path in (directory / "run" / "checkpoints").glob("iter_???????"))
-    assert saved and saved[-1] < f"iter_{STEPS:07d}", job.text()
+    job.until(lambda: slurm.state(urgent) == "COMPLETED", 100)
+    (directory / "go").touch()
     job.until_state("COMPLETED", "FAILED")
     text = job.text()
     assert slurm.state(job.number) == "COMPLETED", text
     job.assert_nothing_left()
-    assert "saved; back into the queue" in text and f"resumed at step {int(saved[-1][5:])} from" in text
+    # Three processes of a CPU each, two CPUs a node: the run was on both.
+    assert "2 nodes in Ray at 127.0.0.2:" in text
+    assert "saved; back into the queue" in text and "resumed at step 2 from" in text
     assert sorted(path.name for path in (job.jobs / job.number).iterdir()) == ["0", "1"]
-    undisturbed, resumed = steps(whole / "run"), steps(directory / "run")
+    undisturbed, resumed = steps(uninterrupted / "run"), steps(directory / "run")
     assert undisturbed.keys() == resumed.keys() == {*range(1, STEPS + 1)}
     for step in undisturbed:
         assert [resumed[step][key] for key in LOSS] == [undisturbed[step][key] for key in LOSS], step
-    assert recorded_tokens(directory) == recorded_tokens(whole)
+    assert recorded_tokens(directory) == recorded_tokens(uninterrupted)
 
 
 def test_a_job_on_a_bad_node_is_submitted_again_without_it_but_not_for_ever(slurm: Slurm, tmp_path: Path):

@@ -1,0 +1,64 @@
+"""Runs that write down every trajectory's tokens, so that an interrupted one can be held against one that was not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.integration.runs import write_config
+
+STEPS = 6
+ROWS = 8
+"""Trajectories of a step."""
+LOSS = ("loss/policy", "optim/grad_norm", "kl/rollout", "reward/mean", "gap/mean")
+
+
+def recording_config(
+    directory: Path, model: Path, task: Path, *, concurrency: int = 1, hold: int | None = None, **sections: Any
+) -> Path:
+    """A run of `STEPS` steps in the new `directory`: with one request at a time it is the same every time. After `hold`
+    trajectories it waits until `directory`/go exists."""
+    directory.mkdir()
+    prompts = directory / "prompts.jsonl"
+    with prompts.open("w") as file:
+        for line in (task / "train.jsonl").open():
+            prompt = json.loads(line)
+            prompt["metadata"]["record"] = str(directory / "tokens.jsonl")
+            if hold is not None:
+                prompt["metadata"] |= {"hold": hold, "go": str(directory / "go")}
+            file.write(json.dumps(prompt) + "\n")
+    return write_config(
+        directory,
+        model,
+        prompts,
+        **{
+            "schedule": {"steps": STEPS},
+            "checkpoint": {"every": 2},
+            "rollout": {
+                "prompts": str(prompts),
+                "prompts_per_step": ROWS // 2,
+                "group_size": 2,
+                "max_prompt_tokens": 64,
+                "sampling": {"max_new_tokens": 4},
+                "engines": [{"name": "actor", "max_total_tokens": 8192}],
+                "generate": "tests.integration.hooks.recording",
+                "concurrency": concurrency,
+            },
+            **sections,
+        },
+    )
+
+
+def recorded(directory: Path) -> list[dict[str, Any]]:
+    """The trajectories that were written down, in the order in which they were complete."""
+    file = directory / "tokens.jsonl"
+    return [json.loads(line) for line in file.open()] if file.exists() else []
+
+
+def recorded_tokens(directory: Path) -> dict[str, list[int]]:
+    """Every trajectory's tokens by id; one that was generated twice (before and after an end) must be the same."""
+    out: dict[str, list[int]] = {}
+    for record in recorded(directory):
+        assert out.setdefault(record["id"], record["tokens"]) == record["tokens"], record["id"]
+    return out
