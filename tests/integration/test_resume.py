@@ -46,7 +46,7 @@ def test_one_request_at_a_time_a_killed_and_resumed_run_has_bitwise_the_same_los
     )
 
 
-def test_killed_while_it_saves_a_run_at_normal_concurrency_resumes_with_the_samerecorded_tokens(
+def test_killed_while_it_saves_a_run_at_normal_concurrency_resumes_with_the_same_tokens(
     uninterrupted, tiny_model, task, tmp_path
 ):
     directory = tmp_path / "killed"
