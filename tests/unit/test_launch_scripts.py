@@ -126,3 +126,51 @@ def test_a_trapped_signal_does_not_hide_the_status_of_the_awaited_process():
     script = "trap 'kill -USR2 $child' USR1; bash -c 'trap \"exit 75\" USR2; while :; do sleep 0.1; done' & child=$!\n"
     done = bash(script + "(sleep 0.5; kill -USR1 $$) & status=0; collect $child || status=$?; echo $status")
     assert done.stdout.strip() == "75", done.stderr
+
+
+def launch(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script as a user calls it."""
+    return subprocess.run(
+        [ROOT / "scripts/launch" / name, *arguments],
+        cwd=ROOT.parent,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(Path.home()),
+            "PYTHONPATH": str(ROOT),
+            "SLIMX_GPUS": "0",
+            "SLIMX_ADDRESS": "127.0.0.2",
+            "SLIMX_VENV": str(Path(sys.executable).parents[1]),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_one_node_runs_what_it_is_given_if_it_is_fit():
+    refused = launch("single_node.sh", "absent.yaml")
+    assert refused.returncode == 2 and "absent.yaml" in refused.stderr
+    unfit = launch("single_node.sh", "absent.yaml", SLIMX_HEALTH="--hca none0")
+    assert unfit.returncode == 1 and "none0 is not there" in unfit.stdout and "absent" not in unfit.stderr
+
+
+def test_a_node_without_a_first_node_gives_up_at_the_deadline_and_leaves_nothing(tmp_path):
+    before = set(Path("/tmp").glob("slimx-ray.*"))
+    done = launch("node.sh", "x.yaml", NODE_RANK="1", NODES="2", JOB_DIR=str(tmp_path), SLIMX_JOIN_S="1")
+    assert done.returncode == 1 and f"waited 1 s for the first node to write {tmp_path}/head" in done.stderr
+    assert set(Path("/tmp").glob("slimx-ray.*")) <= before
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_a_first_node_to_which_the_others_do_not_come_says_how_many_did_and_ends_its_ray(tmp_path):
+    done = launch("node.sh", "x.yaml", NODE_RANK="0", NODES="2", JOB_DIR=str(tmp_path), SLIMX_JOIN_S="25")
+    assert done.returncode == 1, done.stderr
+    assert "waited 25 s for 2 nodes in Ray at 127.0.0.2:" in done.stderr and "1 have come" in done.stderr
+    assert (tmp_path / "over").read_text() == "1\n" and not (tmp_path / "token").exists()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            assert str(tmp_path) not in (process / "environ").read_text(errors="replace"), process
+        except OSError:
+            continue
