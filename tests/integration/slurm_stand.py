@@ -66,7 +66,7 @@ class Slurm:
         (folder / "state").mkdir(parents=True)
         folder.chmod(0o755)
         ports = {name: free_port() for name in ("controller", "first", "second")}
-        self.conf.write_text(CONF.format(host=socket.gethostname(), folder=folder, **ports))
+        self.conf.write_text(CONF.format(host=socket.gethostname().partition(".")[0], folder=folder, **ports))
         for number in range(8):
             (folder / f"gpu{number}").touch()
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
