@@ -253,7 +253,7 @@ async def measure(config: Config) -> Figures:
             client=client,
             maker=GroupMaker(config, prepared.hooks, prepared.tokenizer, client),
             source=PromptSource(prepared.prompts, config.run.seed),
-            eval_prompts=[],
+            eval_prompts={},
             tokenizer=prepared.tokenizer,
             saves=Saves(directory / "checkpoints", keep=1),
             records=records,

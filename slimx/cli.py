@@ -47,6 +47,9 @@ def plan(
     predict: Annotated[
         bool, typer.Option("--predict", help="Predict stage times on clusters, after a test here of 3 seconds.")
     ] = False,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Search layouts that fit the memory of cluster.gpu, and rank them.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -54,7 +57,7 @@ def plan(
     config = load_config(file, overrides or [])
     from slimx.preflight.plan_command import run_plan
 
-    for line in (done := run_plan(config, predict=predict, as_json=as_json)).lines:
+    for line in (done := run_plan(config, predict=predict, suggest=suggest, as_json=as_json)).lines:
         print(line)
     for sentence in done.violations:
         print(f"slimx: {sentence}", file=sys.stderr)

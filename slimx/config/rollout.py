@@ -82,5 +82,33 @@ class Rollout(Section):
 
 
 class Eval(Section):
-    prompts: str | None = Field(None, description="JSONL file of held-out prompts; null: no evaluation")
-    every: Count = Field(0, description="steps between evaluations (greedy); 0: only before and after")
+    prompts: str | dict[str, str] | None = Field(
+        None, description="JSONL file of held-out prompts, or several by name; null: no evaluation"
+    )
+    every: Count = Field(0, description="steps between evaluations; 0: only before and after")
+    samples: PositiveInt = Field(
+        1, description="answers per prompt: eval/accuracy is their mean reward (avg@k), eval/pass@k is for k up to this"
+    )
+    temperature: float = Field(0.0, ge=0, description="softmax temperature of the answers; 0: greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus mass kept where it is not greedy")
+    passing: float = Field(1.0, description="reward from which an answer counts as right in pass@k")
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Files of prompts by name; a single one is named ""."""
+        if self.prompts is None:
+            return {}
+        return {"": self.prompts} if isinstance(self.prompts, str) else self.prompts
+
+    @model_validator(mode="after")
+    def _several(self) -> Eval:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.samples is {self.samples} but eval.temperature is 0: all answers to a prompt would be the same; "
+                "set a temperature, or eval.samples=1"
+            )
+        if self.temperature == 0 and self.top_p < 1:
+            raise ValueError("eval.top_p cuts nothing where answers are greedy; set eval.temperature or leave it out")
+        if wrong := [name for name in self.files if "/" in name or (not name and len(self.files) > 1)]:
+            raise ValueError(f"eval.prompts has the name {wrong[0]!r}; names stand in metrics and have no slash")
+        return self

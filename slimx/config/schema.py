@@ -7,6 +7,7 @@ validators; checks that need files, checkpoints or hooks live in `slimx.prefligh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -44,70 +45,79 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across(self) -> Config:
-        self._check_algorithm()
-        if self.critic is not None:
-            self.as_critic()
+        if problems := [*self._algorithm_problems(), *self._problems()]:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Sections that do not fit each other, a sentence each."""
+        for check in (
+            lambda: self.critic and self.as_critic(),
+            lambda: check_serving(self.rollout, self.schedule, self.publish),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                yield str(error)
         served = bool(self.rollout.policy_engines)
         if self.trainer.moe.replay == "R3" and not (served and self.rollout.routed_experts):
             missing = "rollout.routed_experts is false" if served else "rollout.engines is empty"
-            raise ValueError(
+            yield (
                 f"trainer.moe.replay is R3 but {missing}: there are no routes of an engine to replay; set "
                 "rollout.routed_experts=true, or trainer.moe.replay=none or R2"
             )
         if self.eval.prompts and not served:
-            raise ValueError("eval.prompts is set but rollout.engines is empty; evaluation needs an engine")
+            yield "eval.prompts is set but rollout.engines is empty; evaluation needs an engine"
         if self.rollout.prompts_per_step % self.schedule.updates_per_step:
-            raise ValueError(
+            yield (
                 f"schedule.updates_per_step {self.schedule.updates_per_step} does not divide "
                 f"rollout.prompts_per_step {self.rollout.prompts_per_step}: an update trains whole groups; change one "
                 "of them"
             )
         if self.schedule.colocate and self.schedule.max_staleness:
-            raise ValueError(
+            yield (
                 "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers "
                 "train cannot generate ahead; set one of them to its default"
             )
         if self.schedule.colocate and self.publish.transport == "nccl":
-            raise ValueError(
+            yield (
                 "schedule.colocate and publish.transport=nccl exclude each other: NCCL connects no GPU with itself; "
                 "set publish.transport=cuda_ipc"
             )
         if self.publish.quantise == "triton" and self.numerics.dtype == "float32":
-            raise ValueError(
+            yield (
                 "publish.quantise=triton is defined for bfloat16 weights, and numerics.dtype is float32; set it to "
                 "bfloat16, or publish.quantise=ieee"
             )
         if not served and (self.schedule.max_staleness or self.schedule.colocate):
-            raise ValueError("schedule.max_staleness and schedule.colocate need engines; rollout.engines is empty")
-        check_serving(self.rollout, self.schedule, self.publish)
-        return self
+            yield "schedule.max_staleness and schedule.colocate need engines; rollout.engines is empty"
 
-    def _check_algorithm(self) -> None:
+    def _algorithm_problems(self) -> Iterator[str]:
         """What the algorithm needs of the other sections."""
         algorithm, name, size = self.algorithm, self.algorithm.name, self.rollout.group_size
         demonstrated = algorithm.loss == "sft" or algorithm.advantages == "dpo"
         if not demonstrated and not self.rollout.policy_engines:
             have = "holds frozen groups only" if self.rollout.engines else "is empty"
-            raise ValueError(f"algorithm.name is {name} but rollout.engines {have}; add an engine group or use sft")
+            yield f"algorithm.name is {name} but rollout.engines {have}; add an engine group or use sft"
         if not demonstrated and algorithm.advantages != "none" and not self.reward.given:
-            raise ValueError(f"algorithm.name is {name} but reward.function is null; name a reward hook")
+            yield f"algorithm.name is {name} but reward.function is null; name a reward hook"
         if algorithm.advantages == "gae" and self.critic is None:
-            raise ValueError(f"algorithm.name is {name}, which needs a critic; add a section `critic: {{}}`")
+            yield f"algorithm.name is {name}, which needs a critic; add a section `critic: {{}}`"
         if algorithm.advantages != "gae" and self.critic is not None:
-            raise ValueError(f"critic is given but algorithm.name is {name}, which has none; remove it or use ppo")
+            yield f"critic is given but algorithm.name is {name}, which has none; remove it or use ppo"
         if algorithm.group_relative and size == 1 and not algorithm.teacher_coef:
-            raise ValueError(
+            yield (
                 f"rollout.group_size is 1, but algorithm.name is {name} (advantages {algorithm.advantages}), which "
                 "compares the rollouts of a prompt: every advantage would be 0; raise it"
             )
         if algorithm.advantages == "dpo" and not self.rollout.engines and (size != 2 or self.reward.given):
-            raise ValueError(
+            yield (
                 "algorithm.advantages is dpo without engines: pairs come from the prompt file, two rollouts each, and "
                 "say themselves which is chosen; set rollout.group_size=2, reward.function=null and "
                 "rollout.generate=slimx.rollout.preferences.generate"
             )
         if algorithm.advantages == "dpo" and self.schedule.updates_per_step > 1:
-            raise ValueError(
+            yield (
                 f"algorithm.advantages is dpo and schedule.updates_per_step {self.schedule.updates_per_step}: the "
                 "margin of a pair is that of the weights before a step's first update; set it to 1, and "
                 "rollout.prompts_per_step to what one update trains"

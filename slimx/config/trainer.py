@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -170,27 +171,30 @@ class Trainer(Section):
         return self.expert_tensor or self.tensor
 
     @model_validator(mode="after")
-    def _routing(self) -> Trainer:
-        for key, instead in _ROUTING.items():
-            if self.megatron.get(key) not in (None, False, 0, "none"):
-                raise ValueError(f"trainer.megatron.{key} is not passed through; {instead}")
+    def _check(self) -> Trainer:
+        if problems := [*self._routing_problems(), *self._layout_problems()]:
+            raise ValueError("; ".join(problems))
         return self
 
-    @model_validator(mode="after")
-    def _layout(self) -> Trainer:
+    def _routing_problems(self) -> Iterator[str]:
+        for key, instead in _ROUTING.items():
+            if self.megatron.get(key) not in (None, False, 0, "none"):
+                yield f"trainer.megatron.{key} is not passed through; {instead}"
+
+    def _layout_problems(self) -> Iterator[str]:
         product = self.tensor * self.pipeline * self.context * self.data_size
         if product != self.world_size:
-            raise ValueError(
+            yield (
                 f"trainer.world_size is {self.world_size}, but tensor {self.tensor} x pipeline {self.pipeline} x "
                 f"context {self.context} x data {self.data_size} = {product}; set trainer.world_size={product} or "
                 "change one of the sizes"
             )
         experts = self.expert * self.expert_tensor_size
         stage = self.tensor * self.context * self.data_size
-        if stage % experts:
+        if product == self.world_size and stage % experts:
             fitting = [n for n in range(1, stage + 1) if stage % (n * self.expert_tensor_size) == 0]
             nearest = min(fitting or [1], key=lambda n: (abs(n - self.expert), n))
-            raise ValueError(
+            yield (
                 f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
                 f"divide the {stage} ranks of a pipeline stage (tensor x context x data); the nearest that does is "
                 f"trainer.expert={nearest}" + ("" if fitting else " with trainer.expert_tensor=1")
@@ -198,9 +202,8 @@ class Trainer(Section):
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
             # megatron-core 0.16.1 marks expert weights for the expert groups only if EP > 1; otherwise their gradients
             # are summed over the dense DP ranks, which is wrong as soon as ETP differs from TP.
-            raise ValueError(
+            yield (
                 f"trainer.expert is 1 but trainer.expert_tensor {self.expert_tensor_size} differs from trainer.tensor "
                 f"{self.tensor}; megatron-core would sum expert gradients over the wrong ranks: set "
                 "trainer.expert_tensor=null"
             )
-        return self

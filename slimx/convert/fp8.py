@@ -12,7 +12,8 @@ from slimx.convert.safetensors import Tensor, Unit
 from slimx.convert.sources import Reading, Scratch, row_blocks
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
-from slimx.models.block_fp8 import SCALE_SUFFIX, scales_shape
+from slimx.models import block_fp8
+from slimx.models.block_fp8 import SCALE_SUFFIX, Block, scales_shape
 from slimx.reshard import kernel
 from slimx.reshard.kernel import NONFINITE, OP, PIECE, RULE
 from slimx.reshard.precision import Quantisation, Rule
@@ -75,6 +76,25 @@ def _quantise(
     if flags[0] & NONFINITE:
         raise SlimxError(f"tensor {name} holds a value that is infinite or not a number: it cannot be quantised")
     return bucket[: rows * cols].view(rows, cols), bucket[at:].view(torch.float32).view(down, across)
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
+    """`slimx.models.block_fp8.dequantise` by the kernels where a block begins at (row, col), which is faster."""
+    (rows, cols), (high, wide) = codes.shape, block
+    if row % high or col % wide or codes.stride(1) != 1:
+        return block_fp8.dequantise(codes, scales, block, row, col)
+    own = scales[row // high :, col // wide :][: -(-rows // high), : -(-cols // wide)].contiguous().clone()
+    out = torch.empty(rows, cols, dtype=torch.bfloat16)
+    piece = np.zeros(1, dtype=PIECE)
+    piece["src"], piece["src_ld"], piece["src_step"] = codes.data_ptr(), codes.stride(0), 1
+    piece["item"], piece["out"], piece["op"], piece["rule"] = 1, 2, OP.DEQUANTISE_FP8, RULE.NONE
+    piece["rows"], piece["cols"], piece["dst_ld"], piece["pos_ld"] = rows, cols, cols * 2, cols * 2
+    piece["scale"], piece["scale_ld"], piece["scale_tensor"] = own.data_ptr(), own.shape[1] * 4, -1
+    piece["block_rows"], piece["block_cols"] = high, wide
+    # What is not finite stays so, as in a bf16 checkpoint.
+    flags = np.zeros(1, dtype=np.uint32)
+    kernel.pack(piece, out.view(-1).view(torch.uint8), np.zeros(1, dtype=np.uint64), flags, threads=1)
+    return out
 
 
 def check_rule(rule: Rule, dtype: torch.dtype, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slimx.convert import safetensors, torch_dist
-from slimx.convert.fp8 import check_rule, quantised, quantised_names, with_quantisation
+from slimx.convert.fp8 import check_rule, dequantise, quantised, quantised_names, with_quantisation
 from slimx.convert.safetensors import ToHuggingFace, Unit, copied
 from slimx.convert.sources import Overlay
 from slimx.convert.target import Target, parse_layout
@@ -101,7 +101,7 @@ def hf_to_fp8(
 
 def _open(source: Path) -> tuple[ModelSpec, CheckpointReader]:
     """Model and tensors of a Hugging Face directory, compared with each other."""
-    reader, least = CheckpointReader(source), read_model(source)
+    reader, least = CheckpointReader(source, dequantise=dequantise), read_model(source)
     most = _with_prediction(source, least.family.mtp_layers(least.hf))
     # Published checkpoints leave out layers of multi-token prediction that their config declares.
     spec = most if reader.names & (most.table.checkpoint().keys() - least.table.checkpoint().keys()) else least

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,6 +126,10 @@ class ToHuggingFace:
             file.name = shard_name(number, len(self.files))
             digest.update(repr([file.name, [unit.tensors for unit in file.units]]).encode())
         self.fingerprint = digest.hexdigest()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Nothing is needed."""
+        return nullcontext()
 
     def finish(self, directory: Path, notes: Mapping[str, Any]) -> None:
         """Index, config and the template's other files."""

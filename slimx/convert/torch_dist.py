@@ -15,6 +15,7 @@ import io
 import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from slimx.convert.sources import BLOCK_BYTES, Reading, Source
 from slimx.convert.target import Box, Target
@@ -152,6 +154,17 @@ class ToMegatron:
                     file.pieces.append(piece)
                     file.nbytes += piece.nbytes
         return files
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Without the checksums of `torch.save`, which take half its time: `torch.load` does not look at them, and a
+        conversion has its own."""
+        before = get_crc32_options()
+        set_crc32_options(False)
+        try:
+            yield
+        finally:
+            set_crc32_options(before)
 
     def finish(self, directory: Path, notes: Mapping[str, list[list[int]]]) -> None:
         """Metadata, arguments, format and tracker."""

@@ -116,10 +116,13 @@ class TorchDistReader:
                 continue
             rows = self._bytes(piece, place.index)[move.source_row + first * step - top :: step][: last - first]
             begin = (move.source_col + start - left) * out.itemsize
-            # Saved tensors begin anywhere in a file; a copy of the bytes begins where its dtype wants it.
+            # Bytes are copied: saved tensors begin anywhere in a file, not where their dtype would have them.
             held = rows[:, begin : begin + (stop - start) * out.itemsize]
-            part = self._part.tensor(tuple(held.shape), torch.uint8).copy_(held)
-            view[first:last, start:stop].copy_(part.view(out.dtype))
+            if move.transposed:
+                part = self._part.tensor(tuple(held.shape), torch.uint8).copy_(held)
+                view[first:last, start:stop].copy_(part.view(out.dtype))
+            else:
+                view[first:last, start:stop].view(torch.uint8).copy_(held)
             filled += (last - first) * (stop - start)
         if filled != view.numel():
             raise SlimxError(

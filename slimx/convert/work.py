@@ -20,6 +20,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -55,6 +56,10 @@ class Conversion(Protocol):
     files: Sequence[PlannedFile]
     fingerprint: str
     """Differs between conversions whose files differ."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Holds while files are written."""
+        ...
 
     def finish(self, directory: Path, notes: Mapping[str, Any]) -> None:
         """Add the small files that complete the output; `notes` by file name."""
@@ -132,7 +137,8 @@ def convert(
             _check_space(partial, total - before)
             if progress is not None:
                 progress.start("converting", total, before)
-            _write_all(conversion.files, partial, done, threads, progress)
+            with conversion.writing():
+                _write_all(conversion.files, partial, done, threads, progress)
             try:
                 conversion.finish(partial, {name: one.notes for name, one in done.items()})
             except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from slimx.errors import SlimxError
 from slimx.models.scale_suffix import SCALE_SUFFIX as SCALE_SUFFIX
 
 Block = tuple[int, int]
+Dequantise = Callable[[torch.Tensor, torch.Tensor, Block, int, int], torch.Tensor]
+"""A function like `dequantise`."""
 
 
 def block_of(directory: Path) -> Block:

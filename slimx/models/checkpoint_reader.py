@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
-from slimx.models.block_fp8 import SCALE_SUFFIX, Block, block_of, dequantise, scales_shape
+from slimx.models.block_fp8 import SCALE_SUFFIX, Block, Dequantise, block_of, dequantise, scales_shape
 
 _FP8 = "F8_E4M3"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _FP8: torch.bfloat16}
@@ -25,8 +25,10 @@ _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _
 class CheckpointReader:
     """Slices of named tensors; files are opened once, memory-mapped, and only what is asked for is read."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, dequantise: Dequantise = dequantise):
+        """`dequantise`: how blocks of fp8 become bf16."""
         self.path = Path(path)
+        self._dequantise = dequantise
         self._files: dict[str, Any] = {}
         index = self.path / "model.safetensors.index.json"
         single = self.path / "model.safetensors"
@@ -145,5 +147,5 @@ class CheckpointReader:
         else:
             part = view[rect.row : rect.row + rows, rect.col : rect.col + cols]
         if view.get_dtype() == _FP8:
-            part = dequantise(part, self.whole(name + SCALE_SUFFIX), self._block, rect.row, rect.col)
+            part = self._dequantise(part, self.whole(name + SCALE_SUFFIX), self._block, rect.row, rect.col)
         return part.T if rect.transposed else part[:: rect.step]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class Prepared:
     hooks: Hooks
     tokenizer: Any
     prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    eval_prompts: dict[str, list[Prompt]]
+    """By name, as `eval.files`."""
     critic: Sizes | None
     """Of the critic, if there is one; those of the trainers where it shares their ranks."""
 
@@ -79,9 +81,9 @@ def check_run(config: Config) -> Prepared:
             check_transfer(group)
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
-    eval_prompts = _prompts(config, config.eval.prompts, tokenizer, spec) if config.eval.prompts else []
+    eval_prompts = {name: _prompts(config, path, tokenizer, spec) for name, path in config.eval.files.items()}
     if isinstance(hooks.reward, Mixture):
-        hooks.reward.check([*prompts, *eval_prompts])
+        hooks.reward.check([*prompts, *chain.from_iterable(eval_prompts.values())])
     if problems := list(batch_problems(config, spec, sizes, critic)):
         raise SlimxError("; ".join(problems))
     plans = {"export": export_plan(config, spec, sizes)}

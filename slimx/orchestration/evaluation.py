@@ -1,36 +1,80 @@
-"""Held-out prompts, answered greedily by the engines' present weights."""
+"""Held-out prompts, answered by the engines' present weights."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slimx.data.records import Prompt
+from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
 from slimx.rollout.rollouts import Outcome
 
+FIRST_NUMBER = 1 << 30
+"""Of the groups of an evaluation: their seeds are none of the training's, and the same at every evaluation."""
+
 
 async def evaluate(run: Run) -> dict[str, float]:
-    """Mean reward of one greedy answer per held-out prompt; {} without such prompts.
+    """`score` of `eval.samples` answers to every held-out prompt; {} without such prompts.
 
-    A prompt whose evaluation fails counts as 0 and is counted in `eval/failed`; if all fail, the run stops.
-    """
-    if not run.eval_prompts:
+    A prompt whose evaluation fails counts as 0 and is counted in `eval/failed`; if all fail, the run stops."""
+    prompts = [(name, prompt) for name, several in run.eval_prompts.items() for prompt in several]
+    if not prompts:
         return {}
     with run.phase("eval"):
         outcomes: list[Outcome] = await run.watched(
-            asyncio.gather(*(_answer(run, number, prompt) for number, prompt in enumerate(run.eval_prompts)))
+            asyncio.gather(*(_answer(run, number, prompt) for number, (_, prompt) in enumerate(prompts)))
         )
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
         raise SlimxError(f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}")
-    rewards = [0.0 if outcome.failed else outcome.group.trajectories[0].reward for outcome in outcomes]
-    metrics = {"eval/accuracy": float(np.mean(rewards)), "eval/failed": float(len(failed))}
+    options = run.config.eval
+    rewards: dict[str, list[list[float]]] = {name: [] for name in run.eval_prompts}
+    for (name, _), outcome in zip(prompts, outcomes, strict=True):
+        rewards[name].append([0.0] * options.samples if outcome.failed else answers(outcome.group))
+    metrics = score(rewards, options.passing) | {"eval/failed": float(len(failed))}
     run.record_evaluation(metrics, [outcome.group for outcome in outcomes if not outcome.failed])
     return metrics
 
 
+def answers(group: Group) -> list[float]:
+    """Reward of each rollout; one of several trajectories has their mean."""
+    by_rollout: dict[str, list[float]] = {}
+    for trajectory in group.trajectories:
+        by_rollout.setdefault(trajectory.rollout_id, []).append(trajectory.reward)
+    return [float(np.mean(rewards)) for rewards in by_rollout.values()]
+
+
+def score(rewards: Mapping[str, Sequence[Sequence[float]]], passing: float) -> dict[str, float]:
+    """`eval/accuracy`, the mean reward of all answers, and `eval/pass@k` for k = 2, 4, ... up to the number of answers;
+    where sets have names, for each set too.
+
+    `rewards`: by set, of each prompt all of its answers. pass@k is the unbiased estimate of the chance that one of k
+    answers is right, 1 - C(n - c, k) / C(n, k) with c of n right (2107.03374)."""
+    everything = [prompt for prompts in rewards.values() for prompt in prompts]
+    out = _score(everything, passing, "eval/")
+    for name, prompts in rewards.items():
+        if name:
+            out |= _score(prompts, passing, f"eval/{name}/")
+    return out
+
+
+def _score(prompts: Sequence[Sequence[float]], passing: float, prefix: str) -> dict[str, float]:
+    out = {f"{prefix}accuracy": float(np.mean([np.mean(rewards) for rewards in prompts]))}
+    k, most = 2, min(len(rewards) for rewards in prompts)
+    while k <= most:
+        out[f"{prefix}pass@{k}"] = float(np.mean([_pass_at(k, rewards, passing) for rewards in prompts]))
+        k *= 2
+    return out
+
+
+def _pass_at(k: int, rewards: Sequence[float], passing: float) -> float:
+    wrong = sum(reward < passing for reward in rewards)
+    return 1.0 - math.comb(wrong, k) / math.comb(len(rewards), k)
+
+
 async def _answer(run: Run, number: int, prompt: Prompt) -> Outcome:
-    return await run.maker.make(prompt, group_id=f"eval{number}", number=number, evaluation=True)
+    return await run.maker.make(prompt, group_id=f"eval{number}", number=FIRST_NUMBER + number, evaluation=True)

@@ -73,7 +73,7 @@ class Run:
         client: GenerationClient | None,
         maker: GroupMaker,
         source: DataSource,
-        eval_prompts: list[Prompt],
+        eval_prompts: dict[str, list[Prompt]],
         tokenizer: Any,
         saves: Saves,
         records: Records,
@@ -363,8 +363,8 @@ def summary(directory: Path) -> dict[str, Any]:
         out["sampled reward, first step"] = round(rewards[0], 3)
         out["sampled reward, mean of last 10 steps"] = round(float(np.mean(rewards[-10:])), 3)
     if accuracy:
-        out["held-out greedy accuracy before"] = round(accuracy[0], 3)
-        out["held-out greedy accuracy after"] = round(accuracy[-1], 3)
+        out["held-out accuracy before"] = round(accuracy[0], 3)
+        out["held-out accuracy after"] = round(accuracy[-1], 3)
     if gap:
         out["log-prob gap trainer/engine, mean over steps"] = float(f"{np.mean(gap):.2e}")
         out["tokens with a gap above 1e-5 that no route explains"] = int(sum(series("gap/tokens_unexplained")))

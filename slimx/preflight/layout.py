@@ -28,7 +28,20 @@ def check_layout(config: Config, spec: ModelSpec) -> Sizes:
 def layout_problems(config: Config, spec: ModelSpec) -> list[str]:
     """Why the model cannot be split as configured, a sentence for each reason."""
     sizes = sizes_of(config.trainer)
-    problems = []
+    problems = list(divisor_problems(sizes, spec))
+    split = not problems
+    for check in (lambda: _check_parts(spec, sizes, prove=split), lambda: _check_patterns(config, spec)):
+        try:
+            check()
+        except SlimxError as error:
+            # Of experts that cannot be shared, what was said above names the nearest number that can.
+            if split or "experts" not in str(error):
+                problems.append(str(error))
+    return problems
+
+
+def divisor_problems(sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
+    """Sizes that do not divide what they split."""
     for key, size, what, count in (
         ("trainer.expert", sizes.expert, "experts", spec.experts),
         ("trainer.tensor", sizes.tensor, "query groups (num_key_value_heads)", spec.transformer["num_query_groups"]),
@@ -44,19 +57,10 @@ def layout_problems(config: Config, spec: ModelSpec) -> list[str]:
             nearest = min(
                 (n for n in range(1, count + 1) if count % n == 0), key=lambda n, size=size: (abs(n - size), n)
             )
-            problems.append(
+            yield (
                 f"{key}={size} does not divide the {count} {what} of {spec.path}; the nearest that does is "
                 f"{key}={nearest}"
             )
-    split = not problems
-    for check in (lambda: _check_parts(spec, sizes, prove=split), lambda: _check_patterns(config, spec)):
-        try:
-            check()
-        except SlimxError as error:
-            # Of experts that cannot be shared, what was said above names the nearest number that can.
-            if split or "experts" not in str(error):
-                problems.append(str(error))
-    return problems
 
 
 def _check_parts(spec: ModelSpec, sizes: Sizes, *, prove: bool) -> None:

@@ -15,7 +15,7 @@ and of the ranks that share it (`param_and_grad_buffer.py`), so the figures hold
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm
 
@@ -114,81 +114,79 @@ def parameter_runs(
     """What trainer rank `rank` holds, in the order of its modules; `dtype`: of the model's parameters."""
     place = coordinates(rank, sizes)
     counts = sizes.split or (table.layers // sizes.stages,) * sizes.stages
+    held = _Held(table, sizes, place, dtype, frozen)
     out: list[ParameterRun] = []
     for chunk in range(sizes.virtual):
         stage = chunk * sizes.pipeline + place.pipeline
         first = sum(counts[:stage])
         layers = range(first, first + counts[stage])
-        held = _Held(table, sizes, place, chunk, dtype, frozen)
         if stage == 0:
-            out += held.runs("first", (0,))
-        for layer in layers:
-            out += held.runs("layer", (layer,))
+            out += held.runs("first", (0,), chunk)
+        out += held.runs("layer", layers, chunk)
         if stage == sizes.stages - 1:
             # megatron-core's order: the decoder's last norm, the layers of multi-token prediction, the output layer.
-            last = held.runs("last", (0,)) + held.copies("last", stage)
+            last = held.runs("last", (0,), chunk) + (held.copies(chunk) if stage else [])
             output = [run for run in last if run.name.startswith("output_layer.")]
-            mtp = held.runs("mtp", range(table.layers, table.layers + table.mtp_layers))
+            mtp = held.runs("mtp", range(table.layers, table.layers + table.mtp_layers), chunk)
             embedding = [run for run in last if run.name.startswith("embedding.")]
             out += embedding + [run for run in last if run not in output + embedding] + mtp + output
     return out
 
 
-@dataclass(frozen=True, slots=True)
 class _Held:
-    """The rows of a table as one chunk of one rank holds them."""
+    """The rows of a table as one rank holds them; layers repeat the same sizes, which are computed once."""
 
-    table: Table
-    sizes: Sizes
-    place: Coordinates
-    chunk: int
-    dtype: str
-    frozen: Collection[Sources]
+    def __init__(self, table: Table, sizes: Sizes, place: Coordinates, dtype: str, frozen: Collection[Sources]):
+        self.table, self.sizes, self.dtype, self.frozen = table, sizes, dtype, frozen
+        experts = max(1, table.experts // sizes.expert)
+        self._experts = range(place.expert * experts, (place.expert + 1) * experts)
+        self._rows: dict[str, list[tuple[Row, int]]] = {}
 
-    def runs(self, stage: str, layers: range | tuple[int, ...]) -> list[ParameterRun]:
-        rows = sorted((row for row in self.table.rows if row.stage == stage), key=_order)
+    def runs(self, stage: str, layers: range | tuple[int, ...], chunk: int) -> list[ParameterRun]:
+        """Of the rows of `stage`, layer by layer."""
+        if stage not in self._rows:
+            rows = sorted((row for row in self.table.rows if row.stage == stage), key=_order)
+            self._rows[stage] = [(row, self._elements(row)) for row in rows]
         return [
             run
             for layer in layers
-            for row in rows
+            for row, elements in self._rows[stage]
             if row.layers is None or layer in row.layers
-            for run in self._of(row, layer, row.name, tied=self._spread(row))
+            for run in self._of(row, elements, layer, chunk)
         ]
 
-    def copies(self, stage: str, number: int) -> list[ParameterRun]:
-        """Parameters that another stage owns and `stage` (that is, `number`) holds once more."""
-        return [
-            run
-            for row in self.table.rows
-            for there, name in row.copies
-            if there == stage and number != 0
-            for run in self._of(row, 0, name, tied=True)
-        ]
+    def copies(self, chunk: int) -> list[ParameterRun]:
+        """Parameters of the first stage that the last one holds once more."""
+        rows = [(row, name) for row in self.table.rows for stage, name in row.copies if stage == "last"]
+        return [replace(run, name=name) for row, name in rows for run in self._of(row, self._elements(row), 0, chunk)]
 
-    def _spread(self, row: Row) -> bool:
-        return bool(row.copies) and self.sizes.pipeline > 1
-
-    def _of(self, row: Row, layer: int, name: str, *, tied: bool) -> Iterator[ParameterRun]:
-        experts = max(1, self.table.experts // self.sizes.expert)
-        own = range(self.place.expert * experts, (self.place.expert + 1) * experts) if row.per_expert else range(1)
+    def _elements(self, row: Row) -> int:
         size = (self.sizes.expert_tensor if row.per_expert else self.sizes.tensor) if row.axis is not None else 1
-        shapes = [matrix(shape) for _, shape in row.sources]
-        (rows, cols), _ = row.map.local(shapes, row.axis, 0, size)
-        parameter = not name.endswith(_BUFFER)
-        for frozen, group in groupby(
-            own, key=lambda e: bool(self.frozen) and Entry(row, layer, e).sources in self.frozen
-        ):
+        (rows, cols), _ = row.map.local([matrix(shape) for _, shape in row.sources], row.axis, 0, size)
+        return rows * cols
+
+    def _of(self, row: Row, elements: int, layer: int, chunk: int) -> Iterator[ParameterRun]:
+        parameter = not row.name.endswith(_BUFFER)
+        for frozen, count in self._counts(row, layer):
             yield ParameterRun(
-                name=name.replace("{layer}", str(layer)),
-                chunk=self.chunk,
-                elements=rows * cols,
-                count=len(list(group)),
+                name=row.name.replace("{layer}", str(layer)),
+                chunk=chunk,
+                elements=elements,
+                count=count,
                 dtype=row.dtype or self.dtype,
                 expert=row.per_expert and self.sizes.expert > 1,
-                tied=tied,
+                tied=bool(row.copies) and self.sizes.pipeline > 1,
                 trained=parameter and not frozen,
                 parameter=parameter,
             )
+
+    def _counts(self, row: Row, layer: int) -> list[tuple[bool, int]]:
+        """Whether frozen, and how many of them, in the order of the rank's experts."""
+        own = self._experts if row.per_expert else range(1)
+        if not self.frozen:
+            return [(False, len(own))]
+        frozen = [Entry(row, layer, expert).sources in self.frozen for expert in own]
+        return [(which, len(list(group))) for which, group in groupby(frozen)]
 
 
 def _order(row: Row) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from slimx.config.schema import Config
-from slimx.layout.patterns import select
+from slimx.layout.patterns import Sources, select
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.preflight.batch_plan import batch_plan
 from slimx.preflight.memory_activations import Setting
 from slimx.preflight.memory_pipeline import ActivationBytes, activation_bytes
-from slimx.preflight.memory_state import StateBytes, parameter_runs, state_bytes
+from slimx.preflight.memory_state import ParameterRun, StateBytes, parameter_runs, state_bytes
 from slimx.preflight.plan_record import TrainerMemory
 from slimx.reshard.precision import ITEMSIZE
 
@@ -30,16 +30,20 @@ def trainer_memory(
     *,
     model: Literal["trainer", "critic"] = "trainer",
     publication: int = 0,
+    quick: bool = False,
 ) -> tuple[TrainerMemory, ...]:
     """Of one rank per pipeline stage. `config`: with the `trainer` section that its ranks follow (a critic's own);
-    `publication`: bytes of buckets on the GPU of rank 0."""
-    dtype, trainer = config.numerics.dtype, config.trainer
+    `publication`: bytes of buckets on the GPU of rank 0. `quick`: of the first two stages and the last only, one of
+    which is the fullest, and of the first rank of each."""
+    trainer = config.trainer
     frozen = select(spec.table, trainer.freeze, "trainer.freeze")
     setting = activation_setting(config, spec, sizes, device)
     microbatches = batch_plan(config, sizes).microbatches_per_update
     out = []
-    for stage in range(sizes.pipeline):
-        rank, state = _fullest(spec, config, sizes, stage, dtype, frozen)
+    stages = range(sizes.pipeline)
+    for stage in sorted({*stages[:2], *stages[-1:]}) if quick else stages:
+        head = _value_head(spec, sizes, stage) if model == "critic" else []
+        rank, state = _fullest(spec, config, sizes, stage, frozen, head, quick=quick)
         activations = activation_bytes(spec, trainer, sizes, setting, place=stage, microbatches=microbatches)
         if model == "critic":  # one value per token in the place of logits
             activations = ActivationBytes(
@@ -66,20 +70,36 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
     )
 
 
+def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]:
+    """A critic's head on the last stage, fp32 (`slimx.trainer.value_model`)."""
+    if stage < sizes.pipeline - 1:
+        return []
+    alike = {"chunk": sizes.virtual - 1, "count": 1, "dtype": "float32", "expert": False, "tied": False}
+    alike |= {"trained": True, "parameter": True}
+    hidden = spec.transformer["hidden_size"]
+    return [ParameterRun(name=f"value_head.{n}", elements=e, **alike) for n, e in (("weight", hidden), ("bias", 1))]
+
+
 def _fullest(
-    spec: ModelSpec, config: Config, sizes: Sizes, stage: int, dtype: str, frozen: frozenset
+    spec: ModelSpec,
+    config: Config,
+    sizes: Sizes,
+    stage: int,
+    frozen: frozenset[Sources],
+    head: list[ParameterRun],
+    *,
+    quick: bool,
 ) -> tuple[int, StateBytes]:
     """The rank of a stage with most state. Ranks differ in gaps of their shares and, frozen experts aside, in nothing
     else: the first of each data-parallel row is asked."""
-    step = 1 if frozen else sizes.tensor
-    first, best = stage * sizes.stage, None
+    first, dtype = stage * sizes.stage, config.numerics.dtype
     runs = parameter_runs(spec.table, sizes, first, dtype, frozen)
-    for rank in range(first, first + sizes.stage, step):
+    states = {}
+    for rank in range(first, first + (1 if quick else sizes.stage), 1 if frozen else sizes.tensor):
         own = parameter_runs(spec.table, sizes, rank, dtype, frozen) if frozen else runs
-        state = state_bytes(own, config.trainer, sizes, rank)
-        if best is None or state.optimizer > best[1].optimizer:
-            best = rank, state
-    return best
+        states[rank] = state_bytes(own + head, config.trainer, sizes, rank)
+    rank = max(states, key=lambda rank: states[rank].optimizer)
+    return rank, states[rank]
 
 
 def _record(

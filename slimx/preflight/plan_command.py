@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from slimx.config.schema import Config
 from slimx.preflight.link_model import Traffic
 from slimx.preflight.plan_record import Predicted
-from slimx.preflight.plan_report import plan_report, predictions
-from slimx.preflight.plan_text import describe, describe_predictions
+from slimx.preflight.plan_report import Planned, plan_report, predictions
+from slimx.preflight.plan_text import describe, describe_predictions, describe_suggestions
+from slimx.preflight.suggest import nearest_layout, suggest_engines, suggest_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,21 +21,32 @@ class Said:
     violations: tuple[str, ...]
 
 
-def run_plan(config: Config, *, predict: bool = False, as_json: bool = False) -> Said:
-    """Plan the run of `config`; `predict`: also how long a publication takes, after a test here of 3 seconds."""
+def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as_json: bool = False) -> Said:
+    """Plan the run of `config`. `predict`: also how long a publication takes, after a test here of 3 seconds;
+    `suggest`: also layouts that fit `cluster.gpu`, of which the nearest is told anyway where the run does not."""
     planned = plan_report(config)
     report = planned.report
+    report = report.model_copy(update=_suggestions(config, planned, suggest=suggest))
     if predict and planned.traffic is not None:
         report = report.model_copy(update={"predicted": _predicted(planned.traffic)})
     if as_json:
         return Said([report.model_dump_json(indent=1)], report.violations)
-    if report.rank_map is None or (report.engines and report.publication is None):
-        return Said([], report.violations)
-    lines = describe(report)
+    lines = describe(report) if report.complete else []
     lines += [f"warning     {sentence}" for sentence in report.warnings]
     if report.predicted is not None:
         lines += describe_predictions(report.predicted)
-    return Said(lines, report.violations)
+    return Said([*lines, *describe_suggestions(report)], report.violations)
+
+
+def _suggestions(config: Config, planned: Planned, *, suggest: bool) -> dict[str, Any]:
+    spec, machine, device = planned.spec, planned.machine, planned.report.device
+    if suggest:
+        return {
+            "suggestions": suggest_layouts(config, spec, machine, device),
+            "suggested_engines": suggest_engines(config, spec, machine),
+        }
+    known = machine.gpu is not None and device == "cuda"
+    return {"nearest": nearest_layout(config, spec, machine, device)} if planned.report.refits and known else {}
 
 
 def _predicted(traffic: Traffic) -> Predicted:

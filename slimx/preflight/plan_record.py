@@ -208,6 +208,19 @@ class Suggestion(Record):
     why: str
 
 
+class EngineSuggestion(Record):
+    """Servers of a group, on as many GPUs, that hold most rollouts at once."""
+
+    group: str
+    tensor: int
+    expert: int
+    dp_attention: int
+    count: int
+    nodes: int = Field(description="of one server")
+    weights: int = Field(description="of a rank")
+    concurrency: int = Field(description="rollouts of the greatest length that all servers of the group hold at once")
+
+
 class PlanReport(Record):
     """Everything that `slimx plan` says. Null where the run is refused before it can be known."""
 
@@ -235,5 +248,13 @@ class PlanReport(Record):
     links: tuple[LinkBytes, ...] = ()
     predicted: Predicted | None = Field(None, description="with --predict")
     violations: tuple[str, ...] = Field((), description="what stands in the way, all of it; the exit code is then 2")
+    refits: bool = Field(False, description="whether another layout of the trainer's ranks could lift a violation")
     warnings: tuple[str, ...] = ()
-    suggestions: tuple[Suggestion, ...] = Field((), description="with --suggest, best first; the nearest where refused")
+    nearest: Suggestion | None = Field(None, description="where a layout is refused: the nearest that fits cluster.gpu")
+    suggestions: tuple[Suggestion, ...] = Field((), description="with --suggest: layouts that fit, cheapest first")
+    suggested_engines: tuple[EngineSuggestion, ...] = Field((), description="with --suggest")
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it could be computed: nothing but sizes of memory and machine may be refused."""
+        return self.rank_map is not None and (self.publication is not None or not self.engines)

@@ -47,6 +47,8 @@ class Planned:
 
     report: PlanReport
     traffic: Traffic | None
+    spec: ModelSpec
+    machine: Machine
 
 
 @dataclass(slots=True)
@@ -95,7 +97,9 @@ def plan_report(config: Config) -> Planned:
         frozen=tuple(_group(group, own) for group, own in groups if own is not None and group.frozen),
     )
     if not split or any(own is None for _, own in groups) or (config.critic is not None and critic is None):
-        return Planned(report.model_copy(update={"violations": tuple(found.problems)}), None)
+        return Planned(
+            report.model_copy(update={"violations": tuple(found.problems), "refits": not split}), None, spec, machine
+        )
     began = time.perf_counter()
     published = found.attempt(lambda: publication_plan(config, spec, sizes, device))
     seconds = time.perf_counter() - began
@@ -104,18 +108,18 @@ def plan_report(config: Config) -> Planned:
     known = _of_layout(config, spec, sizes, critic, device, machine, figures)
     places: RankMap = known["rank_map"]
     found.problems += machine_problems(config, machine, places)
-    found.problems += memory_problems(
-        config, machine, known["trainer_memory"], known["engine_memory"], known["colocated"]
-    )
+    trainers, engines = known["trainer_memory"], known["engine_memory"]
+    found.problems += memory_problems(config, machine, trainers, engines, known["colocated"])
     links = link_bytes(published, places, report.engines, machine, config) if published else ()
     update = {
         **known,
         "publication": figures,
         "links": links,
         "violations": tuple(found.problems),
+        "refits": any(memory_problems(config, machine, trainers, (), None)),
         "warnings": tuple(machine_warnings(config, machine)),
     }
-    return Planned(report.model_copy(update=update), traffic)
+    return Planned(report.model_copy(update=update), traffic, spec, machine)
 
 
 def _of_layout(

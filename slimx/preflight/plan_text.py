@@ -176,6 +176,34 @@ def describe_predictions(predicted: Predicted) -> list[str]:
     return [*lines, "  if each trainer rank sends each engine rank its own bytes, from device to device"]
 
 
+def describe_suggestions(report: PlanReport) -> list[str]:
+    """Layouts that fit, as lines of text."""
+    lines = []
+    if (nearest := report.nearest) is not None:
+        lines += [
+            f"nearest     that fits: {nearest.layout}; peak {_gib(nearest.trainer_peak)} GiB, margin "
+            f"{_gib(nearest.margin)}",
+            f"            {' '.join(nearest.overrides)}",
+        ]
+    elif report.refits and report.gpu and not report.suggestions:
+        lines.append("nearest     none: no layout of up to 64 times as many ranks fits")
+    if report.suggestions:
+        lines.append("suggested   layouts that fit, cheapest first; seconds of an update predicted, for ranking only")
+    for number, one in enumerate(report.suggestions, 1):
+        lines.append(
+            f"  {number}. {one.layout}: {one.cost:.2f} s ({one.why}); peak {_gib(one.trainer_peak)} GiB, margin "
+            f"{_gib(one.margin)}"
+        )
+        lines.append(f"     {' '.join(one.overrides) or 'as configured'}")
+    for engine in report.suggested_engines:
+        lines.append(
+            f"  engines   {engine.group}: count {engine.count}, tensor {engine.tensor}, expert {engine.expert}, "
+            f"dp_attention {engine.dp_attention}, nodes {engine.nodes}: {engine.concurrency} rollouts of the greatest "
+            f"length at once, weights {_gib(engine.weights)} GiB a rank"
+        )
+    return lines
+
+
 def _stages(stages: Stages) -> str:
     return (
         f"{stages.total:.2f} s (gather and pack {stages.pack:.2f}, transfer {stages.transfer:.2f}, verify "

@@ -57,7 +57,7 @@ class GroupMaker:
     async def make(self, prompt: Prompt, *, group_id: str, number: int, evaluation: bool = False) -> Outcome:
         """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
         run."""
-        size = 1 if evaluation else self.config.rollout.group_size
+        size = self.config.eval.samples if evaluation else self.config.rollout.group_size
         rollouts = [self._rollout(prompt, group_id, number, index, evaluation) for index in range(size)]
         if self.config.algorithm.advantages == "remax" and not evaluation:
             rollouts.append(self._rollout(prompt, group_id, number, size, evaluation, greedy=True))
@@ -90,7 +90,7 @@ class GroupMaker:
     async def _rollout(
         self, prompt: Prompt, group_id: str, number: int, index: int, evaluation: bool, *, greedy: bool = False
     ) -> list[Trajectory]:
-        sampling = self._sampling(evaluation or greedy)
+        sampling = self._sampling(evaluation=evaluation, greedy=greedy)
         seed = seed_of(self.config.run.seed, number, index)
         routed = self.config.rollout.routed_experts and not (evaluation or greedy)
         engine = RolloutEngine(self.client, sampling, seed, routed)
@@ -120,14 +120,15 @@ class GroupMaker:
         await asyncio.gather(*(self._judge(prompt, trajectory, evaluation) for trajectory in trajectories))
         return trajectories
 
-    def _sampling(self, greedy: bool) -> dict[str, Any]:
-        options = self.config.rollout.sampling
-        sampling: dict[str, Any] = {
-            "temperature": 0.0 if greedy else options.temperature,
-            "max_new_tokens": options.max_new_tokens,
-        }
-        if not greedy:
-            sampling |= {"top_p": options.top_p, "top_k": options.top_k}
+    def _sampling(self, *, evaluation: bool, greedy: bool) -> dict[str, Any]:
+        options, held_out = self.config.rollout.sampling, self.config.eval
+        sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
+        if greedy or (evaluation and held_out.temperature == 0):
+            sampling["temperature"] = 0.0
+        elif evaluation:
+            sampling |= {"temperature": held_out.temperature, "top_p": held_out.top_p}
+        else:
+            sampling |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
         if options.stop_token_ids:
             sampling["stop_token_ids"] = list(options.stop_token_ids)
         return sampling

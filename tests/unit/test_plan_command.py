@@ -305,3 +305,153 @@ def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
     assert code == 2, text
     assert "critic.layout.expert=3 does not divide the 128 experts" in text
     assert text.rstrip().endswith("the nearest that does is critic.layout.expert=2")
+
+
+# Memory, machines and suggestions -------------------------------------------------------------------------------------
+
+H100 = "cluster.gpu=h100"
+FULL = "trainer.recompute.granularity=full"
+
+
+def lines_of(text: str, start: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(start)]
+
+
+def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
+    layout = "trainer={world_size: 16, tensor: 2, pipeline: 2, expert: 8, expert_tensor: 1}"
+    report = json.loads(plan(QWEN3_30B, layout, "rollout.engines=[{tensor: 4, count: 3}]", "--json")[1])
+    places = report["rank_map"]
+    assert (places["gpus"], places["nodes"]) == (16 + 12, 4)
+    last = places["trainer"][13]
+    assert (last["node"], last["gpu"], last["pipeline"], last["tensor"], last["data"]) == (1, 5, 1, 1, 2)
+    assert last["layers"] == list(range(24, 48)) and last["expert"] == 5 and last["experts"] == [80, 95]
+    assert [engine["gpus"] for engine in places["engines"]] == [[16, 17, 18, 19], [20, 21, 22, 23], [24, 25, 26, 27]]
+    text = plan(QWEN3_30B, layout)[1]
+    assert "stage 1: ranks 8-15, nodes 1, layers 24-47, experts 0-15, 16-31, 32-47, ... by EP rank" in text
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_nearest_layout_that_does(plan):
+    code, text = plan(QWEN3_30B, *RUN_30B, H100)
+    assert code == 2
+    (refused,) = lines_of(text, "slimx: ")
+    assert "trainer rank 0 (stage 0) would need" in refused and "of a GPU's 79.6 GiB" in refused
+    (nearest,) = lines_of(text, "nearest")
+    assert "TP4 x EP8 x DP2, recompute" in nearest
+    overrides = text.splitlines()[text.splitlines().index(nearest) + 1].split()
+    assert plan(QWEN3_30B, *RUN_30B, H100, *overrides)[0] == 0
+    assert plan(QWEN3_30B, *RUN_30B, "cluster.gpu=h200")[0] == 0
+    assert plan(QWEN3_30B, *RUN_30B)[0] == 0, "without a GPU memory is told and not judged"
+
+
+def test_everything_that_is_violated_is_told_at_once(plan):
+    code, text = plan(
+        QWEN3_30B,
+        "trainer={world_size: 15, pipeline: 5, expert: 3, expert_tensor: 1, max_tokens_per_microbatch: 512}",
+        "rollout.engines=[{tensor: 4, expert: 3}]",
+        "rollout.max_prompt_tokens=100000",
+    )
+    assert code == 2
+    told = lines_of(text, "slimx: ")
+    for part in (
+        "trainer.expert=3 does not divide the 128 experts",
+        "trainer.pipeline=5 does not divide the model's 48 layers",
+        "exceed the model's 40960 positions",
+        "trainer.max_tokens_per_microbatch=512 does not hold",
+        "rollout.engines.expert=3 does not divide",
+    ):
+        assert sum(part in line for line in told) == 1, (part, told)
+    assert len(told) == 5
+
+
+def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):
+    code, text = plan(
+        QWEN3_30B,
+        "schedule={colocate: true, max_staleness: 1, updates_per_step: 5}",
+        "publish.transport=nccl",
+        "eval.prompts=held_out.jsonl",
+    )
+    assert code == 2
+    for part in ("schedule.max_staleness exclude", "updates_per_step 5 does not divide", "publish.transport=nccl"):
+        assert part in text
+
+
+def test_suggested_layouts_pass_the_plan(plan):
+    """Each of them, with everything that a run checks."""
+    code, text = plan(QWEN3_30B, *RUN_30B, H100, "--suggest", "--json")
+    report = json.loads(text[: text.rindex("}") + 1])
+    assert code == 2 and len(report["suggestions"]) == 5, "the run as configured is still refused"
+    costs = [each["cost"] for each in report["suggestions"]]
+    assert costs == sorted(costs)
+    for suggestion in report["suggestions"]:
+        code, text = plan(QWEN3_30B, *RUN_30B, H100, *suggestion["overrides"], "--json")
+        memory = json.loads(text)["trainer_memory"]
+        assert code == 0, text
+        assert max(record["peak"] for record in memory) == pytest.approx(suggestion["trainer_peak"], rel=1e-4)
+    (engine,) = report["suggested_engines"]
+    fields = ", ".join(f"{key}: {engine[key]}" for key in ("tensor", "expert", "dp_attention", "count", "nodes"))
+    told = json.loads(plan(QWEN3_30B, H100, FULL, *RUN_30B, f"rollout.engines=[{{{fields}}}]", "--json")[1])
+    (held,) = told["engine_memory"]
+    assert held["concurrency"] * held["count"] == engine["concurrency"]
+    assert engine["concurrency"] >= 2 * 1000, "more than the two servers as configured"
+
+
+def test_layouts_are_searched_for_a_named_gpu_only(plan):
+    code, text = plan(QWEN3_30B, *RUN_30B, "--suggest")
+    assert code == 2 and "set cluster.gpu" in text
+
+
+def test_nodes_and_dispatchers_are_judged_by_the_machine(plan):
+    code, text = plan(
+        SHALLOW,
+        "cluster={gpu: gb300, nodes: 1}",
+        "trainer={world_size: 4, expert: 4, expert_tensor: 1, moe: {dispatcher: flex}}",
+        "rollout.engines=[{tensor: 4, expert: 4}]",
+    )
+    assert code == 2
+    assert "needs 8 GPUs on 2 nodes of 4, and cluster.nodes is 1" in text
+    assert "flex_backend=deepep does not run on cluster.gpu=gb300" in text
+
+
+def test_colocated_ranks_are_weighed_in_turns(plan):
+    run = ("trainer={world_size: 8, expert: 8, expert_tensor: 1}", "schedule.colocate=true", FULL, "cluster.gpu=h200")
+    shared = "rollout.engines=[{tensor: 8, expert: 8, sglang: {mem_fraction_static: %s}}]"
+    small, large = (
+        json.loads(plan(QWEN3_30B, *run, "publish.transport=cuda_ipc", shared % share, "--json")[1].split("\nslimx")[0])
+        for share in (0.5, 0.9)
+    )
+    pair, trainer = small["colocated"], small["trainer_memory"][0]
+    assert trainer["away"] == trainer["overhead"], "all that the trainer holds leaves the GPU"
+    assert trainer["host_away"] == trainer["weights"] + trainer["optimizer"]
+    assert pair["margin"] == pair["memory"] - max(pair["training"], pair["generating"], pair["publishing"])
+    assert pair["training"] == trainer["peak"] + pair["engine_asleep"]
+    assert large["colocated"]["generating"] - pair["generating"] == pytest.approx(0.4 * pair["memory"], abs=2)
+    assert small["rank_map"]["gpus"] == 8
+
+
+def test_bytes_go_over_the_links_between_the_ranks(plan):
+    def links(*overrides: str) -> dict[str, int]:
+        found = json.loads(plan(SHALLOW, *RUN_30B, H100, *overrides, "--json")[1])
+        assert sum(link["nbytes"] for link in found["links"]) == found["publication"]["nbytes"]
+        return {link["link"]: link["nbytes"] for link in found["links"]}
+
+    assert set(links("publish.transport=nccl")) == {"network"}, "trainers fill the first node"
+    assert set(links("publish.transport=nccl", "cluster.gpu=gb300")) == {"NVLink"}, "one domain of 72"
+    assert set(links("publish.transport=memory")) == {"host memory (PCIe)"}
+    own = links("publish.transport=cuda_ipc", "schedule.colocate=true")
+    assert set(own) == {"one GPU", "NVLink"}
+
+
+def test_the_batch_adds_up(plan):
+    report = json.loads(
+        plan(
+            SHALLOW,
+            "trainer={world_size: 8, pipeline: 2, max_tokens_per_microbatch: 4096}",
+            "rollout={prompts_per_step: 12, group_size: 4, max_prompt_tokens: 500, sampling: {max_new_tokens: 500}}",
+            "schedule.updates_per_step=3",
+            "--json",
+        )[1]
+    )["batch"]
+    assert (report["rollouts_per_step"], report["rollouts_per_update"], report["rollouts_per_data_rank"]) == (48, 16, 4)
+    assert (report["tokens_per_rollout"], report["tokens_per_step"]) == (1000, 48000)
+    assert report["microbatches_per_update"] == 1, "four rollouts of 999 positions fit 4,096"
+    assert report["bubble"] == pytest.approx(1 / 2)

@@ -139,6 +139,14 @@ async def test_an_evaluation_is_greedy_takes_one_rollout_and_is_not_filtered():
         assert stand.engine.samplings[1:] == [{"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 5}] * 2
 
 
+async def test_an_evaluation_takes_as_many_answers_as_it_is_told_at_its_own_temperature():
+    config = config_of(eval__samples=4, eval__temperature=0.6, eval__top_p=0.95, sampling={"max_new_tokens": 5})
+    async with Stand(config, reward=one) as stand:
+        outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)
+        assert len(outcome.group.trajectories) == 4 and len(set(stand.engine.seeds)) == 4
+        assert stand.engine.samplings == [{"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 5}] * 4
+
+
 # Resume ---------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,175 @@
+"""What `slimx plan` says of a trainer's memory is what real trainers hold: state to the byte, the peak within 15%.
+
+Measured in gloo ranks: storages of weights, gradients and optimizer state after a step, and the most bytes of tensors
+that were alive at once in the next step (`live_memory`). Activations are larger than the state in most cases.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimx.layout.ranks import coordinates, sizes_of
+from slimx.models.families import read_model
+from slimx.models.trunk import read_trunk
+from slimx.ports import free_port
+from slimx.preflight.batch_plan import batch_plan
+from slimx.preflight.memory_state import parameter_runs, state_bytes
+from slimx.preflight.memory_trainer import trainer_memory
+from tests.integration.memory_rank import config
+from tests.integration.rank_processes import run_ranks
+from tests.integration.test_invariance import DEEPSEEK, QWEN
+
+pytestmark = pytest.mark.integration
+WITHIN = 0.15
+WIDE = QWEN | {"hidden_size": 96, "vocab_size": 640, "num_experts_per_tok": 4, "tie_word_embeddings": False}
+MODELS = {"qwen": QWEN, "wide": WIDE, "deepseek": DEEPSEEK}
+MTP = {"megatron": {"mtp_num_layers": 1}}
+FULL, SELECTIVE = {"recompute": {"granularity": "full"}}, {"recompute": {"granularity": "selective"}}
+PLAIN = {"distributed_optimizer": False}
+
+
+def case(tokens: int, length: int, dtype: str = "bfloat16", **trainer: Any) -> dict[str, Any]:
+    return {"tokens": tokens, "length": length, "dtype": dtype, "trainer": trainer}
+
+
+def recompute(**fields: Any) -> dict[str, Any]:
+    return {"recompute": fields}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {
+        "layout": {"world_size": 1},
+        "rollouts": 2,
+        "critics": ["qwen"],
+        "cases": {
+            "qwen": [
+                case(1024, 256),
+                case(256, 128, "float32", **PLAIN),
+                case(512, 512, **FULL),
+                case(512, 128, **recompute(granularity="full", method="block", layers=2)),
+                case(512, 128, **recompute(granularity="full", layers=2)),
+                case(512, 128, **recompute(granularity="selective", modules=["layernorm", "moe_act"])),
+                case(512, 128, **recompute(granularity="selective", modules=["moe"])),
+            ],
+            "wide": [case(512, 64, "float32"), case(512, 64), case(512, 64, **FULL)],
+            "deepseek": [
+                case(512, 128),
+                case(256, 256, "float32", **MTP),
+                case(512, 128, **FULL),
+                case(512, 256, **SELECTIVE),
+            ],
+        },
+    },
+    "TP2xEP2xDP2": {
+        "layout": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 1},
+        "rollouts": 4,
+        "critics": ["qwen", "deepseek"],
+        "cases": {
+            "qwen": [case(512, 128), case(512, 128, "float32", **PLAIN)],
+            "deepseek": [case(512, 128, **MTP), case(512, 128, "float32", **FULL)],
+        },
+    },
+    "PP2xVPP2": {
+        "layout": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
+        "rollouts": 4,
+        "critics": [],
+        "cases": {
+            "qwen": [case(512, 128), case(512, 128, "float32", **PLAIN)],
+            "deepseek": [case(512, 128, **MTP), case(512, 128, **FULL)],
+        },
+    },
+    "PP2xTP2xEP2": {
+        "layout": {"world_size": 4, "pipeline": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
+        "rollouts": 4,
+        "critics": ["deepseek"],
+        "cases": {"qwen": [case(512, 128)], "deepseek": [case(512, 128, **MTP), case(512, 128, **SELECTIVE)]},
+    },
+    "CP2xTP2xEP2xETP2": {
+        "layout": {"world_size": 4, "context": 2, "tensor": 2, "expert": 2, "expert_tensor": 2},
+        "rollouts": 2,
+        "critics": [],
+        "cases": {"qwen": [case(512, 128)], "deepseek": [case(512, 128), case(512, 128, "float32", **FULL)]},
+    },
+}
+SLOW = ("PP2xTP2xEP2", "CP2xTP2xEP2xETP2")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of random weights."""
+    root = tmp_path_factory.mktemp("models")
+    generator = torch.Generator().manual_seed(1)
+    for name, hf in MODELS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(hf))
+        table = read_model(root / name, mtp_layers=hf.get("num_nextn_predict_layers", 0)).table
+        tensors = {key: 0.1 * torch.randn(shape, generator=generator) for key, shape in table.checkpoint().items()}
+        save_file(tensors, root / name / "model.safetensors", metadata={"format": "pt"})
+    return root
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LAYOUTS])
+def test_a_plan_says_what_trainers_hold(name: str, models: Path, tmp_path: Path):
+    job = {
+        **LAYOUTS[name],
+        "models": str(models),
+        "out": str(tmp_path),
+        "init_method": f"tcp://127.0.0.1:{free_port()}",
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    world = job["layout"]["world_size"]
+    run_ranks("tests.integration.memory_rank", tmp_path, world)
+    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
+    cases = [(model, case) for model, cases in job["cases"].items() for case in cases]
+    off = []
+    for number, (model, case) in enumerate(cases):
+        off += check_case(job, model, case, [each["cases"][number] for each in said])
+    print(f"{name}: peaks off by {min(off):+.1%} to {max(off):+.1%}")
+    for number, model in enumerate(job["critics"]):
+        settings = config(job, model, {"length": 32, "tokens": 64})
+        settings = (
+            type(settings)
+            .model_validate(settings.model_dump() | {"algorithm": {"name": "ppo"}, "critic": {}})
+            .as_critic()
+        )
+        sizes = sizes_of(settings.trainer)
+        records = trainer_memory(settings, read_trunk(settings), sizes, "cpu", model="critic")
+        for record in records:
+            held = said[record.rank]["critics"][number]
+            assert (record.weights, record.gradients, record.optimizer) == tuple(held.values()), (model, record)
+
+
+def check_case(job: dict[str, Any], model: str, case: dict[str, Any], said: list[dict[str, int]]) -> list[float]:
+    """By which share the planned peak of each rank is off."""
+    settings = config(job, model, case)
+    sizes = sizes_of(settings.trainer)
+    spec = read_model(settings.model.path, mtp_layers=settings.trainer.megatron.get("mtp_num_layers") or 0)
+    records = {record.stage: record for record in trainer_memory(settings, spec, sizes, "cpu")}
+    assert batch_plan(settings, sizes).microbatches_per_update == said[0]["micro_batches"], (model, case)
+    off = []
+    for rank, held in enumerate(said):
+        runs = parameter_runs(spec.table, sizes, rank, settings.numerics.dtype)
+        state = state_bytes(runs, settings.trainer, sizes, rank)
+        found = held["weights"], held["gradients"], held["optimizer state"]
+        assert (state.weights, state.gradients, state.optimizer) == found, (model, case, rank)
+        record = records[coordinates(rank, sizes).pipeline]
+        assert record.optimizer >= state.optimizer, "the record is of the fullest rank"
+        off.append(record.peak / (sum(found) + held["live"]) - 1)
+        assert abs(off[-1]) <= WITHIN, (model, case, rank, record, held)
+    return off
+
+
+def test_what_slimx_plan_repeats_of_the_trainer_is_the_same_there():
+    """These stand twice because a plan must not import torch."""
+    from slimx.preflight import memory_pipeline, memory_trainer
+    from slimx.trainer import host_moments, logprobs
+
+    assert memory_pipeline.CHUNK_BYTES == logprobs.CHUNK_BYTES
+    assert memory_pipeline.SMALLEST_CHUNK == logprobs.SMALLEST_CHUNK
+    assert memory_trainer.MOMENT_PIECE == host_moments.PIECE_BYTES
