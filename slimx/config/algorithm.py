@@ -149,7 +149,12 @@ class Algorithm(Section):
         if not isinstance(values, dict):
             return values
         name = values.get("name", "grpo")
-        return {**PRESETS[name], **values} if isinstance(name, str) and name in PRESETS else values
+        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        merged = {**preset, **values}
+        for key, default in preset.items():
+            if isinstance(default, dict) and isinstance(values.get(key), dict):  # single keys of a subsection
+                merged[key] = {**default, **values[key]}
+        return merged
 
     @model_validator(mode="after")
     def _known(self) -> Algorithm:
@@ -182,7 +187,7 @@ class Algorithm(Section):
                 "dpo needs algorithm.advantages=dpo, loss=plain and aggregation=sum together, since its gradient is "
                 "that sum; set algorithm.name=dpo and leave these three out"
             )
-        if (self.loss == "sft") and self.advantages != "none":
+        if self.loss == "sft" and self.advantages != "none":
             raise ValueError("algorithm.loss=sft looks at no advantages; set algorithm.name=sft")
         if self.advantages == "none" and self.loss != "sft" and not self.teacher_coef:
             raise ValueError(

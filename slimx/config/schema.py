@@ -116,6 +116,11 @@ class Config(Section):
                 "say themselves which is chosen; set rollout.group_size=2, reward.function=null and "
                 "rollout.generate=slimx.rollout.preferences.generate"
             )
+        if algorithm.advantages == "dpo" and self.trainer.moe.replay != "none":
+            raise ValueError(
+                f"algorithm.advantages is dpo and trainer.moe.replay {self.trainer.moe.replay}: a pair's margin is "
+                "measured before routes are replayed; set trainer.moe.replay=none"
+            )
         if algorithm.advantages == "dpo" and self.schedule.updates_per_step > 1:
             yield (
                 f"algorithm.advantages is dpo and schedule.updates_per_step {self.schedule.updates_per_step}: the "

@@ -117,12 +117,11 @@ def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     if algorithm.loss == "sft" or algorithm.own_loss:
         share = _share(whole, np.zeros_like(whole))
         yield Effect("algorithm.loss", algorithm.loss, share, True, None if share else "its gradient is 0")
-        return
-    if algorithm.advantages != "none":
+    if algorithm.loss != "sft" and algorithm.advantages != "none":
         share = _share(whole, policy_gradient(config, probe, without_advantages=True))
         reason = None if share else _nothing_compared(config) or "every advantage of the probe batch is 0"
         yield Effect("algorithm.advantages", algorithm.advantages, share, True, reason)
-    for term in TERMS:
+    for term in () if algorithm.loss == "sft" else TERMS:
         value = getattr(algorithm, term.key)
         if value == term.neutral or not _belongs(algorithm, term.key):
             continue

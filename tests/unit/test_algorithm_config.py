@@ -95,6 +95,10 @@ def test_a_key_without_an_effect_is_refused(algorithm, told):
             "set rollout.group_size=2, reward.function=null",
         ),
         ({"algorithm": {"reference_refresh": 2}}, "algorithm.reference_refresh needs algorithm.reference=true"),
+        (
+            {"algorithm": {"name": "dpo"}, "trainer": {"moe": {"replay": "R2"}}},
+            "algorithm.advantages is dpo and trainer.moe.replay R2",
+        ),
         ({"reward": {"function": None}}, "algorithm.name is grpo but reward.function is null"),
         ({"algorithm": {"advantages": "gae"}}, "needs a critic"),
     ],
@@ -112,6 +116,8 @@ def test_a_preset_is_its_own_values_and_each_can_be_overridden(name):
     # Trainer ranks get the configuration as it was written out, with every key.
     assert Algorithm.model_validate(algorithm.model_dump()) == algorithm
     assert Algorithm(name="gspo", clip_high=0.1).clip_high == 0.1
+    correction = Algorithm(name="decoupled_ppo", correction={"high": 10.0}).correction
+    assert (correction.kind, correction.low, correction.high) == ("icepop", 0.0, 10.0)
     assert NEEDS.keys() <= type(algorithm).model_fields.keys()
 
 

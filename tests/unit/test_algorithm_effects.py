@@ -87,6 +87,13 @@ def test_a_group_of_one_is_told_where_a_teacher_lets_it_pass():
     assert effect.share == 0 and "rollout.group_size is 1" in effect.reason
 
 
+def test_the_users_own_functions_are_looked_at():
+    here = "tests.integration.hooks"
+    own = {"advantages": f"{here}.own_advantages", "loss": f"{here}.own_loss", "aggregation": "sample"}
+    found = by_key(effects(config(own)))
+    assert found.keys() == {"loss", "advantages", "aggregation"} and all(effect.share for effect in found.values())
+
+
 def test_the_command_says_it_and_fails_for_a_chosen_term_that_does_nothing():
     runner = CliRunner()
     whole = runner.invoke(app, ["doctor", str(CONFIGS / "quickstart.yaml"), "--effects"])
