@@ -60,12 +60,13 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang holds them (`sglang.srt.models.mixtral`): all experts of a layer in two tensors."""
+    """Where SGLang holds them (`sglang.srt.models.mixtral`): all experts of a layer in two tensors,
+    everything else over all tensor-parallel ranks."""
     hidden, experts, layer = hf["hidden_size"], hf["num_local_experts"], engine_rows.layer()
     at = "block_sparse_moe.experts."
     rows = (
-        engine_rows.embedding(hf),
-        *engine_rows.attention(layer, Attention.of(hf)),
+        engine_rows.embedding(hf, "tensor"),
+        *engine_rows.attention(layer, Attention.of(hf), "tensor"),
         engine_rows.same(layer, "block_sparse_moe.gate", experts, hidden),
         *_experts(hf, layer, at + "w13_weight", at + "w2_weight"),
         *engine_rows.head(hf),

@@ -30,6 +30,11 @@ class EngineLayout:
                 f"an engine with expert parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts "
                 "serves a model without experts; set rollout.engines.expert=1 and leave ep_num_redundant_experts out"
             )
+        if self.sizes.attention_data > 1 and not any(row.group == "attention" for row in self.table.rows):
+            raise SlimxError(
+                f"rollout.engines.dp_attention={self.sizes.attention_data}, but SGLang 0.5.23 has no DP-attention for "
+                "this model; set it to 1"
+            )
         physical = self.table.experts + self.sizes.redundant
         if physical % self.sizes.expert:
             raise SlimxError(

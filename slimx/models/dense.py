@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimx.layout.table import Table
+from slimx.layout.table import Group, Table
 from slimx.models import engine_rows
 from slimx.models.rows import Attention, Layer, embedding, head
 
@@ -17,12 +17,12 @@ def dense_table(hf: dict[str, Any], attention: Attention) -> Table:
     return Table(rows, layers=hf["num_hidden_layers"], experts=0)
 
 
-def dense_engine_table(hf: dict[str, Any], attention: Attention) -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor."""
+def dense_engine_table(hf: dict[str, Any], attention: Attention, group: Group = "attention") -> Table:
+    """Where SGLang 0.5.23 holds every checkpoint tensor. `group`: "tensor" where its model knows no DP-attention."""
     layer = engine_rows.layer()
     rows = (
-        engine_rows.embedding(hf),
-        *engine_rows.attention(layer, attention),
+        engine_rows.embedding(hf, group),
+        *engine_rows.attention(layer, attention, group),
         *engine_rows.swiglu(layer, "mlp", hf["hidden_size"], hf["intermediate_size"]),
         *engine_rows.head(hf, tied=hf.get("tie_word_embeddings", False)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.layout.maps import Blocks, Concat
-from slimx.layout.table import Row, Sources, Stage, padded_vocabulary
+from slimx.layout.table import Group, Row, Sources, Stage, padded_vocabulary
 from slimx.models.rows import Attention, Layer
 
 LAYER = "model.layers.{layer}."
@@ -21,15 +21,16 @@ def same(at: Layer, name: str, *shape: int, **how: Any) -> Row:
     return at.row(f"{name}.weight", [(name, shape)], **how)
 
 
-def attention(at: Layer, sizes: Attention) -> tuple[Row, ...]:
-    """Grouped-query attention with the norms before and after it (`QKVParallelLinear`, `RowParallelLinear`)."""
+def attention(at: Layer, sizes: Attention, group: Group = "attention") -> tuple[Row, ...]:
+    """Grouped-query attention with the norms before and after it (`QKVParallelLinear`, `RowParallelLinear`). `group`:
+    "tensor" where SGLang's model knows no DP-attention and splits it over all ranks (`get_parallel().tp_size`)."""
     heads = Blocks((sizes.heads, sizes.groups, sizes.groups))
     matrices = [(name, (rows, sizes.hidden)) for name, rows in sizes.qkv]
-    fused = at.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group="attention", quantised=True)
+    fused = at.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantised=True)
     rows = [same(at, "input_layernorm", sizes.hidden), fused]
     if sizes.qkv_bias:
         vectors = [(name, (rows_,)) for name, rows_ in sizes.qkv]
-        rows.append(at.row("self_attn.qkv_proj.bias", vectors, kind="bias", map=heads, axis=0, group="attention"))
+        rows.append(at.row("self_attn.qkv_proj.bias", vectors, kind="bias", map=heads, axis=0, group=group))
     if sizes.qk_norm:
         rows += [same(at, f"self_attn.{kind}_norm", sizes.head) for kind in "qk"]
     if sizes.projection_norm:
@@ -37,7 +38,7 @@ def attention(at: Layer, sizes: Attention) -> tuple[Row, ...]:
             how = {"map": Blocks((heads_,)), "axis": 0, "group": "attention"}
             rows.append(same(at, f"self_attn.{kind}_norm", heads_ * sizes.head, **how))
     shape = sizes.hidden, sizes.heads * sizes.head
-    rows.append(same(at, "self_attn.o_proj", *shape, axis=1, group="attention", quantised=True))
+    rows.append(same(at, "self_attn.o_proj", *shape, axis=1, group=group, quantised=True))
     if sizes.output_bias:
         rows.append(at.row("self_attn.o_proj.bias", [("self_attn.o_proj", (sizes.hidden,))], kind="bias"))
     return *rows, same(at, "post_attention_layernorm", sizes.hidden)
@@ -82,10 +83,10 @@ def moe(
     return *rows, *(swiglu(at, "mlp.shared_experts", hidden, shared) if shared and not fused else ())
 
 
-def embedding(hf: dict[str, Any]) -> Row:
-    """`VocabParallelEmbedding`."""
+def embedding(hf: dict[str, Any], group: Group = "attention") -> Row:
+    """`VocabParallelEmbedding`; `group` as of `attention`."""
     name = "model.embed_tokens.weight"
-    return padded_vocabulary(name, hf["vocab_size"], hf["hidden_size"], stage="first", group="attention")
+    return padded_vocabulary(name, hf["vocab_size"], hf["hidden_size"], stage="first", group=group)
 
 
 def head(hf: dict[str, Any], *, tied: bool = False) -> tuple[Row, ...]:

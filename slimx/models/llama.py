@@ -52,4 +52,4 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
     """Where SGLang holds every checkpoint tensor (`sglang.srt.models.llama`); there are no experts to fuse."""
-    return dense_engine_table(hf, Attention.of(hf))
+    return dense_engine_table(hf, Attention.of(hf), "tensor")

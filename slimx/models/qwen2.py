@@ -37,7 +37,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
     """Where SGLang holds every checkpoint tensor (`sglang.srt.models.qwen2`); there are no experts to fuse."""
-    return dense_engine_table(hf, _attention(hf))
+    return dense_engine_table(hf, _attention(hf), "tensor")
 
 
 def _attention(hf: dict[str, Any]) -> Attention:

@@ -95,7 +95,7 @@ CASES: dict[str, Case] = {
     "Llama": Case(make=stock("LlamaConfig", rope_parameters=LLAMA_3), dense=True),
     "Llama-tied": Case(make=stock("LlamaConfig", rope_parameters=LLAMA_3, tie_word_embeddings=True), dense=True),
     "Qwen2": Case(make=stock("Qwen2Config", "head_dim"), dense=True),
-    "Qwen2-tied": Case(make=stock("Qwen2Config", "head_dim", tie_word_embeddings=True), dense=True),
+    "Qwen2-tied": Case(make=stock("Qwen2Config", "head_dim", tie_word_embeddings=True), dense=True, thorough=True),
     "Qwen3": Case(make=stock("Qwen3Config"), dense=True),
     "Qwen3-tied": Case(make=stock("Qwen3Config", tie_word_embeddings=True), dense=True),
     "GLM-4.5": Case(make=predicting("Glm4MoeConfig", **GLM, use_qk_norm=True, num_mtp_layers=1), mtp=1),

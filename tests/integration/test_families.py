@@ -6,6 +6,8 @@ Each layout is one start of real processes (`family_rank.py`) that load the mode
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
@@ -15,15 +17,21 @@ from tests.integration.family_laboratory import SIZES, difference
 
 pytestmark = pytest.mark.integration
 
-every_model = pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        pytest.param(layout, model, marks=[pytest.mark.slow] if sizes.world > 4 else [])
-        for layout, sizes in SIZES.items()
-        for model, case in CASES.items()
-        if not (case.dense and sizes.expert > 1)
-    ],
-)
+
+def models(chosen: Iterable[str]) -> pytest.MarkDecorator:
+    """Each of them in every layout that it can be split into."""
+    return pytest.mark.parametrize(
+        ("layout", "model"),
+        [
+            pytest.param(layout, model, marks=[pytest.mark.slow] if sizes.world > 4 else [])
+            for layout, sizes in SIZES.items()
+            for model in chosen
+            if not (CASES[model].dense and sizes.expert > 1)
+        ],
+    )
+
+
+every_model = models(CASES)
 
 
 @every_model
@@ -52,3 +60,11 @@ def test_gradients_are_those_of_transformers(families, layout, model):
         norm = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
         for rank in range(ran.sizes.world):
             assert np.load(ran.directory / f"{model}.norm.{rank}.npy") == pytest.approx(norm.item(), rel=1e-5)
+
+
+@models([name for name, case in CASES.items() if case.thorough])
+def test_a_trainers_checkpoint_gives_every_weight_back_bit_for_bit(families, layout, model):
+    ran = families(layout, model)
+    for rank in range(ran.sizes.world):
+        saved, restored = (ran.local(kind, rank) for kind in ("after", "restored"))
+        assert [name for name, tensor in saved.items() if not torch.equal(restored[name], tensor)] == []

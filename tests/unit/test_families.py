@@ -189,6 +189,14 @@ def test_expert_parallelism_of_a_dense_model_is_refused_on_both_sides(tmp_path: 
             EngineLayout(spec.engine_table(), sizes)
 
 
+def test_attention_of_each_data_parallel_rank_is_refused_where_sglang_does_not_know_it(tmp_path: Path):
+    sizes = EngineSizes(tensor=4, attention_data=2)
+    EngineLayout(read(tmp_path, QWEN3_32B).engine_table(), sizes)
+    for hf in (QWEN25_7B, LLAMA_3_8B):
+        with pytest.raises(SlimxError, match=r"rollout\.engines\.dp_attention=2, but SGLang 0\.5\.23 has no"):
+            EngineLayout(read(tmp_path, hf).engine_table(), sizes)
+
+
 def test_a_dense_model_has_no_routes_to_ask_for(tmp_path: Path):
     shape = ModelShape.of(read(tmp_path, QWEN25_7B))
     assert shape == ModelShape(vocab_size=152064, layers=28, top_k=0, experts=0)
