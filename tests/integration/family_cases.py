@@ -25,7 +25,7 @@ class Case:
     mtp: int = 0
     """Layers of multi-token prediction that the trainer builds."""
     thorough: bool = False
-    """Also in bfloat16, and saved and restored as a trainer's checkpoint."""
+    """Also in bfloat16, saved and restored as a trainer's checkpoint, and begun from a release of Megatron-LM."""
 
 
 def stock(config: str, *without: str, **fields: Any) -> Callable[[Path, int], Oracle]:

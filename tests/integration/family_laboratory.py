@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from slimx.convert.run import hf_to_megatron
+from slimx.convert.work import convert
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Prompt
 from slimx.layout.megatron import MegatronLayout
@@ -55,6 +57,13 @@ class Laboratory:
             save_groups(self.directory / f"{model}.groups", [group])
         return self.oracles[model]
 
+    def release(self, model: str) -> Path:
+        """The checkpoint as a release of Megatron-LM."""
+        out = self.directory / f"{model}.release"
+        if not out.exists():
+            convert(hf_to_megatron(self.oracle(model).path), out, threads=1, verify=False)
+        return out
+
     def __call__(self, layout: str, model: str) -> Ran:
         """Raises what a rank said if the model or the whole layout failed."""
         if layout not in self._ran:
@@ -77,10 +86,11 @@ class Laboratory:
             if case.dense and SIZES[layout].expert > 1:
                 continue
             model = {"path": str(self.oracle(name).path), "family": case.family}
-            job = {"name": name, "model": model, "mtp": case.mtp, "dtype": "float32", "restore": case.thorough}
-            cases.append(job)
+            job = {"name": name, "model": model, "mtp": case.mtp, "dtype": "float32"}
+            release = str(self.release(name)) if case.thorough else None
+            cases.append({**job, "release": release})
             if case.thorough:
-                cases.append({**job, "name": f"{name}.half", "dtype": "bfloat16"})
+                cases.append({**job, "name": f"{name}.half", "dtype": "bfloat16", "release": None})
         job = {
             "cases": cases,
             "layout": LAYOUTS[layout],

@@ -35,7 +35,7 @@ class Rank:
     def start(self) -> None:
         self.parallel = rank_start.join(self.config(self.job["cases"][0]).trainer, self.rank, self.job["init_method"])
 
-    def config(self, case: dict[str, Any]) -> Config:
+    def config(self, case: dict[str, Any], **trainer: Any) -> Config:
         return Config.model_validate(
             {
                 "run": {"dir": str(self.out)},
@@ -43,6 +43,7 @@ class Rank:
                 "numerics": {"dtype": case["dtype"]},
                 "trainer": {
                     **self.job["layout"],
+                    **trainer,
                     "distributed_optimizer": False,
                     "max_tokens_per_microbatch": MAX_TOKENS,
                     "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
@@ -76,9 +77,11 @@ class Rank:
         values = trainer.train_step(batches, step=0, version=0)
         np.save(self.out / f"{self.case}.norm.{self.rank}.npy", values["optim/grad_norm"])
         self.write_gradients("gradients", trainer)
-        if case["restore"]:
+        if case["release"]:
             self.write("after", trainer.weights.parameters)
             self.write_restored(trainer)
+            begun = Trainer(self.config(case, load=case["release"]), configured_model(config), self.parallel)
+            self.write("released", begun.weights.parameters)
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
         arrays, logits = {}, self.recorded_logits(model, model.decoder)

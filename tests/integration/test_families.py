@@ -62,9 +62,21 @@ def test_gradients_are_those_of_transformers(families, layout, model):
             assert np.load(ran.directory / f"{model}.norm.{rank}.npy") == pytest.approx(norm.item(), rel=1e-5)
 
 
-@models([name for name, case in CASES.items() if case.thorough])
+thorough_models = models([name for name, case in CASES.items() if case.thorough])
+
+
+@thorough_models
 def test_a_trainers_checkpoint_gives_every_weight_back_bit_for_bit(families, layout, model):
     ran = families(layout, model)
     for rank in range(ran.sizes.world):
         saved, restored = (ran.local(kind, rank) for kind in ("after", "restored"))
         assert [name for name, tensor in saved.items() if not torch.equal(restored[name], tensor)] == []
+
+
+@thorough_models
+def test_a_trainer_begins_from_the_converted_checkpoint_as_from_the_checkpoint_itself(families, layout, model):
+    ran = families(layout, model)
+    for rank in range(ran.sizes.world):
+        plain, released = (ran.local(kind, rank) for kind in ("weights", "released"))
+        assert plain.keys() == released.keys()
+        assert [name for name, tensor in plain.items() if not torch.equal(released[name], tensor)] == []
