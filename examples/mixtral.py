@@ -10,7 +10,7 @@ from typing import Any
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, rotary, unusual
+from slimx.models.decoder import decoder_fields, quantised_otherwise, rotary, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.rows import Attention, Layer, embedding, head
 
@@ -35,7 +35,8 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     """What this file would build otherwise than the checkpoint means it: refused, never ignored."""
     if (kind := rotary(hf)[0]) != "default":
         return f"rotary scaling of type {kind}"
-    return unusual(hf, ("sliding_window", None), ("hidden_act", "silu"), ("tie_word_embeddings", False))
+    usual = (("sliding_window", None), ("hidden_act", "silu"), ("tie_word_embeddings", False))
+    return unusual(hf, *usual) or quantised_otherwise(hf)
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:

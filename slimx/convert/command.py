@@ -12,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:  # torch takes seconds to import, --help must not
     from slimx.convert.work import Conversion
+    from slimx.models.families import Family
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,6 +45,9 @@ DtypeOption = Annotated[Dtype, _DTYPE]
 Verify = Annotated[bool, typer.Option("--verify", help="Read the output again and compare its checksums.")]
 Threads = Annotated[int, typer.Option(min=1, help="Files written at once; each needs about 250 MB of memory.")]
 FileSize = Annotated[float, typer.Option(min=1e-6, help="About the size of a file in GB.")]
+FamilyOption = Annotated[
+    str, typer.Option("--family", help="Module of a family that slimx does not bring: docs/models.md.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 THREADS = min(4, os.cpu_count() or 1)
 
@@ -63,13 +67,16 @@ def hf_to_megatron(
     file_size: FileSize = 0.5,
     verify: Verify = False,
     threads: Threads = THREADS,
+    family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
     """Hugging Face SOURCE to OUT, which `trainer.load`, Megatron-LM, slime and Miles load."""
     from slimx.convert import run
 
     _work(
-        run.hf_to_megatron(source, dtype=_torch(dtype), layout=layout, file_bytes=_bytes(file_size)),
+        run.hf_to_megatron(
+            source, dtype=_torch(dtype), layout=layout, file_bytes=_bytes(file_size), family=_family(family)
+        ),
         out,
         threads,
         verify,
@@ -87,12 +94,18 @@ def megatron_to_hf(
     file_size: FileSize = 2,
     verify: Verify = False,
     threads: Threads = THREADS,
+    family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
     """Megatron's torch_dist SOURCE, saved under any layout, to a Hugging Face directory OUT."""
     from slimx.convert import run
 
-    _work(run.megatron_to_hf(source, original, dtype=_torch(dtype), file_bytes=_bytes(file_size)), out, threads, verify)
+    _work(
+        run.megatron_to_hf(source, original, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)),
+        out,
+        threads,
+        verify,
+    )
 
 
 @app.command()
@@ -104,18 +117,30 @@ def hf_to_fp8(
     file_size: FileSize = 2,
     verify: Verify = False,
     threads: Threads = THREADS,
+    family: FamilyOption = "",
     debug: Debug = False,
 ) -> None:
     """Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, which SGLang loads."""
     from slimx.convert import run
 
     _work(
-        run.hf_to_fp8(source, rule=rule.value, dtype=_torch(dtype), file_bytes=_bytes(file_size)), out, threads, verify
+        run.hf_to_fp8(
+            source, rule=rule.value, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
+        ),
+        out,
+        threads,
+        verify,
     )
 
 
 def _bytes(gigabytes: float) -> int:
     return int(gigabytes * 1e9)
+
+
+def _family(path: str) -> Family | None:
+    from slimx.models.families import load_family
+
+    return load_family(path, "--family") if path else None
 
 
 def _torch(dtype: Dtype):

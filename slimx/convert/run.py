@@ -18,7 +18,7 @@ from slimx.convert.torch_dist import ToMegatron
 from slimx.convert.torch_dist_reader import TorchDistReader
 from slimx.errors import SlimxError
 from slimx.models.checkpoint_reader import CheckpointReader
-from slimx.models.families import ModelSpec, read_model
+from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.megatron_directory import find_checkpoint
 from slimx.models.safe_pickle import read_metadata
 from slimx.reshard.precision import Quantisation, Rule
@@ -27,27 +27,37 @@ _PREDICTION = "mtp.layers."
 
 
 def hf_to_megatron(
-    source: Path, *, dtype: torch.dtype | None = None, layout: str = "", file_bytes: int = torch_dist.FILE_BYTES
+    source: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: str = "",
+    file_bytes: int = torch_dist.FILE_BYTES,
+    family: Family | None = None,
 ) -> ToMegatron:
     """The tensors of the Hugging Face directory `source` as a release of Megatron-LM, less those that a trainer does
     not hold.
 
     `dtype`: of the model; None: as stored, fp8 as bf16. `layout`: see `slimx.convert.target.parse_layout`.
-    `file_bytes`: about the size of a file."""
-    spec, reader = _open(source)
+    `file_bytes`: about the size of a file. `family`: None for the one of the source's architecture."""
+    spec, reader = _open(source, family)
     target, origin = Target(spec.table, parse_layout(layout)), f"{_content(source)} {dtype}"
     return ToMegatron(spec, reader, target, dtype=dtype, file_bytes=file_bytes, origin=origin)
 
 
 def megatron_to_hf(
-    source: Path, original: Path, *, dtype: torch.dtype | None = None, file_bytes: int = safetensors.FILE_BYTES
+    source: Path,
+    original: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = safetensors.FILE_BYTES,
+    family: Family | None = None,
 ) -> ToHuggingFace:
     """The weights of the Megatron directory `source` as a Hugging Face one. Config and tokenizer are those of
     `original`, and so are the tensors, if it has any, that a trainer does not hold.
 
-    `dtype`: of the model; None: as saved."""
+    `dtype`: of the model; None: as saved. `family`: as of `hf_to_megatron`."""
     path = find_checkpoint(source)
-    spec = _with_prediction(original, _prediction_layers(path))
+    spec = _with_prediction(original, _prediction_layers(path), family)
     trained, table = TorchDistReader(path, spec.table), spec.table
     theirs = CheckpointReader(original) if any(original.glob("*.safetensors")) else None
     units = [
@@ -69,12 +79,18 @@ def megatron_to_hf(
 
 
 def hf_to_fp8(
-    source: Path, *, rule: Rule = "ieee", dtype: torch.dtype | None = None, file_bytes: int = safetensors.FILE_BYTES
+    source: Path,
+    *,
+    rule: Rule = "ieee",
+    dtype: torch.dtype | None = None,
+    file_bytes: int = safetensors.FILE_BYTES,
+    family: Family | None = None,
 ) -> ToHuggingFace:
     """The Hugging Face directory `source` with those tensors in block fp8 that its family's fp8 checkpoints have so.
 
-    `rule`: how scales are chosen (docs/numerics.md). `dtype`: of the other tensors; None: as stored."""
-    spec, reader = _open(source)
+    `rule`: how scales are chosen (docs/numerics.md). `dtype`: of the other tensors; None: as stored.
+    `family`: as of `hf_to_megatron`."""
+    spec, reader = _open(source, family)
     quantisation = Quantisation(rule)
     names = quantised_names(spec.table, quantisation.block)
     if not names:
@@ -99,20 +115,21 @@ def hf_to_fp8(
     )
 
 
-def _open(source: Path) -> tuple[ModelSpec, CheckpointReader]:
+def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointReader]:
     """Model and tensors of a Hugging Face directory, compared with each other."""
-    reader, least = CheckpointReader(source, dequantise=dequantise), read_model(source)
-    most = _with_prediction(source, least.family.mtp_layers(least.hf))
+    reader = CheckpointReader(source, dequantise=dequantise)
+    least = read_model(source, family=family)
+    most = _with_prediction(source, least.family.mtp_layers(least.hf), family)
     # Published checkpoints leave out layers of multi-token prediction that their config declares.
     spec = most if reader.names & (most.table.checkpoint().keys() - least.table.checkpoint().keys()) else least
     reader.check(spec.table, quantised=True)
     return spec, reader
 
 
-def _with_prediction(path: Path, layers: int) -> ModelSpec:
+def _with_prediction(path: Path, layers: int, family: Family | None) -> ModelSpec:
     """The model with up to `layers` layers of multi-token prediction."""
-    spec = read_model(path)
-    return read_model(path, mtp_layers=min(layers, spec.family.mtp_layers(spec.hf)))
+    spec = read_model(path, family=family)
+    return read_model(path, mtp_layers=min(layers, spec.family.mtp_layers(spec.hf)), family=family)
 
 
 def _prediction_layers(path: Path) -> int:

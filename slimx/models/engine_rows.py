@@ -25,18 +25,18 @@ def attention(at: Layer, sizes: Attention, group: Group = "attention") -> tuple[
     """Grouped-query attention with the norms before and after it (`QKVParallelLinear`, `RowParallelLinear`). `group`:
     "tensor" where SGLang's model knows no DP-attention and splits it over all ranks (`get_parallel().tp_size`)."""
     heads = Blocks((sizes.heads, sizes.groups, sizes.groups))
-    matrices = [(name, (rows, sizes.hidden)) for name, rows in sizes.qkv]
+    matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
     fused = at.row("self_attn.qkv_proj.weight", matrices, map=heads, axis=0, group=group, quantised=True)
     rows = [same(at, "input_layernorm", sizes.hidden), fused]
     if sizes.qkv_bias:
-        vectors = [(name, (rows_,)) for name, rows_ in sizes.qkv]
+        vectors = [(name, (count,)) for name, count in sizes.qkv]
         rows.append(at.row("self_attn.qkv_proj.bias", vectors, kind="bias", map=heads, axis=0, group=group))
     if sizes.qk_norm:
         rows += [same(at, f"self_attn.{kind}_norm", sizes.head) for kind in "qk"]
     if sizes.projection_norm:
-        for kind, heads_ in (("q", sizes.heads), ("k", sizes.groups)):
-            how = {"map": Blocks((heads_,)), "axis": 0, "group": "attention"}
-            rows.append(same(at, f"self_attn.{kind}_norm", heads_ * sizes.head, **how))
+        for kind, count in (("q", sizes.heads), ("k", sizes.groups)):
+            how = {"map": Blocks((count,)), "axis": 0, "group": group}
+            rows.append(same(at, f"self_attn.{kind}_norm", count * sizes.head, **how))
     shape = sizes.hidden, sizes.heads * sizes.head
     rows.append(same(at, "self_attn.o_proj", *shape, axis=1, group=group, quantised=True))
     if sizes.output_bias:

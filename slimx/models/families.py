@@ -104,18 +104,18 @@ class ModelSpec:
         return self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
 
 
-def load_family(path: str) -> Family:
-    """The module with dotted path `path`, a family that slimx does not bring. Raises SlimxError if it cannot be
-    imported or lacks a part of `Family`."""
+def load_family(path: str, key: str = "model.family") -> Family:
+    """The module with dotted path `path`, a family that slimx does not bring. Raises SlimxError, naming `key`, if it
+    cannot be imported or lacks a part of `Family`."""
     try:
         module = importlib.import_module(path)
     except ImportError as error:
-        raise SlimxError(f"model.family={path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+        raise SlimxError(f"{key}={path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
     except Exception as error:
-        raise SlimxError(f"model.family={path}: importing it raised {type(error).__name__}: {error}") from error
+        raise SlimxError(f"{key}={path}: importing it raised {type(error).__name__}: {error}") from error
     parts = [name for name in (*Family.__annotations__, *vars(Family)) if not name.startswith("_")]
     if missing := [name for name in parts if not hasattr(module, name)]:
-        raise SlimxError(f"model.family={path} lacks {', '.join(missing)}; docs/models.md says what a family defines")
+        raise SlimxError(f"{key}={path} lacks {', '.join(missing)}; docs/models.md says what a family defines")
     return module
 
 

@@ -37,7 +37,8 @@ def unsupported(hf: dict[str, Any]) -> str | None:
         for key, only in _SCALING.items():
             if fields[key] != only:
                 return f"rotary scaling of {key} {fields[key]} instead of {only}"
-    return decoder.unusual(hf, ("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"))
+    usual = (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"))
+    return decoder.unusual(hf, *usual) or decoder.quantised_otherwise(hf)
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.layout.table import Table
-from slimx.models.decoder import decoder_fields, rotary, unusual
+from slimx.models.decoder import decoder_fields, quantised_otherwise, rotary, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.dense import dense_engine_table, dense_table
 from slimx.models.rows import Attention
@@ -22,7 +22,8 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     """What of this config cannot be built, in words; None if all can."""
     if (kind := rotary(hf)[0]) != "default":
         return f"rotary scaling of type {kind}"
-    return unusual(hf, ("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu"))
+    usual = (("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu"))
+    return unusual(hf, *usual) or quantised_otherwise(hf)
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:

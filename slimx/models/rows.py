@@ -93,14 +93,14 @@ class Layer:
     def attention(self, sizes: Attention) -> tuple[Row, ...]:
         """The norm before it and grouped-query attention."""
         heads = InterleaveQKV(sizes.heads, sizes.groups, sizes.head)
-        matrices = [(name, (rows, sizes.hidden)) for name, rows in sizes.qkv]
+        matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
         at, out = "self_attention.", (sizes.hidden, sizes.heads * sizes.head)
         rows = [
             self.norm(at + "linear_qkv.layer_norm_weight", "input_layernorm", sizes.hidden),
             self.row(at + "linear_qkv.weight", matrices, map=heads, axis=0, quantised=True),
         ]
         if sizes.qkv_bias:
-            vectors = [(name, (rows,)) for name, rows in sizes.qkv]
+            vectors = [(name, (count,)) for name, count in sizes.qkv]
             rows.append(self.row(at + "linear_qkv.bias", vectors, kind="bias", map=heads, axis=0))
         if sizes.qk_norm:
             rows += [self.norm(f"{at}{kind}_layernorm.weight", f"self_attn.{kind}_norm", sizes.head) for kind in "qk"]

@@ -110,5 +110,9 @@ CASES: dict[str, Case] = {
         thorough=True,
     ),
     # Added from outside, as docs/models.md says.
-    "Mixtral": Case(make=stock("MixtralConfig", num_local_experts=8, num_experts_per_tok=3), family="examples.mixtral"),
+    "Mixtral": Case(
+        make=stock("MixtralConfig", num_local_experts=8, num_experts_per_tok=3),
+        family="examples.mixtral",
+        thorough=True,
+    ),
 }

@@ -18,7 +18,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models.families import load_family, read_model
+from slimx.models.families import Family, load_family, read_model
 from slimx.ports import free_port
 from tests.integration.conftest import Weights
 from tests.integration.family_cases import CASES
@@ -38,6 +38,12 @@ SIZES = {
     "TP2xPP2xEP2xETP2": Sizes(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2),
 }
 DEADLINE_S = 240
+
+
+def family_of(model: str) -> Family | None:
+    """Of a case that slimx does not bring; None for the others."""
+    path = CASES[model].family
+    return load_family(path) if path else None
 
 
 class Laboratory:
@@ -61,7 +67,7 @@ class Laboratory:
         """The checkpoint as a release of Megatron-LM."""
         out = self.directory / f"{model}.release"
         if not out.exists():
-            convert(hf_to_megatron(self.oracle(model).path), out, threads=1, verify=False)
+            convert(hf_to_megatron(self.oracle(model).path, family=family_of(model)), out, threads=1, verify=False)
         return out
 
     def __call__(self, layout: str, model: str) -> Ran:
@@ -107,8 +113,7 @@ class Ran:
 
     def __init__(self, directory: Path, model: str, sizes: Sizes, oracle: Oracle):
         self.directory, self.model, self.sizes = directory, model, sizes
-        family = load_family(CASES[model].family) if CASES[model].family else None
-        self.table: Table = read_model(oracle.path, mtp_layers=CASES[model].mtp, family=family).table
+        self.table: Table = read_model(oracle.path, mtp_layers=CASES[model].mtp, family=family_of(model)).table
 
     def sequences(self, rank: int, key: str) -> dict[tuple[int, ...], np.ndarray]:
         """`key` of every sequence (its tokens and the last label) that `rank` saw; empty if it does not know it."""

@@ -212,6 +212,7 @@ def test_a_dense_model_has_no_routes_to_ask_for(tmp_path: Path):
         (QWEN3_32B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling of type yarn"),
         (QWEN25_7B, {"use_sliding_window": True}, "use_sliding_window True"),
         (QWEN25_7B, {"hidden_act": "gelu"}, "hidden_act gelu"),
+        (QWEN25_7B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method awq"),
         (LLAMA_3_8B, {"attention_bias": True}, "attention_bias True"),
         (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias True"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "dynamic"}}, "rotary scaling of type dynamic"),
