@@ -22,7 +22,7 @@ from slimx.data.support import Support
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.rollout.control import message_of, parse_body
-from slimx.rollout.requests import send
+from slimx.rollout.requests import input_logprobs, send
 
 SAMPLING = frozenset(
     {"temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos"}
@@ -179,11 +179,8 @@ class GenerationClient:
         fields = {"return_routed_experts": True} if return_routed_experts else {}
         body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, fields)
         meta = await self._post(body | {"logprob_start_len": 0})
-        scored = meta["input_token_logprobs"]
-        if [entry[1] for entry in scored] != list(token_ids):
-            raise SlimxError(f"{self.url} scored {len(scored)} tokens that are not the {len(token_ids)} asked for")
         return Scores(
-            logprobs=np.array([entry[0] for entry in scored[1:]], np.float32),
+            logprobs=np.array(input_logprobs(meta, token_ids, self.url), np.float32),
             version=self._version(meta["weight_version"]),
             routed_experts=self._experts(meta, len(token_ids) - 1) if return_routed_experts else None,
         )

@@ -13,7 +13,7 @@ import aiohttp
 
 from slimx.errors import SlimxError
 from slimx.rollout.control import message_of, parse_body
-from slimx.rollout.requests import Answer, send
+from slimx.rollout.requests import Answer, input_logprobs, send
 
 
 class FrozenEngine:
@@ -83,10 +83,7 @@ class FrozenEngine:
             "stream": False,
         }
         answer = await self.post("/generate", body)
-        scored = answer.get("meta_info", {}).get("input_token_logprobs") or []
-        if [entry[1] for entry in scored] != body["input_ids"]:
-            raise SlimxError(f"frozen engines {self.name} scored {len(scored)} of {len(token_ids)} tokens")
-        return [entry[0] for entry in scored[1:]]
+        return input_logprobs(answer.get("meta_info", {}), token_ids, f"frozen engines {self.name}")
 
     async def _lost(self) -> None:
         """Have the run look for lost servers, in its own event loop."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slimx.errors import DeadlineError, SlimxError
@@ -23,6 +23,20 @@ def lost(status: int, answer: dict[str, Any]) -> bool:
     error = answer.get("error")
     code = error.get("code") if isinstance(error, dict) else None
     return status in (0, 502) or (status == 500 and code == "call_upstream_request_error")
+
+
+def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> list[float]:
+    """Log-probs of `token_ids` [L] but the first, out of a /generate answer of `who`, [L - 1].
+
+    Raises SlimxError if other tokens were scored. SGLang 0.5.23 scores the last token of the vocabulary, but calls it 0
+    (scheduler_components/logprob_result_processor.py clips ids)."""
+    scored = meta.get("input_token_logprobs") or []
+    wanted = [int(token) for token in token_ids]
+    if len(scored) != len(wanted) or any(
+        entry[1] not in (token, 0) for entry, token in zip(scored, wanted, strict=True)
+    ):
+        raise SlimxError(f"{who} scored {len(scored)} tokens that are not the {len(wanted)} asked for")
+    return [entry[0] for entry in scored[1:]]
 
 
 async def send(

@@ -26,6 +26,7 @@ from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rewards import judge
 from slimx.rollout import control
 from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.requests import input_logprobs
 from slimx.rollout.router import Router
 from slimx.rollout.spec import EngineSpec, NodeShare, server_args, server_env
 from tests.unit.reward_stand import context, trajectory
@@ -203,6 +204,18 @@ async def test_a_request_goes_to_a_prefill_and_a_decode_server_that_are_told_of_
     assert len({body["bootstrap_room"] for _, body in requests}) == 1
 
 
+def test_scores_are_those_of_the_tokens_asked_for() -> None:
+    scored = [
+        [None, 5, None],
+        [-1.0, 0, None],
+        [-2.0, 6, None],
+    ]  # 0: the vocabulary's last token
+    assert input_logprobs({"input_token_logprobs": scored}, [5, 127, 6], "e") == [-1.0, -2.0]
+    for asked in ([5, 127, 7], [5, 127], [5, 127, 6, 1]):
+        with pytest.raises(SlimxError, match=f"e scored 3 tokens that are not the {len(asked)} asked for"):
+            input_logprobs({"input_token_logprobs": scored}, asked, "e")
+
+
 async def test_a_judge_is_one_of_the_runs_own_engines() -> None:
     async with servers(1) as (urls, _):
         engines = {"judge": FrozenEngine("judge", urls[0], deadline_s=10, retries=0)}
@@ -225,7 +238,7 @@ async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
         assert await asyncio.to_thread(asyncio.run, engine.chat(messages)) == "9 of 10"
         assert requests[0][1]["messages"] == messages and requests[0][1]["temperature"] == 0.0
         assert await engine.post("/classify", {"text": "x"}) == {"data": [{"embedding": [0.5]}]}
-        with pytest.raises(SlimxError, match="frozen engines judge scored 0 of 3 tokens"):
+        with pytest.raises(SlimxError, match="frozen engines judge scored 0 tokens that are not the 3 asked for"):
             await engine.logprobs([1, 2, 3])
         copy = pickle.loads(pickle.dumps(engine))  # as a reward in a process of its own gets it
         assert await asyncio.to_thread(asyncio.run, copy.chat(messages)) == "9 of 10"
