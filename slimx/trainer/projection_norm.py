@@ -15,6 +15,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from slimx.errors import SlimxError
 from slimx.numerics.norm import rms_scale
 
 
@@ -58,10 +59,17 @@ class ProjectionNorm(torch.nn.Module):
 
 
 def install(block: Any, config: Any) -> None:
-    """Have the attention of a decoder's spec (TransformerBlockSubmodules) built with this norm of queries and keys."""
+    """Have the attention of a decoder's spec (TransformerBlockSubmodules) built with this norm of queries and keys.
+
+    Raises SlimxError for a `config` (TransformerConfig) under which upstream would spoil its gradients."""
+    if config.qk_layernorm:
+        raise SlimxError(
+            "trainer.megatron.qk_layernorm is true, but this model's norms span all heads and ranks hold different "
+            "parts of them, whose gradients megatron-core would then sum; leave it out"
+        )
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         if attention.module is not SelfAttention or not isinstance(attention.submodules, SelfAttentionSubmodules):
-            raise TypeError(f"{attention.module} has no queries and keys of heads to normalise")
+            raise SlimxError(f"a norm of all heads together cannot stand in {attention.module}: it is no SelfAttention")
         attention.submodules.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": config.num_attention_heads})
         attention.submodules.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": config.num_query_groups})

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,6 +213,13 @@ def test_a_part_of_each_head_rotates_as_either_form_of_the_config_says():
 def test_what_cannot_be_built_is_refused_in_words(tmp_path: Path, hf: dict[str, Any], problem: str):
     with pytest.raises(SlimxError, match=f"{hf['architectures'][0]} with {problem}"):
         read(tmp_path, hf)
+
+
+def test_a_norm_per_head_is_not_asked_for_beside_that_of_all_heads():
+    from slimx.trainer.projection_norm import install
+
+    with pytest.raises(SlimxError, match=r"trainer\.megatron\.qk_layernorm is true, but this model's norms span"):
+        install(SimpleNamespace(layer_specs=[]), SimpleNamespace(qk_layernorm=True))
 
 
 def test_prediction_layers_that_minimax_only_declares_are_refused(tmp_path: Path):
