@@ -17,15 +17,12 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.adapters import megatron_without_te
-from slimx.layout.zigzag import zigzag
-from slimx.numerics.attention import packed_attention, partial_attention
+from slimx.adapters.megatron_attention import Attention
 from slimx.numerics.norm import rms_norm
 
 
@@ -71,55 +68,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon))
 
 
-class Attention(MegatronModule):
-    """Core attention of packed sequences (qkv_format thd)."""
-
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ):
-        super().__init__(config)
-        self.context = pg_collection.cp
-        self.scale = softmax_scale or config.kv_channels**-0.5
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any,
-        attn_mask_type: Any = None,
-        attention_bias: Any = None,
-        packed_seq_params: Any = None,
-    ) -> torch.Tensor:
-        """query [T, heads, d] and so on; returns [T, 1, heads * d] as megatron's packed path expects.
-
-        Under context parallelism T is this rank's part of the tokens; every rank gathers all keys and values."""
-        query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
-        bounds = packed_seq_params.cu_seqlens_q
-        lengths = (bounds[1:] - bounds[:-1]).tolist()
-        size = self.context.size()
-        if size == 1:
-            return packed_attention(query, key, value, lengths, self.scale).unsqueeze(1)
-        held = [torch.from_numpy(zigzag(lengths, size, each)).to(query.device) for each in range(size)]
-        order = torch.cat(held).argsort()
-        key, value = (
-            gather_from_sequence_parallel_region(x.contiguous(), group=self.context)[order] for x in (key, value)
-        )
-        return partial_attention(query, key, value, lengths, held[self.context.rank()], self.scale).unsqueeze(1)
-
-
 class GroupedLinear(torch.nn.Module):
-    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... as Transformer Engine's
-    GroupedLinear."""
+    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... and `bias0`, ... as Transformer
+    Engine's GroupedLinear."""
 
     layer: type[torch.nn.Module]
     axis: int
@@ -135,10 +86,11 @@ class GroupedLinear(torch.nn.Module):
         init_method: Any,
         pg_collection: Any,
         bias: bool = False,
+        skip_bias_add: bool = True,
         **_: Any,
     ):
         super().__init__()
-        self.groups = pg_collection
+        self.groups, self.skip_bias_add = pg_collection, skip_bias_add
         experts = [
             self.layer(
                 input_size,
@@ -158,11 +110,21 @@ class GroupedLinear(torch.nn.Module):
         )
         for index, expert in enumerate(experts):
             self.register_parameter(f"weight{index}", expert.weight)
+            if bias:
+                # RowParallelLinear would have it summed over the ranks of TP, which hold other experts.
+                expert.bias.sequence_parallel = False
+                self.register_parameter(f"bias{index}", expert.bias)
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
-        """x [tokens sorted by expert, input]; one product per expert."""
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """x [tokens sorted by expert, input]; one product per expert. The biases come beside it if they are not to be
+        added here."""
         parts = x.split(list(tokens_per_expert))
-        return torch.cat([expert(part)[0] for expert, part in zip(self.experts, parts, strict=True)]), None
+        pairs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+        if pairs[0][1] is None:
+            return torch.cat([out for out, _ in pairs]), None
+        if self.skip_bias_add:
+            return torch.cat([out for out, _ in pairs]), [bias for _, bias in pairs]
+        return torch.cat([out + bias for out, bias in pairs]), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """Checkpoint keys as Transformer Engine's layers write them: one tensor per layer with an expert axis, or
@@ -174,17 +136,22 @@ class GroupedLinear(torch.nn.Module):
             key = prefix
             if metadata.get("singleton_local_shards"):
                 place, key = (), f"{number}.{prefix}"
+            state = {f"{index}.weight": expert.weight}
+            if expert.bias is not None:
+                state[f"{index}.bias"] = expert.bias
             shards = make_sharded_tensors_for_checkpoint(
-                {f"{index}.weight": expert.weight},
+                state,
                 "",
-                {f"{index}.weight": self.axis},
+                {f"{index}.weight": self.axis, **({f"{index}.bias": 0} if self.axis == 0 else {})},
                 (*sharded_offsets, *place),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(shards, f"{index}.", key)
-            shard = out[f"{prefix}weight{index}"] = shards[f"{index}.weight"]
-            shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
+            for name in state:
+                shard = shards[name]
+                shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
+                out[f"{prefix}{name.split('.')[1]}{index}"] = shard
         return out
 
 

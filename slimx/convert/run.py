@@ -11,12 +11,13 @@ import torch
 
 from slimx.convert import safetensors, torch_dist
 from slimx.convert.fp8 import check_rule, dequantise, quantised, quantised_names, with_quantisation
-from slimx.convert.safetensors import ToHuggingFace, Unit, copied
+from slimx.convert.safetensors import ToHuggingFace, Unit, copied, stacked
 from slimx.convert.sources import Overlay
 from slimx.convert.target import Target, parse_layout
 from slimx.convert.torch_dist import ToMegatron
 from slimx.convert.torch_dist_reader import TorchDistReader
 from slimx.errors import SlimxError
+from slimx.layout.stored import stored
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import Family, ModelSpec, read_model
 from slimx.models.megatron_directory import find_checkpoint
@@ -60,10 +61,14 @@ def megatron_to_hf(
     spec = _with_prediction(original, _prediction_layers(path), family)
     trained, table = TorchDistReader(path, spec.table), spec.table
     theirs = CheckpointReader(original) if any(original.glob("*.safetensors")) else None
-    units = [
-        copied(name, shape, dtype if dtype is not None and own is None else trained.dtype(name))
-        for name, (shape, own) in _tensors(spec).items()
-    ]
+    units = []
+    for name, (shape, own) in _tensors(spec).items():
+        place, kept = stored(name), dtype if dtype is not None and own is None else trained.dtype(name)
+        if place.index is None:
+            units.append(copied(name, shape, kept))
+        elif place.index == 0:
+            experts = [name.replace("[0]", f"[{k}]") for k in range(table.experts)]
+            units.append(stacked(place.name, experts, place.shape(shape, table.experts), kept))
     source_of = Overlay(trained, theirs, table.aliases)
     if theirs is not None:
         units += _others(spec, theirs, dtype)

@@ -21,6 +21,8 @@ import torch
 from slimx.convert.sources import Reading, Source, row_blocks
 from slimx.convert.work import Stream
 from slimx.durable import write_synced
+from slimx.layout.maps import Rect
+from slimx.layout.stored import stored
 from slimx.models.checkpoint_writer import TENSOR_SUFFIXES, shard_name
 
 FILE_BYTES = 2 * 10**9
@@ -59,6 +61,22 @@ def copied(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
         for rect in row_blocks(shape, dtype.itemsize):
             part = reading.read(name, rect)
             yield part if part.dtype == dtype else reading.scratch.tensor(tuple(part.shape), dtype).copy_(part)
+
+    return Unit((Tensor(name, dtype, shape),), blocks)
+
+
+def stacked(name: str, sources: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
+    """A stack [count, ...] of shape `shape` of what a table calls `sources` (`slimx.layout.stored`), in `dtype`."""
+
+    def blocks(reading: Reading) -> Iterator[torch.Tensor]:
+        for source in sources:
+            for rect in row_blocks(shape[1:], dtype.itemsize):
+                if stored(source).turned:
+                    rect = Rect(0, rect.col, rect.row, rect.cols, rect.rows, 0, 0)
+                    part = reading.read(source, rect).T
+                else:
+                    part = reading.read(source, rect)
+                yield reading.scratch.tensor(tuple(part.shape), dtype).copy_(part)
 
     return Unit((Tensor(name, dtype, shape),), blocks)
 

@@ -66,6 +66,7 @@ class EngineLayout:
                     rects,
                     row.dtype,
                     row.quantised,
+                    column=row.stacked and len(shape) == 2,
                 )
 
     def _shards(self, row: Row) -> Iterator[tuple[int, int, int, list[int]]]:
@@ -111,6 +112,6 @@ class EngineLayout:
                 raise SlimxError(f"engine tensor {row.name}: {error} (rollout.engines.tensor{other})") from None
             rects += [replace(r, source=counted + r.source, local_row=at + r.local_row) for r in inner]
             at, counted = at + shape[0], counted + len(sources)
-        if row.stacked:
-            return (len(slots), at // len(slots), shape[1]), tuple(rects)
-        return (shape[:1] if all(len(s) == 1 for _, s in row.sources) else shape), tuple(rects)
+        vectors = all(len(s) == 1 for _, s in row.sources)
+        whole = (len(slots), at // len(slots), shape[1]) if row.stacked else shape
+        return (whole[:-1] if vectors else whole), tuple(rects)

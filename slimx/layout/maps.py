@@ -9,6 +9,8 @@ matrix: a vector of n elements is n x 1, a stack of E matrices of M x N is (E * 
     Blocks(heads)                the same with shares counted in heads, which repeat if there are few (an engine's qkv)
     InterleaveQKV(heads, ...)    query, key and value interleaved per query group (Megatron's linear_qkv)
     Stack(inner)                 one matrix of a checkpoint tensor that stacks those of all experts
+    Deinterleave()               rows that alternate between two matrices (gate up gate up ...), one below the other
+    Once()                       the tensor on the first rank, zeros on the others (a bias that ranks would add up)
     RotateHalf(...)              rows of every head reordered from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1)
     Transpose(inner)             checkpoint tensors that are stored transposed
     Pad(multiple)                rows appended up to a multiple (a padded vocabulary); no rectangle fills them
@@ -170,6 +172,34 @@ class Stack:
         single = [(rows // self.count, cols) for rows, cols in shapes]
         shape, rects = self.inner.local(single, axis, rank, size)
         return shape, [replace(rect, row=rect.row + index * single[rect.source][0]) for rect in rects]
+
+
+@dataclass(frozen=True, slots=True)
+class Deinterleave:
+    """One tensor whose rows alternate between two matrices: the rows of the first, then those of the second; each rank
+    holds its share of both."""
+
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
+        if axis == 1:
+            raise SlimxError("rows that alternate cannot be reordered in a split over columns; split over axis 0")
+        ((rows, cols),) = shapes
+        _, half = share(rows, 0, 2, "a number of rows that alternate")
+        first, count = (0, half) if axis is None else share(half, rank, size)
+        rects = [Rect(0, 2 * first + part, 0, count, cols, part * count, 0, step=2) for part in (0, 1)]
+        return (2 * count, cols), rects
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """One tensor on the first rank; the others hold zeros, so that the sum over all ranks holds it once."""
+
+    def local(
+        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
+    ) -> tuple[Shape, list[Rect]]:
+        ((rows, cols),) = shapes
+        return (rows, cols), [Rect(0, 0, 0, rows, cols, 0, 0)] if rank == 0 else []
 
 
 @dataclass(frozen=True, slots=True)

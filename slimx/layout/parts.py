@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,13 @@ class Part:
     """Whether block quantisation applies to it where a publication asks for one."""
     copy: bool = False
     """Held beside the same tensor's own part: loaded like it, never the one that is exported or published."""
+    column: bool = False
+    """Whether `rects` read it as one column whatever its shape: a stack of vectors, each of which is a column."""
+
+    @property
+    def matrix(self) -> Shape:
+        """Rows and columns that `rects` count in."""
+        return (math.prod(self.shape), 1) if self.column else matrix(self.shape)
 
 
 def matrix(shape: Sequence[int]) -> Shape:

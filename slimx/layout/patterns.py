@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from slimx.errors import SlimxError
+from slimx.layout.stored import stored
 from slimx.layout.table import Entry, Table
 
 Sources = tuple[str, ...]
@@ -17,14 +18,14 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
     """The parameters of the whole model that any of `patterns` matches, by their `Part.sources`.
 
     A pattern is a glob (`*`, `?`, `[...]`) over a whole name: Megatron's, with layers and experts numbered over the
-    whole model, or Hugging Face's. Raises SlimxError naming `key` for a pattern that matches nothing, with the nearest
-    name, and for one that matches a part of a fused parameter only.
+    whole model, or Hugging Face's (of a stack of experts, all of them). Raises SlimxError naming `key` for a pattern
+    that matches nothing, with the nearest name, and for one that matches a part of a fused parameter only.
     """
     found: set[Sources] = set()
     used: set[str] = set()
     for entry in table.entries() if patterns else ():
         own = {pattern for pattern in patterns if fnmatchcase(megatron_name(table, entry), pattern)}
-        by_source = {source: {p for p in patterns if fnmatchcase(source, p)} for source in entry.sources}
+        by_source = {source: {p for p in patterns if fnmatchcase(stored(source).name, p)} for source in entry.sources}
         used |= own.union(*by_source.values())
         missing = [source for source, matching in by_source.items() if not matching]
         if own or not missing:
@@ -53,7 +54,7 @@ def _near(table: Table, pattern: str) -> str:
     # Layers and experts repeat the same names: one of each kind is compared.
     kinds: dict[str, str] = {}
     for entry in table.entries():
-        for name in (megatron_name(table, entry), *entry.sources):
+        for name in (megatron_name(table, entry), *(stored(source).name for source in entry.sources)):
             kinds.setdefault(re.sub(r"\d+", "*", name), name)
     near = difflib.get_close_matches(re.sub(r"\d+", "*", pattern), kinds, n=1, cutoff=0.0)
     return f"did you mean {kinds[near[0]]}?"

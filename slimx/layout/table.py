@@ -14,6 +14,7 @@ import numpy as np
 from slimx.errors import SlimxError
 from slimx.layout.maps import Copy, IndexMap, Pad, Rect
 from slimx.layout.parts import check_boxes, check_sources, matrix
+from slimx.layout.stored import stored
 
 Stage = Literal["first", "layer", "last", "mtp"]
 Group = Literal["tensor", "attention"]
@@ -30,7 +31,8 @@ class Row:
 
     name: str
     sources: Sources
-    """Checkpoint names with their full shapes."""
+    """Checkpoint names with their full shapes. One that the checkpoint keeps in a stack of all experts ends in
+    `[{expert}]`, and in `.T` if it is transposed there (`slimx.layout.stored`); its shape is the one before that."""
     map: IndexMap = Copy()
     axis: int | None = None
     """Axis split over the ranks of `group`; None: each of them holds the whole."""
@@ -106,7 +108,23 @@ class Table:
                         yield Entry(row, layer, expert)
 
     def checkpoint(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every checkpoint tensor that the rows hold, in order. Two rows must not claim the same."""
+        """Name and shape of every tensor of the checkpoint that the rows hold, in order, stacks as a whole."""
+        out: dict[str, tuple[int, ...]] = {}
+        for source, shape in self.sources().items():
+            place = stored(source)
+            out[place.name] = place.shape(shape, self.experts)
+        for name, original in self.aliases.items():
+            if name in out or original not in out:
+                raise SlimxError(f"weight table: {name} cannot repeat {original}; the original must be in the table")
+        return out
+
+    def turned(self) -> frozenset[str]:
+        """Stacks of the checkpoint that hold their matrices transposed."""
+        places = (stored(name) for entry in self.entries() for name in entry.sources)
+        return frozenset(place.name for place in places if place.turned)
+
+    def sources(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of everything that the rows are made of, in order. Two rows must not claim the same."""
         out: dict[str, tuple[int, ...]] = {}
         owner: dict[str, Row] = {}
         for entry in self.entries():
@@ -114,9 +132,6 @@ class Table:
                 if owner.setdefault(name, entry.row) is not entry.row:
                     raise SlimxError(f"weight table: {name} belongs to two rows; each checkpoint tensor has one place")
                 out[name] = shape
-        for name, original in self.aliases.items():
-            if name in out or original not in out:
-                raise SlimxError(f"weight table: {name} cannot repeat {original}; the original must be in the table")
         return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection, Mapping
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
+from slimx.layout.stored import Stored, stored
 from slimx.layout.table import Table
+from slimx.models import mxfp4
 from slimx.models.block_fp8 import SCALE_SUFFIX, Block, Dequantise, block_of, dequantise, scales_shape
 
 _FP8 = "F8_E4M3"
@@ -72,11 +75,14 @@ class CheckpointReader:
         return tuple(self._view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of what `read` gives of a tensor: blocks of fp8 are read as bf16."""
-        stored = self._view(name).get_dtype()
-        if stored not in _DTYPES:
-            raise SlimxError(f"{self.path}: tensor {name} is stored as {stored}, which slimx does not read")
-        return _DTYPES[stored]
+        """Of what `read` gives of a source: blocks of fp8 and MXFP4 are read as bf16."""
+        name = stored(name).name
+        if self._packed(name):
+            return torch.bfloat16
+        found = self._view(name).get_dtype()
+        if found not in _DTYPES:
+            raise SlimxError(f"{self.path}: tensor {name} is stored as {found}, which slimx does not read")
+        return _DTYPES[found]
 
     def again(self) -> CheckpointReader:
         """The same directory with no file open: for another thread, or to let go of the memory that is mapped."""
@@ -89,7 +95,7 @@ class CheckpointReader:
 
         `quantised`: tensors may be in fp8 with block scales beside them.
         """
-        expected = table.checkpoint()
+        expected = self._as_packed(table.checkpoint(), table.turned())
         optional = {name: expected[original] for name, original in table.aliases.items()} | dict(table.frozen)
         for name, shape in {**expected, **optional}.items():
             if name not in self._where:
@@ -134,18 +140,52 @@ class CheckpointReader:
         return self._open(self._where[name]).get_slice(name)
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """The elements of tensor `name` that `rect` takes, [rect.rows, rect.cols] as the local tensor holds them."""
-        view = self._view(name)
+        """The elements of source `name` of a table that `rect` takes, [rect.rows, rect.cols] as the local tensor holds
+        them."""
+        place, (rows, cols) = stored(name), rect.extent
+        window = slice(rect.row, rect.row + rows), slice(rect.col, rect.col + cols)
+        part = self._packed_window(place, *window) if self._packed(place.name) else self._window(place, *window)
+        return part.T if rect.transposed else part[:: rect.step]
+
+    def _window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+        view = self._view(place.name)
         shape = view.get_shape()
-        rows, cols = rect.extent
+        if place.index is not None:
+            one = slice(place.index, place.index + 1)
+            if len(shape) == 2:
+                return view[one, rows].T
+            return view[one, cols, rows][0].T if place.turned else view[one, rows, cols][0]
         if len(shape) == 1:
-            return view[rect.row : rect.row + rows][:: rect.step].unsqueeze(1)
+            return view[rows].unsqueeze(1)
         if len(shape) == 3:
             # A stack of matrices, read as one matrix; no rectangle reaches over the edge of one.
-            index, row = divmod(rect.row, shape[1])
-            part = view[index : index + 1, row : row + rows, rect.col : rect.col + cols][0]
+            index, row = divmod(rows.start, shape[1])
+            part = view[index : index + 1, row : row + rows.stop - rows.start, cols][0]
         else:
-            part = view[rect.row : rect.row + rows, rect.col : rect.col + cols]
+            part = view[rows, cols]
         if view.get_dtype() == _FP8:
-            part = self._dequantise(part, self.whole(name + SCALE_SUFFIX), self._block, rect.row, rect.col)
-        return part.T if rect.transposed else part[:: rect.step]
+            part = self._dequantise(part, self.whole(place.name + SCALE_SUFFIX), self._block, rows.start, cols.start)
+        return part
+
+    def _packed(self, name: str) -> bool:
+        return name not in self._where and name + mxfp4.BLOCKS in self._where
+
+    def _as_packed(self, shapes: Mapping[str, tuple[int, ...]], turned: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """`shapes` with the tensors that this checkpoint keeps in MXFP4 under the names and shapes that they have
+        there."""
+        out: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            if name in turned and self._packed(name):
+                count, rows, cols = shape
+                out |= {name + suffix: packed for suffix, packed in mxfp4.packed_shapes((count, cols, rows)).items()}
+            else:
+                out[name] = shape
+        return out
+
+    def _packed_window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+        """Of an MXFP4 stack, whose codes stand as the table names its matrices: transposed to what it would hold."""
+        first, stop = cols.start // mxfp4.GROUP, -(-cols.stop // mxfp4.GROUP)
+        window = slice(place.index, place.index + 1), rows, slice(first, stop)
+        blocks, scales = (self._view(place.name + suffix)[window] for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))
+        start = first * mxfp4.GROUP
+        return mxfp4.dequantise(blocks, scales)[0, :, cols.start - start : cols.stop - start]

@@ -31,16 +31,15 @@ class Packed(Protocol):
     tensors: Sequence[Any]
 
 
-def write_bucket(packed: Packed, path: str) -> list[str]:
-    """Write the tensors of `packed` into the safetensors file `path`; returns their names."""
+def write_bucket(packed: Packed, path: str, table: Table) -> list[str]:
+    """Write the tensors of `packed`, some of `table`'s, into the safetensors file `path`; returns their names."""
     memory = torch.from_file(packed.path, shared=True, size=packed.size, dtype=torch.uint8)
-    return _write(
-        Path(path),
-        {
-            t.name: memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
-            for t in packed.tensors
-        },
-    )
+    turned, tensors = table.turned(), {}
+    for t in packed.tensors:
+        tensor = memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
+        # `checkpoint_parts` brings the matrices of such a stack as the table names them.
+        tensors[t.name] = tensor.transpose(-2, -1).contiguous() if t.name in turned else tensor
+    return _write(Path(path), tensors)
 
 
 def finish_directory(
@@ -71,6 +70,10 @@ def finish_directory(
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(TENSOR_SUFFIXES):
             shutil.copy2(file, directory / file.name)
+    config = directory / "config.json"
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    if fields.pop("quantization_config", None) is not None:  # what is exported is in the trainer's dtype
+        config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _carried(reader: CheckpointReader, table: Table) -> Iterator[list[str]]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, minimax_m2, qwen2, qwen3, qwen3_moe
+from slimx.models import deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, qwen2, qwen3, qwen3_moe
 
 
 class Family(Protocol):
@@ -48,7 +48,7 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = {
     family.ARCHITECTURE: family
-    for family in (deepseek_v3, glm4_moe, glm4_moe_lite, llama, minimax_m2, qwen2, qwen3, qwen3_moe)
+    for family in (deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, qwen2, qwen3, qwen3_moe)
 }
 
 _GATED_DELTA_NET = (
@@ -98,6 +98,17 @@ class ModelSpec:
     def normalises_projections(self) -> bool:
         """Whether queries and keys are normed over all heads together: the norms are then split as the heads are."""
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """Fields of SGLang's ServerArgs that an engine must have for `engine_table` to hold (the family's
+        ENGINE_ARGUMENTS, if it has any)."""
+        return getattr(self.family, "ENGINE_ARGUMENTS", {})
+
+    @property
+    def no_cpu_engine(self) -> str | None:
+        """Why SGLang cannot serve the model on the CPU (the family's NO_CPU_ENGINE); None if it can."""
+        return getattr(self.family, "NO_CPU_ENGINE", None)
 
     def engine_table(self, *, fused_shared_experts: bool = False) -> Table:
         """Where SGLang holds every checkpoint tensor."""

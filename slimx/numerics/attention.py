@@ -5,11 +5,20 @@ import torch.nn.functional as F
 
 
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each sequence attends to itself, causally.
 
     query [T, heads, d], key [T, groups, d], value [T, groups, dv], T = sum(lengths); returns [T, heads * dv].
+    `window`: a token sees that many, itself included; None: all before it. `sinks` [heads]: logits of one more key per
+    head, which takes its share of the softmax and has no value (gpt-oss, arXiv 2508.10925; Xiao et al., 2309.17453).
     Sequences of similar length (the same power of two) are computed together as a padded batch: one batch of all would
     cost the longest sequence's square times their number.
     """
@@ -17,31 +26,77 @@ def packed_attention(
     for number, length in enumerate(lengths):
         groups.setdefault((length - 1).bit_length(), []).append(number)
     if len(groups) == 1:
-        return _padded_attention(query, key, value, lengths, scale)
+        return _padded_attention(query, key, value, lengths, scale, window, sinks)
     places, parts = [], []
     sequences = torch.arange(sum(lengths), device=query.device).split(lengths)
     for members in groups.values():
         place = torch.cat([sequences[number] for number in members])
         inside = [lengths[number] for number in members]
-        parts.append(_padded_attention(query[place], key[place], value[place], inside, scale))
+        parts.append(_padded_attention(query[place], key[place], value[place], inside, scale, window, sinks))
         places.append(place)
     return torch.cat(parts)[torch.cat(places).argsort()]
 
 
 def _padded_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`packed_attention` with all sequences side by side in a padded batch: padding stands after a sequence's tokens,
     so that no token of a causal row can see it."""
     grid = _Grid(lengths, query.device)
-    out = F.scaled_dot_product_attention(
-        *(grid.lay(x).transpose(1, 2) for x in (query, key, value)), is_causal=True, scale=scale, enable_gqa=True
-    )
+    query, key, value = (grid.lay(x).transpose(1, 2) for x in (query, key, value))
+    if window is None and sinks is None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        place = torch.arange(max(lengths), device=query.device)
+        out = _masked_attention(query, key, value, _seen(place[None], max(lengths), window), scale, sinks)
     return grid.collect(out.transpose(1, 2).flatten(2))
 
 
+def _seen(place: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
+    """Which of a sequence's first `keys` tokens each query sees: `place` [..., Q] -> bool [..., Q, keys]."""
+    before = place[..., None] - torch.arange(keys, device=place.device)
+    return before >= 0 if window is None else (before >= 0) & (before < window)
+
+
+def _masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [n, heads, Q, d], key [n, groups, K, d], value [n, groups, K, dv], seen [n or 1, Q, K] bool, sinks [heads];
+    returns [n, heads, Q, dv].
+
+    A sink is one more key that is nonzero in one more dimension, where each head's queries hold its logit. So the
+    kernels' own softmax sums it, and its gradient comes through the queries.
+    """
+    if sinks is not None:
+        logit = (sinks / scale).to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
+        query = torch.cat([query, logit], dim=-1)
+        key, value = F.pad(key, (0, 1, 0, 1)), F.pad(value, (0, 0, 0, 1))
+        key[..., -1, -1] = 1
+        seen = F.pad(seen, (0, 1), value=True)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None], scale=scale, enable_gqa=True)
+
+
 def partial_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], rows: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    rows: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`packed_attention` of some tokens only.
 
@@ -53,15 +108,8 @@ def partial_attention(
     starts = torch.tensor([0, *lengths[:-1]], device=query.device).cumsum(0)
     counts = torch.tensor(lengths, device=query.device) // share
     inside = queries.lay(rows - starts.repeat_interleave(counts))  # position in its own sequence; 0 in the padding
-    seen = inside[:, :, None] >= torch.arange(max(lengths), device=query.device)
-    out = F.scaled_dot_product_attention(
-        queries.lay(query).transpose(1, 2),
-        keys.lay(key).transpose(1, 2),
-        keys.lay(value).transpose(1, 2),
-        attn_mask=seen[:, None],
-        scale=scale,
-        enable_gqa=True,
-    )
+    query, key, value = (grid.lay(x).transpose(1, 2) for grid, x in ((queries, query), (keys, key), (keys, value)))
+    out = _masked_attention(query, key, value, _seen(inside, max(lengths), window), scale, sinks)
     return queries.collect(out.transpose(1, 2).flatten(2))
 
 

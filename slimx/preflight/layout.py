@@ -41,7 +41,7 @@ def layout_problems(config: Config, spec: ModelSpec) -> list[str]:
 
 
 def divisor_problems(sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
-    """Sizes that do not divide what they split."""
+    """Sizes that do not divide what they split, or split what must stay whole."""
     for key, size, what, count in (
         ("trainer.expert", sizes.expert, "experts", spec.experts),
         ("trainer.tensor", sizes.tensor, "query groups (num_key_value_heads)", spec.transformer["num_query_groups"]),
@@ -61,12 +61,17 @@ def divisor_problems(sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
                 f"{key}={size} does not divide the {count} {what} of {spec.path}; the nearest that does is "
                 f"{key}={nearest}"
             )
+    if spec.experts and spec.transformer.get("add_bias_linear") and sizes.expert_tensor > 1:
+        yield (
+            f"trainer.expert_tensor={sizes.expert_tensor} splits the experts of {spec.path}, which have biases: "
+            "megatron-core would add them on every rank; set trainer.expert_tensor=1 and trainer.expert to 2 or more"
+        )
 
 
 def _check_parts(spec: ModelSpec, sizes: Sizes, *, prove: bool) -> None:
     layout = MegatronLayout(spec.table, sizes)
     if prove:
-        check_coverage(spec.table.checkpoint(), layout.parts())
+        check_coverage(spec.table.sources(), layout.parts())
 
 
 def check_critic_layout(config: Config) -> tuple[ModelSpec, Sizes]:

@@ -65,7 +65,13 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
             f"publish.transport={config.publish.transport} moves weights from GPU to GPU, and this run is on the CPU "
             "(cluster.device); set it to memory, gloo or disk"
         )
+    _check_served(config, spec, device)
     encoding, note = _encoding(config, spec, device)
+    if encoding == "hf" and (turned := spec.table.turned()):
+        raise SlimxError(
+            f"{note}, but {min(turned)} of {spec.path} holds experts transposed, which travel in the engines' own "
+            "layout only; set publish.encoding=local and remove what rules it out"
+        )
     if encoding == "local":
         group = config.rollout.policy_engines[0]
         engine = engine_sizes(group)
@@ -94,6 +100,27 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     return PublicationPlan(plan, encoding, note)
 
 
+def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
+    """Whether SGLang can serve the model as `ModelSpec.engine_table` says."""
+    if device == "cpu" and spec.no_cpu_engine:
+        raise SlimxError(
+            f"{spec.path}: SGLang 0.5.23 cannot serve {spec.family.ARCHITECTURE} on the CPU ({spec.no_cpu_engine}); "
+            "train it without engines (algorithm.name=sft), or serve it on GPUs"
+        )
+    for group in config.rollout.policy_engines:
+        for key, value in spec.engine_arguments.items():
+            if group.sglang.get(key) != value:
+                raise SlimxError(
+                    f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r} for "
+                    f"{spec.family.ARCHITECTURE}: SGLang would else hold weights in a layout that cannot be published"
+                )
+    if spec.hf.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        raise SlimxError(
+            f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "
+            "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path"
+        )
+
+
 def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
     """The plan that writes the whole model as a Hugging Face checkpoint, in the trainer's dtype."""
     return compile_plan(
@@ -113,7 +140,7 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
     wanted = config.publish.encoding
     if wanted == "hf":
         return "hf", "asked for by publish.encoding"
-    reason = _not_local(config) or (_padded_on_cpu(config, spec) if device == "cpu" else None)
+    reason = _not_local(config, spec) or (_padded_on_cpu(config, spec) if device == "cpu" else None)
     if reason is None:
         return "local", "each engine rank receives its own bytes"
     if wanted == "local":
@@ -121,14 +148,14 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
     return "hf", f"Hugging Face names, because {reason}"
 
 
-def _not_local(config: Config) -> str | None:
+def _not_local(config: Config, spec: ModelSpec) -> str | None:
     """Why the engines' own layout cannot be written; None if it can."""
     groups = config.rollout.policy_engines
     if len({(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion"))) for g in groups}) > 1:
         return "rollout.engines has groups of different layouts, which would need a plan each"
     for group in groups:
         for key, why in _UNKNOWN_LAYOUTS.items():
-            if group.sglang.get(key) not in (None, False):
+            if group.sglang.get(key) not in (None, False, spec.engine_arguments.get(key)):
                 return f"rollout.engines.sglang.{key} is set: {why}"
     return None
 

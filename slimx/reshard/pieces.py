@@ -31,7 +31,7 @@ class BucketForm:
         self.tensors = [tensor for bucket in buckets for tensor in bucket.tensors]
         bases = [base for base, bucket in zip(self.bases, buckets, strict=True) for _ in bucket.tensors]
         self.offset = np.array([base + t.offset for base, t in zip(bases, self.tensors, strict=True)], dtype=np.int64)
-        self.width = np.array([matrix(t.shape)[1] for t in self.tensors], dtype=np.int64)
+        self.width = np.array([t.width for t in self.tensors], dtype=np.int64)
         self.item = np.array([ITEMSIZE[t.dtype] for t in self.tensors], dtype=np.int64)
         self.nbytes = np.array([t.nbytes for t in self.tensors], dtype=np.int64)
         self.dtype = np.array([t.dtype for t in self.tensors])

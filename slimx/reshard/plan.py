@@ -19,11 +19,12 @@ import numpy as np
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part, check_boxes, matrix
+from slimx.layout.stored import stored
 from slimx.layout.table import Table
 from slimx.reshard.intersect import Move, moves
 from slimx.reshard.precision import ITEMSIZE, SCALE_SUFFIX, Precision
 
-FORMAT = 1
+FORMAT = 2
 """Of `Plan.to_bytes`."""
 ALIGNMENT = 64
 """Bytes: tensors start on a cache line, so that the receiver's views are aligned for every dtype."""
@@ -59,6 +60,13 @@ class BucketTensor(msgspec.Struct, frozen=True):
     nbytes: int
     scale_of: int = -1
     """Index in the bucket of the codes whose block scales these are; -1: values."""
+    column: bool = False
+    """Whether moves read it as one column whatever its shape (`Part.column`)."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a row as moves count them."""
+        return 1 if self.column else matrix(self.shape)[1]
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -143,18 +151,23 @@ class Plan:
 def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
     """The checkpoint itself as a target of one rank: every tensor whole, under its Hugging Face name.
 
-    `mtp`: with the layers of multi-token prediction, which only a draft model loads. `served`: the table of an engine
-    that takes them, which may hold one in a dtype of its own (a router's weight in fp32)."""
+    A stack comes as its matrices one below the other, those that it holds transposed not yet so: `Table.checkpoint` has
+    its own shape. `mtp`: with the layers of multi-token prediction, which only a draft model loads. `served`: the table
+    of an engine that takes them, which may hold one in a dtype of its own (a router's weight in fp32)."""
     kept = () if served is None else served.entries()
     dtypes = {name: entry.row.dtype for entry in kept if entry.row.dtype for name in entry.sources}
     for entry in table.entries():
         if entry.row.stage == "mtp" and not mtp:
             continue
         for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
-            rows, cols = matrix(shape)
-            whole = (Rect(0, 0, 0, rows, cols, 0, 0),)
-            dtype = dtypes.get(name, entry.row.dtype)
-            yield Part(name, tuple(shape), (0,), (name,), whole, dtype, entry.row.quantised)
+            place, (rows, cols), dtype = stored(name), matrix(shape), dtypes.get(name, entry.row.dtype)
+            if place.index is None:
+                whole = (Rect(0, 0, 0, rows, cols, 0, 0),)
+                yield Part(name, tuple(shape), (0,), (name,), whole, dtype, entry.row.quantised)
+            elif place.index == 0:
+                names = tuple(name.replace("[0]", f"[{k}]") for k in range(table.experts))
+                rects = tuple(Rect(k, 0, 0, rows, cols, k * rows, 0) for k in range(table.experts))
+                yield Part(place.name, (len(names), *shape), (0,), names, rects, dtype, column=len(shape) == 1)
 
 
 def compile_plan(
@@ -252,9 +265,9 @@ class _Compiler:
     def _check_filled(self, part: Part) -> None:
         """Each element of the target tensor is in one rectangle; rows without any may only be padding at the end."""
         # Source numbers count the experts of a stack and say nothing about the place.
-        key = part.shape, part.rects
+        key = part.matrix, part.rects
         if key not in self.checked:
-            rows, cols = matrix(part.shape)
+            rows, cols = part.matrix
             filled = max((r.local_row + r.rows for r in part.rects), default=0)
             boxes = [(r.local_row, r.local_col, r.rows, r.cols) for r in part.rects]
             shape = (min(filled, rows), cols)
@@ -313,7 +326,7 @@ class _Compiler:
         for name, form, shape, scale_of in forms:
             nbytes = _nbytes(shape, form)
             index = first if scale_of == 0 else -1
-            buckets[-1].append(BucketTensor(name, form, tuple(shape), offset, nbytes, index))
+            buckets[-1].append(BucketTensor(name, form, tuple(shape), offset, nbytes, index, part.column))
             self.ends[rank] = offset + nbytes
             offset = _align(self.ends[rank])
         return len(buckets) - 1, first

@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
+from slimx.adapters import megatron_attention
 from slimx.config.schema import Config
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.patterns import select
@@ -81,6 +82,8 @@ def _build_chunk(
     router.install(layers)
     if spec.normalises_projections:
         projection_norm.install(layers, transformer)
+    if transformer.softmax_type == "learnable":
+        megatron_attention.install_for_sinks(layers)
     mtp = None
     if transformer.mtp_num_layers:
         mtp = with_prediction_layers(

@@ -7,6 +7,7 @@ import difflib
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
@@ -17,16 +18,38 @@ from slimx.models.families import ModelSpec
 from slimx.trainer.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+"""By the name in a family's `activation_func`. megatron-core knows its fused kernels by these very functions."""
+
+
+@dataclasses.dataclass
+class YarnTransformerConfig(TransformerConfig):
+    """With what GPTModel reads from its config where position_embedding_type is yarn; megatron-core 0.16.1 declares
+    these fields nowhere."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
+
+
+def _kind(spec: ModelSpec) -> type[TransformerConfig]:
+    if spec.transformer.get("multi_latent_attention"):
+        return MLATransformerConfig
+    return YarnTransformerConfig if spec.gpt["position_embedding_type"] == "yarn" else TransformerConfig
 
 
 def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:
     """Megatron's configuration of this model under this layout; `trainer.megatron` overrides single fields."""
     trainer, dtype = config.trainer, DTYPES[config.numerics.dtype]
-    kind = MLATransformerConfig if spec.transformer.get("multi_latent_attention") else TransformerConfig
+    kind = _kind(spec)
     fields: dict[str, Any] = {
         **spec.transformer,
         "mtp_num_layers": spec.table.mtp_layers or None,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": ACTIVATIONS[spec.transformer.get("activation_func", "silu")],
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -93,8 +116,11 @@ def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
     engine = backends.transformer_engine
     return {
         # The unfused rotation asks the GPU for the bounds of the sequences, and waits for it, twice in every layer.
-        # megatron-core calls the fused one for latent attention experimental.
-        "apply_rope_fusion": engine and not spec.transformer.get("multi_latent_attention", False),
+        # megatron-core calls the fused one for latent attention experimental, and its fused one of packed sequences
+        # leaves out the factor by which yarn lengthens queries and keys.
+        "apply_rope_fusion": engine
+        and not spec.transformer.get("multi_latent_attention", False)
+        and spec.gpt["position_embedding_type"] != "yarn",
         # Compiled by torch, so that it needs a compiler on the machine: not where the layers are plain torch.
         "bias_activation_fusion": engine,
     }

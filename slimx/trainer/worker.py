@@ -229,7 +229,7 @@ class TrainerWorker:
         """Write a packed bucket as a safetensors file; its tensors' names."""
         from slimx.models.checkpoint_writer import write_bucket
 
-        return write_bucket(packed, path)
+        return write_bucket(packed, path, self._trainer.weights.spec.table)
 
     def offload(self, weights: bool = True) -> None:
         """Give the device's memory back to engines on it; `weights`: those of the policy too."""

@@ -17,6 +17,7 @@ from slimx.data.records import Group, Prompt
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes
+from slimx.layout.stored import stored
 from slimx.layout.table import Table
 from slimx.models.families import Family, load_family, read_model
 from slimx.ports import free_port
@@ -89,7 +90,7 @@ class Laboratory:
         cases = []
         for name in self.models:
             case = CASES[name]
-            if case.dense and SIZES[layout].expert > 1:
+            if not case.fits(SIZES[layout]):
                 continue
             model = {"path": str(self.oracle(name).path), "family": case.family}
             job = {"name": name, "model": model, "mtp": case.mtp, "dtype": "float32"}
@@ -143,7 +144,7 @@ class Ran:
     def assembled(self, kind: str) -> Weights:
         """Checkpoint tensors out of the ranks' local ones; ranks that hold the same part must agree bit for bit."""
         held = [self.local(kind, rank) for rank in range(self.sizes.world)]
-        shapes = self.table.checkpoint()
+        shapes = self.table.sources()
         out: Weights = {}
         # Copies come after the tensors that they repeat.
         for part in sorted(MegatronLayout(self.table, self.sizes).parts(), key=lambda part: part.copy):
@@ -155,10 +156,24 @@ class Ran:
                 name = part.sources[rect.source]
                 whole = out.setdefault(name, torch.full(shapes[name], torch.nan)).view(matrix(shapes[name]))
                 local = locals_[0][rect.local_row :, rect.local_col :][: rect.rows, : rect.cols]
-                place = whole[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
+                rows, cols = rect.extent
+                place = whole[rect.row : rect.row + rows : rect.step, rect.col : rect.col + cols]
                 assert not part.copy or torch.equal(place, local), part.name
                 place.copy_(local)
-        return out
+        return stacked(out)
+
+
+def stacked(sources: Weights) -> Weights:
+    """Tensors by the names of a table's sources, those of stacks put together as the checkpoint has them."""
+    out: Weights = {}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in sources.items():
+        place = stored(name)
+        if place.index is None:
+            out[name] = tensor
+        else:
+            stacks.setdefault(place.name, {})[place.index] = tensor.T if place.turned else tensor
+    return out | {name: torch.stack([each[k] for k in range(len(each))]) for name, each in stacks.items()}
 
 
 def difference(found: Weights, expected: Weights) -> tuple[float, str]:

@@ -31,6 +31,6 @@ def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any)
     shares = [None] * world
     dist.all_gather_object(shares, gatherer.fill(0, opened[0]), group=group)
     if parallel.rank == PUBLISHER:
-        write_bucket(describe(packer.form(0), opened[0], shares), str(path))
+        write_bucket(describe(packer.form(0), opened[0], shares), str(path), spec.table)
     group.barrier().wait()
     gatherer.release()

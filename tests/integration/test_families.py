@@ -26,7 +26,7 @@ def models(chosen: Iterable[str]) -> pytest.MarkDecorator:
             pytest.param(layout, model, marks=[pytest.mark.slow] if sizes.world > 4 else [])
             for layout, sizes in SIZES.items()
             for model in chosen
-            if not (CASES[model].dense and sizes.expert > 1)
+            if CASES[model].fits(sizes)
         ],
     )
 
@@ -55,7 +55,7 @@ def test_a_checkpoint_comes_back_from_the_trainer_bit_for_bit(families, layout, 
 def test_gradients_are_those_of_transformers(families, layout, model):
     ran, wanted = families(layout, model), families.oracle(model).answers[1]
     worst, name = difference(ran.assembled("gradients"), wanted)
-    assert worst <= 2e-5, name
+    assert worst <= CASES[model].rounding, name
     if not CASES[model].mtp:  # whose own gradients count too
         norm = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
         for rank in range(ran.sizes.world):

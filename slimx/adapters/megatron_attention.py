@@ -1,0 +1,97 @@
+"""Core attention of Transformer Engine's shape in plain torch: where Transformer Engine is absent, and for attention
+sinks, of which its 2.11 has no kernel for packed sequences. Written for megatron-core 0.16.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+
+from slimx.layout.zigzag import zigzag
+from slimx.numerics.attention import packed_attention, partial_attention
+
+
+class Attention(MegatronModule):
+    """Core attention of packed sequences (qkv_format thd).
+
+    With `softmax_type` learnable it has a `softmax_offset` [heads / TP], the logits of attention sinks; with
+    `window_size` it is local in the layers that `window_attn_skip_freq` names."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ):
+        super().__init__(config)
+        self.context, self.tensor = pg_collection.cp, pg_collection.tp
+        self.scale = softmax_scale or config.kv_channels**-0.5
+        local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        # A window of (left, right) holds `left` tokens and the query's own.
+        self.window = config.window_size[0] + 1 if local else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tensor.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+        elif config.softmax_type != "vanilla":
+            raise NotImplementedError(f"softmax_type {config.softmax_type} has no plain-torch layer")
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """query [T, heads, d] and so on; returns [T, 1, heads * d] as megatron's packed path expects.
+
+        Under context parallelism T is this rank's part of the tokens; every rank gathers all keys and values."""
+        query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        bounds = packed_seq_params.cu_seqlens_q
+        lengths = (bounds[1:] - bounds[:-1]).tolist()
+        size, how = self.context.size(), {"window": self.window, "sinks": self.softmax_offset}
+        if size == 1:
+            return packed_attention(query, key, value, lengths, self.scale, **how).unsqueeze(1)
+        held = [torch.from_numpy(zigzag(lengths, size, each)).to(query.device) for each in range(size)]
+        order = torch.cat(held).argsort()
+        key, value = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.context)[order] for x in (key, value)
+        )
+        return partial_attention(query, key, value, lengths, held[self.context.rank()], self.scale, **how).unsqueeze(1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """Of the sinks, as Transformer Engine's layer writes them."""
+        state = {} if self.softmax_offset is None else self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tensor,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def install_for_sinks(block: Any) -> None:
+    """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with this attention.
+
+    Transformer Engine's DotProductAttention takes `softmax_type` from 2.8 on, but up to 2.11 it then refuses every
+    backend for packed sequences (get_attention_backend, "softmax_type ... and qkv_format = thd"). 2.12 has one, with
+    cuDNN 9.18; megatron-core 0.16.1 wants less than 2.12.
+    """
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Attention

@@ -1,0 +1,30 @@
+"""Reads tensors that a checkpoint keeps in MXFP4 (gpt-oss's experts): four-bit floats with a scale per 32 of them.
+
+`NAME_blocks` [..., rows, groups, 16] holds two E2M1 codes per byte, the low half first; `NAME_scales` [..., rows,
+groups] one power of two per group, E8M0 with bias 127 (OCP Microscaling Formats v1.0). Each value is exact in bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What is appended to a tensor's name for its codes and its scales."""
+GROUP = 32
+"""Values that share a scale."""
+_BIAS = 127
+_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_CODES = torch.cat([_VALUES, -_VALUES])
+
+
+def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Suffix -> shape of both tensors that hold a tensor of `shape`, whose last dimension GROUP divides."""
+    groups = (*shape[:-1], shape[-1] // GROUP)
+    return {BLOCKS: (*groups, GROUP // 2), SCALES: groups}
+
+
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [..., groups, 16] and scales [..., groups] as bf16 [..., groups * 32]."""
+    codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2).long()
+    values = torch.ldexp(_CODES[codes], (scales.int() - _BIAS).unsqueeze(-1))
+    return values.flatten(-2).to(torch.bfloat16)
