@@ -32,6 +32,8 @@ def assign_preferences(
     equal has none, and the rollouts between teach nothing."""
     margins, at = [], 0
     for group in groups:
+        if not group.trajectories:
+            continue
         by_rollout: dict[str, list[int]] = {}
         for offset, trajectory in enumerate(group.trajectories):
             by_rollout.setdefault(trajectory.rollout_id, []).append(at + offset)

@@ -32,6 +32,8 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
         return [0.0] * len(group.trajectories)
     if algorithm.advantages == "reinforce":
         return [trajectory.reward for trajectory in group.trajectories]
+    if not group.trajectories:
+        return []
     rollouts: dict[str, list[Trajectory]] = {}
     for trajectory in group.trajectories:
         rollouts.setdefault(trajectory.rollout_id, []).append(trajectory)

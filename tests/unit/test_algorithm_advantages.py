@@ -105,6 +105,7 @@ def test_order_changes_nothing_and_empty_comparisons_teach_nothing(name):
     rewards = {"a": [1.0, 0.0, 0.25], "b": [0.5, 0.5], "c": [2.0], "d": [0.1, 0.2, 0.3, 0.4]}
     groups = [group(key, values, baseline=0.3) for key, values in rewards.items()]
     groups[0].trajectories.append(trajectory("a", 1, 0.5, sampled=5, id="a/1b"))
+    groups.append(group("empty", [], baseline=0.1))
     for t in (t for g in groups for t in g.trajectories):
         t.reward_parts = {"all": t.reward}
     algorithm = Algorithm(name=name)
@@ -294,14 +295,14 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
 
 def test_a_pair_by_hand_and_a_group_without_one():
     """Margin beta (ln 2 - 0) = ln 2 with beta 1: sigmoid(-ln 2) = 1/3, loss ln 1.5."""
-    groups = [group("a", [1.0, 0.0]), group("b", [0.5, 0.5])]
+    groups = [group("a", [1.0, 0.0]), group("b", [0.5, 0.5]), group("empty", [])]
     algorithm = Algorithm(name="dpo", dpo_beta=1.0)
     rows = rows_of(algorithm, groups, "sum")
     zeros = [np.zeros(len(row)) for row in rows]
     policy = [np.array([7.0, 0.0, 0.0, math.log(2)]), *zeros[1:]]  # the 7 is the prompt's
     metrics = assign_preferences(algorithm, groups, rows, policy, zeros)
     assert [row.advantages[0] for row in rows] == pytest.approx([1 / 3, -1 / 3, 0, 0])
-    assert metrics["dpo/loss"] == pytest.approx(math.log(1.5)) and metrics["dpo/groups_without_pair"] == 0.5
+    assert metrics["dpo/loss"] == pytest.approx(math.log(1.5)) and metrics["dpo/groups_without_pair"] == pytest.approx(2 / 3)
     assert [row.loss_weight[1:].tolist() for row in rows] == [[0.5] * 3] * 4
 
 
