@@ -302,7 +302,8 @@ def test_a_pair_by_hand_and_a_group_without_one():
     policy = [np.array([7.0, 0.0, 0.0, math.log(2)]), *zeros[1:]]  # the 7 is the prompt's
     metrics = assign_preferences(algorithm, groups, rows, policy, zeros)
     assert [row.advantages[0] for row in rows] == pytest.approx([1 / 3, -1 / 3, 0, 0])
-    assert metrics["dpo/loss"] == pytest.approx(math.log(1.5)) and metrics["dpo/groups_without_pair"] == pytest.approx(2 / 3)
+    assert metrics["dpo/loss"] == pytest.approx(math.log(1.5))
+    assert metrics["dpo/groups_without_pair"] == pytest.approx(2 / 3)
     assert [row.loss_weight[1:].tolist() for row in rows] == [[0.5] * 3] * 4
 
 
