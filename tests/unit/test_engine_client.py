@@ -65,6 +65,18 @@ async def test_versions_fall_back_to_one_span_and_must_be_numbers() -> None:
         await runner.cleanup()
 
 
+async def test_a_dense_model_is_asked_for_no_routes_whatever_the_run_wants() -> None:
+    scored = meta(input_token_logprobs=[[None, 1, None], [-0.5, 2, None]], output_token_logprobs=[])
+    runner, url, bodies = await serve([(200, meta()), (200, scored)])
+    try:
+        async with GenerationClient(url, ModelShape(10, layers=2)) as client:
+            assert (await client.generate([1], {}, seed=9, return_routed_experts=True)).routed_experts is None
+            assert (await client.score([1, 2], return_routed_experts=True)).routed_experts is None
+        assert not any("return_routed_experts" in body for body in bodies)
+    finally:
+        await runner.cleanup()
+
+
 async def test_lost_requests_are_sent_again_and_mistakes_are_not() -> None:
     lost = (500, {"error": {"code": "call_upstream_request_error", "message": "error sending request"}})
     runner, url, bodies = await serve([lost, (503, {}), (200, meta()), (400, {"error": {"message": "too long"}})])
