@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slimx.config.schema import Config
@@ -22,6 +23,16 @@ MOMENT_PIECE = 512 * 2**20
 """As `slimx.trainer.host_moments.PIECE_BYTES`, which a process without torch cannot import; a test compares them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """The fullest rank of a stage."""
+
+    stage: int
+    rank: int
+    state: StateBytes
+    activations: ActivationBytes
+
+
 def trainer_memory(
     config: Config,
     spec: ModelSpec,
@@ -35,21 +46,20 @@ def trainer_memory(
     """Of one rank per pipeline stage. `config`: with the `trainer` section that its ranks follow (a critic's own);
     `publication`: bytes of buckets on the GPU of rank 0. `quick`: of the first two stages and the last only, one of
     which is the fullest, and of the first rank of each."""
-    trainer = config.trainer
-    frozen = select(spec.table, trainer.freeze, "trainer.freeze")
+    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
     setting = activation_setting(config, spec, sizes, device)
     microbatches = batch_plan(config, sizes).microbatches_per_update
-    out = []
     stages = range(sizes.pipeline)
+    out = []
     for stage in sorted({*stages[:2], *stages[-1:]}) if quick else stages:
         head = _value_head(spec, sizes, stage) if model == "critic" else []
         rank, state = _fullest(spec, config, sizes, stage, frozen, head, quick=quick)
-        activations = activation_bytes(spec, trainer, sizes, setting, place=stage, microbatches=microbatches)
+        activations = activation_bytes(spec, config.trainer, sizes, setting, place=stage, microbatches=microbatches)
         if model == "critic":  # one value per token in the place of logits
-            activations = ActivationBytes(
-                kept=activations.kept, head=0, work=activations.work, in_flight=activations.in_flight
-            )
-        out.append(_record(config, spec, device, setting, model, stage, rank, state, activations, publication))
+            activations = replace(activations, head=0)
+        found = _Rank(stage=stage, rank=rank, state=state, activations=activations)
+        buckets = publication if rank == 0 and model == "trainer" else 0
+        out.append(_record(config, spec, setting, found, model, device, buckets))
     return tuple(out)
 
 
@@ -105,49 +115,49 @@ def _fullest(
 def _record(
     config: Config,
     spec: ModelSpec,
-    device: str,
     setting: Setting,
+    found: _Rank,
     model: Literal["trainer", "critic"],
-    stage: int,
-    rank: int,
-    state: StateBytes,
-    activations: ActivationBytes,
-    publication: int,
+    device: str,
+    buckets: int,
 ) -> TrainerMemory:
-    options, algorithm = config.trainer.optimizer, config.algorithm
-    hosted = round(state.moments * options.offload)
-    optimizer = state.optimizer - hosted
-    overhead = OVERHEAD if device == "cuda" else 0
-    dispatched = 0
-    if spec.experts and setting.sizes.expert * setting.sizes.expert_tensor > 1:
-        copies = setting.share * spec.transformer["moe_router_topk"] * setting.sizes.expert_tensor
-        dispatched = round(2 * copies * spec.transformer["hidden_size"] * setting.itemsize)
+    state, activations = found.state, found.activations
+    hosted = round(state.moments * config.trainer.optimizer.offload)
     step = min(MOMENT_PIECE, hosted)
-    published = publication if rank == 0 and model == "trainer" else 0
-    training = activations.peak + dispatched
+    dispatched = _dispatched(spec, setting)
+    overhead = OVERHEAD if device == "cuda" else 0
+    static = state.weights + state.gradients + state.optimizer - hosted
     moving = config.schedule.colocate and config.trainer.offload
-    others = (algorithm.reference + bool(algorithm.teacher)) if model == "trainer" else 0
-    static = state.weights + state.gradients + optimizer
+    others = config.algorithm.reference + bool(config.algorithm.teacher) if model == "trainer" else 0
     return TrainerMemory(
         model=model,
-        stage=stage,
-        rank=rank,
+        stage=found.stage,
+        rank=found.rank,
         parameters=state.elements,
         weights=state.weights,
         gradients=state.gradients,
-        optimizer=optimizer,
+        optimizer=state.optimizer - hosted,
         activations=activations.kept,
         head=activations.head,
         work=activations.work,
         step=step,
         communication=dispatched,
-        publication=published,
+        publication=buckets,
         overhead=overhead,
         in_flight=activations.in_flight,
-        peak=static + overhead + max(training, step, published),
+        peak=static + overhead + max(activations.peak + dispatched, step, buckets),
         away=overhead + (0 if moving else static),
         host_optimizer=hosted,
         host_copies=state.weights * (others + 1) if others else 0,
-        host_away=state.weights + optimizer if moving else 0,
+        host_away=state.weights + state.optimizer - hosted if moving else 0,
         host_checkpoint=state.weights + state.optimizer if config.checkpoint.asynchronous else 0,
     )
+
+
+def _dispatched(spec: ModelSpec, setting: Setting) -> int:
+    """Bytes of the chosen tokens, sent and received, where experts are on several ranks."""
+    sizes = setting.sizes
+    if not spec.experts or sizes.expert * sizes.expert_tensor == 1:
+        return 0
+    copies = setting.share * spec.transformer["moe_router_topk"] * sizes.expert_tensor
+    return round(2 * copies * spec.transformer["hidden_size"] * setting.itemsize)

@@ -14,6 +14,7 @@ import yaml
 from slimx import cli
 from slimx.preflight import plan_text, rehearsal
 from slimx.preflight.link_model import Trial
+from slimx.preflight.plan_record import PlanReport
 
 QWEN3_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -455,3 +456,10 @@ def test_the_batch_adds_up(plan):
     assert (report["tokens_per_rollout"], report["tokens_per_step"]) == (1000, 48000)
     assert report["microbatches_per_update"] == 1, "four rollouts of 999 positions fit 4,096"
     assert report["bubble"] == pytest.approx(1 / 2)
+
+
+def test_the_page_on_planning_names_every_key_of_the_record():
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    assert [key for key in PlanReport.model_fields if f"`{key}`" not in text] == []
+    described = PlanReport.model_json_schema()["$defs"]["TrainerMemory"]["properties"]
+    assert described["optimizer"]["description"] == "on the device"
