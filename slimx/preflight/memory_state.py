@@ -167,9 +167,10 @@ class _Held:
 
     def _of(self, row: Row, elements: int, layer: int, chunk: int) -> Iterator[ParameterRun]:
         parameter = not row.name.endswith(_BUFFER)
+        number = layer - self.table.layers if row.stage == "mtp" else layer
         for frozen, count in self._counts(row, layer):
             yield ParameterRun(
-                name=row.name.replace("{layer}", str(layer)),
+                name=row.name.replace("{layer}", str(number)),
                 chunk=chunk,
                 elements=elements,
                 count=count,

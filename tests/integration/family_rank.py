@@ -76,12 +76,23 @@ class Rank:
             self.write_prediction(trainer, batches[0])
         values = trainer.train_step(batches, step=0, version=0)
         np.save(self.out / f"{self.case}.norm.{self.rank}.npy", values["optim/grad_norm"])
+        self.compare_plan(trainer)
         self.write_gradients("gradients", trainer)
         if case["release"]:
             self.write("after", trainer.weights.parameters)
             self.write_restored(trainer)
             begun = Trainer(self.config(case, load=case["release"]), configured_model(config), self.parallel)
             self.write("released", begun.weights.parameters)
+
+    def compare_plan(self, trainer: Any) -> None:
+        """`slimx plan` knows the bytes that this rank holds now, of every family."""
+        from slimx.preflight.memory_state import parameter_runs, state_bytes
+
+        config, sizes = trainer.config, self.parallel.sizes
+        runs = parameter_runs(trainer.weights.spec.table, sizes, self.rank, config.numerics.dtype)
+        planned = state_bytes(runs, config.trainer, sizes, self.rank)
+        held = tuple(trainer.offloading.sizes().values())
+        assert (planned.weights, planned.gradients, planned.optimizer) == held, (planned, held)
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
         arrays, logits = {}, self.recorded_logits(model, model.decoder)
