@@ -116,7 +116,7 @@ def plan_report(config: Config) -> Planned:
         "publication": figures,
         "links": links,
         "violations": tuple(found.problems),
-        "refits": any(memory_problems(config, machine, trainers, (), None)),
+        "refits": any(memory_problems(config, machine, trainers, (), known["colocated"])),
         "warnings": tuple(machine_warnings(config, machine)),
     }
     return Planned(report.model_copy(update=update), traffic, spec, machine)

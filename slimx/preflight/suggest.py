@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -22,13 +23,14 @@ from slimx.layout.megatron import nearly_equal
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
 from slimx.preflight.batch_plan import batch_plan
+from slimx.preflight.colocated import colocated_memory
 from slimx.preflight.constraints import batch_problems, memory_problems
 from slimx.preflight.cost_model import update_cost
 from slimx.preflight.hardware import Machine
 from slimx.preflight.layout import divisor_problems
 from slimx.preflight.memory_engine import engine_memory
 from slimx.preflight.memory_trainer import trainer_memory
-from slimx.preflight.plan_record import EngineSuggestion, Suggestion
+from slimx.preflight.plan_record import EngineMemory, EngineSuggestion, Suggestion, TrainerMemory
 
 KEPT = 5
 """Suggestions told."""
@@ -50,17 +52,41 @@ Fields = dict[str, Any]
 
 
 def suggest_layouts(config: Config, spec: ModelSpec, machine: Machine, device: str) -> tuple[Suggestion, ...]:
-    """The cheapest layouts that fit, best first. Raises SlimxError where the GPUs are not named."""
-    _require(machine)
-    found = _search(config, spec, machine, device)
-    return tuple(suggestion for _, suggestion in sorted(found, key=lambda item: item[1].cost)[:KEPT])
+    """The cheapest layouts that fit, best first, of each tensor and pipeline size the best. Raises SlimxError where the
+    GPUs are not named."""
+    best: dict[tuple[int, int], Suggestion] = {}
+    for found in sorted(_search(config, spec, machine, device), key=lambda found: found.suggestion.cost):
+        best.setdefault((found.fields["tensor"], found.fields["pipeline"]), found.suggestion)
+    return tuple(best.values())[:KEPT]
 
 
 def nearest_layout(config: Config, spec: ModelSpec, machine: Machine, device: str) -> Suggestion | None:
     """The layout that fits with the fewest and smallest changes of the configured sizes; None: there is none."""
-    _require(machine)
     found = _search(config, spec, machine, device)
-    return min(found, key=lambda item: (item[0], item[1].cost))[1] if found else None
+    nearest = min(found, key=lambda f: (_distance(config.trainer, f.fields), f.suggestion.cost), default=None)
+    return nearest.suggestion if nearest else None
+
+
+class _Found(NamedTuple):
+    fields: Fields
+    """Of the trainer section."""
+    suggestion: Suggestion
+
+
+def _search(config: Config, spec: ModelSpec, machine: Machine, device: str) -> list[_Found]:
+    """Layouts that fit, of the smallest world in which there are any."""
+    _require(machine)
+    groups = config.rollout.policy_engines if config.schedule.colocate else ()
+    trial = _Trial(
+        config, spec, machine, device, tuple(engine_memory(config, spec, g, machine, staged=0) for g in groups)
+    )
+    world = config.trainer.world_size
+    while world <= LARGEST * config.trainer.world_size:
+        tried = ((fields, trial.fit(fields)) for fields in _splits(config, spec, machine, world))
+        if found := [_Found(fields, suggestion) for fields, suggestion in tried if suggestion is not None]:
+            return found
+        world *= 2
+    return []
 
 
 def _require(machine: Machine) -> None:
@@ -68,19 +94,50 @@ def _require(machine: Machine) -> None:
         raise SlimxError("layouts are searched for a kind of GPU: set cluster.gpu")
 
 
-def _search(config: Config, spec: ModelSpec, machine: Machine, device: str) -> list[tuple[float, Suggestion]]:
-    """Layouts that fit with their distance from the configured one, of the smallest world in which there are any."""
-    world = config.trainer.world_size
-    while world <= LARGEST * config.trainer.world_size:
-        found = [
-            (_distance(config.trainer, fields), suggestion)
-            for fields in _splits(config, spec, machine, world)
-            if (suggestion := _fitting(config, spec, machine, device, fields)) is not None
-        ]
-        if found:
-            return found
-        world *= 2
-    return []
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Tries splits of the trainer's ranks."""
+
+    config: Config
+    spec: ModelSpec
+    machine: Machine
+    device: str
+    engines: tuple[EngineMemory, ...]
+    """On the same GPUs as the trainer."""
+
+    def fit(self, fields: Fields) -> Suggestion | None:
+        """The split with the least recomputation that fits; None if it does not fit at all."""
+        for recompute, offload in _RECOMPUTE:
+            changed = {**fields, "recompute": recompute}
+            if offload is not None:
+                changed["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload": offload}
+            tried = with_trainer(self.config, changed)
+            if tried is None:
+                return None
+            sizes = sizes_of(tried.trainer)
+            if any(divisor_problems(sizes, self.spec)) or any(batch_problems(tried, self.spec, sizes, None)):
+                return None
+            records = trainer_memory(tried, self.spec, sizes, self.device, quick=True)
+            shared = colocated_memory(tried, self.machine, records, self.engines)
+            if not any(memory_problems(tried, self.machine, records, (), shared)):
+                return self._told(tried, sizes, max(records, key=lambda record: record.peak))
+        return None
+
+    def _told(self, tried: Config, sizes: Sizes, fullest: TrainerMemory) -> Suggestion:
+        cost = update_cost(tried, self.spec, sizes, batch_plan(tried, sizes), fullest, self.machine)
+        trainer = tried.trainer
+        names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
+        names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}
+        layout = " x ".join(f"{name}{size}" for name, size in names.items() if size > 1 or name == "TP")
+        host = f", {trainer.optimizer.offload:.0%} of the moments on the host" if trainer.optimizer.offload else ""
+        return Suggestion(
+            overrides=_overrides(self.config, tried),
+            layout=f"{layout}, recompute {trainer.recompute.granularity}{host}",
+            trainer_peak=fullest.peak,
+            margin=self.machine.memory - fullest.peak,
+            cost=round(cost.total, 4),
+            why=cost.why,
+        )
 
 
 def _splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Iterator[Fields]:
@@ -136,44 +193,6 @@ def with_trainer(config: Config, fields: Fields) -> Config | None:
     except ValidationError:
         return None
     return config.model_copy(update={"trainer": trainer})
-
-
-def _fitting(config: Config, spec: ModelSpec, machine: Machine, device: str, fields: Fields) -> Suggestion | None:
-    """The split with the least recomputation that fits; None if it does not fit at all."""
-    for recompute, offload in _RECOMPUTE:
-        changed = {**fields, "recompute": recompute}
-        if offload is not None:
-            changed["optimizer"] = {**config.trainer.optimizer.model_dump(), "offload": offload}
-        tried = with_trainer(config, changed)
-        if tried is None:
-            return None
-        sizes = sizes_of(tried.trainer)
-        if any(divisor_problems(sizes, spec)) or any(batch_problems(tried, spec, sizes, None)):
-            return None
-        records = trainer_memory(tried, spec, sizes, device, quick=True)
-        if not any(memory_problems(tried, machine, records, (), None)):
-            return _suggestion(config, tried, spec, sizes, machine, records, offload)
-    return None
-
-
-def _suggestion(
-    config: Config, tried: Config, spec: ModelSpec, sizes: Sizes, machine: Machine, records: Any, offload: float | None
-) -> Suggestion:
-    fullest = max(records, key=lambda record: record.peak)
-    cost = update_cost(tried, spec, sizes, batch_plan(tried, sizes), fullest, machine)
-    trainer = tried.trainer
-    names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
-    names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}
-    layout = " x ".join(f"{name}{size}" for name, size in names.items() if size > 1 or name == "TP")
-    host = ", moments on the host" if offload else ""
-    return Suggestion(
-        overrides=_overrides(config, tried),
-        layout=f"{layout}, recompute {trainer.recompute.granularity}{host}",
-        trainer_peak=fullest.peak,
-        margin=machine.memory - fullest.peak,
-        cost=round(cost.total, 4),
-        why=cost.why,
-    )
 
 
 def _overrides(config: Config, tried: Config) -> tuple[str, ...]:
