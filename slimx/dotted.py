@@ -1,13 +1,24 @@
-"""What a configuration names by its dotted path: functions of a given form, and classes."""
+"""What a configuration names by its dotted path: functions of a given form, classes, and modules."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from slimx.errors import SlimxError
+
+
+def load_module(key: str, path: str) -> ModuleType:
+    """The module at `path`, which `key` names. Raises SlimxError naming both and what is wrong."""
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        raise SlimxError(f"{key}: {path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+    except (Exception, SystemExit) as error:
+        raise SlimxError(f"{key}: importing {path} raised {type(error).__name__}: {error}") from error
 
 
 def imported(key: str, path: str) -> Any:
@@ -15,12 +26,7 @@ def imported(key: str, path: str) -> Any:
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise SlimxError(f"{key} is {path!r}: give a dotted path such as package.module.name")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise SlimxError(f"{key}: {path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
-    except (Exception, SystemExit) as error:
-        raise SlimxError(f"{key}: importing {module_name} raised {type(error).__name__}: {error}") from error
+    module = load_module(key, module_name)
     try:
         return getattr(module, name)
     except AttributeError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from slimx.config.schema import Config
+from slimx.dotted import load_module
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, qwen2, qwen3, qwen3_moe
@@ -118,15 +118,10 @@ class ModelSpec:
 def load_family(path: str, key: str = "model.family") -> Family:
     """The module with dotted path `path`, a family that slimx does not bring. Raises SlimxError, naming `key`, if it
     cannot be imported or lacks a part of `Family`."""
-    try:
-        module = importlib.import_module(path)
-    except ImportError as error:
-        raise SlimxError(f"{key}={path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
-    except Exception as error:
-        raise SlimxError(f"{key}={path}: importing it raised {type(error).__name__}: {error}") from error
+    module = load_module(key, path)
     parts = [name for name in (*Family.__annotations__, *vars(Family)) if not name.startswith("_")]
     if missing := [name for name in parts if not hasattr(module, name)]:
-        raise SlimxError(f"{key}={path} lacks {', '.join(missing)}; docs/models.md says what a family defines")
+        raise SlimxError(f"{key}: {path} lacks {', '.join(missing)}; docs/models.md says what a family defines")
     return module
 
 

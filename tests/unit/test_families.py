@@ -268,9 +268,12 @@ def test_the_configuration_names_the_family(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (None, r"model\.family=some_family cannot be imported .*PYTHONPATH"),
-        ("1 / 0", r"model\.family=some_family: importing it raised ZeroDivisionError"),
-        ('ARCHITECTURE = "A"\ndef unsupported(hf): ...\n', r"some_family lacks .*weight_table.*docs/models\.md"),
+        (None, r"model\.family: some_family cannot be imported .*PYTHONPATH"),
+        ("1 / 0", r"model\.family: importing some_family raised ZeroDivisionError"),
+        (
+            'ARCHITECTURE = "A"\ndef unsupported(hf): ...\n',
+            r"model\.family: some_family lacks .*weight_table.*docs/models\.md",
+        ),
     ],
 )
 def test_a_module_that_defines_no_family_is_refused(tmp_path: Path, monkeypatch, text: str | None, told: str):
