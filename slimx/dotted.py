@@ -11,12 +11,15 @@ from typing import Any
 from slimx.errors import SlimxError
 
 
-def load_module(key: str, path: str) -> ModuleType:
-    """The module at `path`, which `key` names. Raises SlimxError naming both and what is wrong."""
+def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
+    """The module at `path`. Raises SlimxError with what is wrong, naming `key` and its value: `wanted`, or else the
+    module itself."""
     try:
         return importlib.import_module(path)
     except ImportError as error:
-        raise SlimxError(f"{key}: {path} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+        raise SlimxError(
+            f"{key}: {wanted or path} cannot be imported ({error}); is its folder on PYTHONPATH?"
+        ) from error
     except (Exception, SystemExit) as error:
         raise SlimxError(f"{key}: importing {path} raised {type(error).__name__}: {error}") from error
 
@@ -26,7 +29,7 @@ def imported(key: str, path: str) -> Any:
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise SlimxError(f"{key} is {path!r}: give a dotted path such as package.module.name")
-    module = load_module(key, module_name)
+    module = load_module(key, module_name, path)
     try:
         return getattr(module, name)
     except AttributeError:
