@@ -39,6 +39,7 @@ _ORDER = (
     "hnorm.",
     "eh_proj.",
     "input_layernorm.",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.weight",
     "self_attention.linear_proj.bias",
     "self_attention.linear_qkv.weight",

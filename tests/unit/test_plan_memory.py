@@ -13,6 +13,7 @@ import pytest
 from slimx.config.trainer import Recompute, Trainer
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes, coordinates
+from slimx.layout.table import Table
 from slimx.models import deepseek_v3, qwen3_moe
 from slimx.preflight.memory_activations import Setting, layer_bytes
 from slimx.preflight.memory_engine import kv_bytes
@@ -90,6 +91,32 @@ def test_bytes_per_parameter_are_those_of_megatron_lm():
         state = state_bytes(runs, Trainer(world_size=4, distributed_optimizer=distributed), sizes, 0)
         found = state.weights + state.gradients + state.optimizer
         assert found == pytest.approx(each * count, rel=1e-3 if distributed else 1e-9)
+
+
+def test_parameters_are_as_many_as_megatron_lm_reports():
+    """Its report (same file) leaves out routers and the norms of queries and keys, which are added here."""
+    qwen, v3 = QWEN3_30B, DEEPSEEK_V3
+    hidden, layers, experts = qwen["hidden_size"], qwen["num_hidden_layers"], qwen["num_experts"]
+    heads = qwen["num_attention_heads"] * qwen["head_dim"]
+    attention = 2 * hidden * heads * (1 + qwen["num_key_value_heads"] / qwen["num_attention_heads"])
+    mlp = 3 * hidden * qwen["moe_intermediate_size"] * experts + hidden * experts
+    reported = layers * (attention + mlp + 2 * hidden + 2 * qwen["head_dim"]) + hidden + 2 * hidden * qwen["vocab_size"]
+    assert elements(qwen3_moe.weight_table(qwen)) == reported
+
+    hidden, heads, rope = v3["hidden_size"], v3["num_attention_heads"], v3["qk_rope_head_dim"]
+    query, latent, inner = v3["q_lora_rank"], v3["kv_lora_rank"], v3["moe_intermediate_size"]
+    nope, value, experts = v3["qk_nope_head_dim"], v3["v_head_dim"], v3["n_routed_experts"]
+    attention = query * (hidden + heads * (nope + rope) + 1) + latent * (hidden + heads * (nope + value) + 1)
+    attention += hidden * rope + heads * value * hidden + 2 * hidden
+    dense = 3 * 3 * hidden * v3["intermediate_size"]
+    moe = 58 * (3 * hidden * inner * (experts + 1) + hidden * experts + experts)
+    assert (
+        elements(deepseek_v3.weight_table(v3)) == 61 * attention + dense + moe + hidden + 2 * hidden * v3["vocab_size"]
+    )
+
+
+def elements(table: Table) -> int:
+    return sum(run.elements * run.count for run in parameter_runs(table, Sizes(), 0, "bfloat16"))
 
 
 def test_frozen_experts_have_neither_gradients_nor_moments():
@@ -173,6 +200,10 @@ def test_micro_batches_in_flight_are_those_of_the_schedules():
     twice = replace(four, virtual=2)
     assert [len(in_flight(twice, place, 16)) for place in range(4)] == [11, 9, 7, 5]
     assert Counter(in_flight(twice, 0, 16)) == {0: 7, 1: 4}
+    # Megatron-LM's report: P (1 + (P - 1) / (P v)) micro-batches of a whole stage on the first rank.
+    for pipeline, virtual in ((2, 2), (4, 2), (4, 3), (8, 4)):
+        units = len(in_flight(Sizes(pipeline=pipeline, virtual=virtual), 0, 64))
+        assert units / virtual == pytest.approx(pipeline * (1 + (pipeline - 1) / (pipeline * virtual)))
 
 
 # Engines --------------------------------------------------------------------------------------------------------------
