@@ -45,8 +45,13 @@ def _suggestions(config: Config, planned: Planned, *, suggest: bool) -> dict[str
             "suggestions": suggest_layouts(config, spec, machine, device),
             "suggested_engines": suggest_engines(config, spec, machine),
         }
-    known = machine.gpu is not None and device == "cuda"
-    return {"nearest": nearest_layout(config, spec, machine, device)} if planned.report.refits and known else {}
+    out: dict[str, Any] = {}
+    if machine.gpu is not None and device == "cuda":
+        if planned.report.refits:
+            out["nearest"] = nearest_layout(config, spec, machine, device)
+        if not all(engine.fits for engine in planned.report.engine_memory):
+            out["suggested_engines"] = suggest_engines(config, spec, machine)
+    return out
 
 
 def _predicted(traffic: Traffic) -> Predicted:

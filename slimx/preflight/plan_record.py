@@ -114,6 +114,11 @@ class EngineMemory(Record):
     concurrency: int | None = Field(description="rollouts of the greatest length that one server holds at once")
     staged: int = Field(description="beside the weights, while weights are published")
 
+    @property
+    def fits(self) -> bool:
+        """Whether the weights and one rollout do, as far as that is known."""
+        return (self.static is None or self.weights <= self.static) and self.concurrency != 0
+
 
 class ColocatedMemory(Record):
     """One GPU that a trainer rank and an engine rank share in turns."""

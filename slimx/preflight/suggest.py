@@ -226,23 +226,27 @@ def _distance(trainer: Trainer, fields: Fields) -> float:
 
 def suggest_engines(config: Config, spec: ModelSpec, machine: Machine) -> tuple[EngineSuggestion, ...]:
     """For each group of the policy that slimx starts: the servers, on as many GPUs, that hold most rollouts at once, of
-    these the smallest."""
+    these the smallest. Where none fits so many GPUs, they are doubled, up to 64 times."""
     _require(machine)
     out = []
     for group in config.rollout.policy_engines:
-        found = [_engine(config, spec, machine, group, sizes) for sizes in _engine_splits(group, machine)]
-        fitting = [each for each in found if each is not None and each.concurrency]
-        if fitting and group.started:
-            out.append(max(fitting, key=lambda each: (each.concurrency, -each.tensor, -each.dp_attention)))
+        gpus = group.started * group.tensor
+        while group.started and gpus <= LARGEST * group.started * group.tensor:
+            found = [_engine(config, spec, machine, group, sizes) for sizes in _engine_splits(gpus, group, machine)]
+            if fitting := [each for each in found if each is not None and each.concurrency]:
+                out.append(max(fitting, key=lambda each: (each.concurrency, -each.tensor, -each.dp_attention)))
+                break
+            gpus *= 2
     return tuple(out)
 
 
-def _engine_splits(group: Engines, machine: Machine) -> Iterator[Fields]:
-    gpus = group.count * group.tensor
-    for tensor in _powers(gpus, max(machine.domain, group.tensor)):
+def _engine_splits(gpus: int, group: Engines, machine: Machine) -> Iterator[Fields]:
+    experts = group.expert > 1
+    for tensor in _powers(gpus, max(machine.domain, group.tensor, gpus // group.count)):
         for copies in _powers(tensor, 8):
             nodes = -(-tensor // machine.per_node)
-            yield {"tensor": tensor, "expert": tensor, "dp_attention": copies, "count": gpus // tensor, "nodes": nodes}
+            expert = tensor if experts else 1
+            yield {"tensor": tensor, "expert": expert, "dp_attention": copies, "count": gpus // tensor, "nodes": nodes}
 
 
 def _engine(

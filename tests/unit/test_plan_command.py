@@ -396,6 +396,14 @@ def test_suggested_layouts_pass_the_plan(plan):
     assert engine["concurrency"] >= 2 * 1000, "more than the two servers as configured"
 
 
+def test_engines_that_do_not_fit_are_told_which_would(plan):
+    engines = "rollout.engines=[{tensor: 1, expert: 1, sglang: {mem_fraction_static: 0.6}}]"
+    code, text = plan(QWEN3_30B, RUN_30B[0], H100, FULL, engines)
+    assert code == 2 and "a rank of engine actor holds 56.9 GiB of weights" in text
+    (line,) = lines_of(text, "  engines   actor: count")
+    assert line.startswith("  engines   actor: count 1, tensor 2, expert 1, dp_attention 1, nodes 1:")
+
+
 def test_layouts_are_searched_for_a_named_gpu_only(plan):
     code, text = plan(QWEN3_30B, *RUN_30B, "--suggest")
     assert code == 2 and "set cluster.gpu" in text
