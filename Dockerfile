@@ -43,7 +43,7 @@ RUN git init --quiet /tmp/apex \
   && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 APEX_PARALLEL_BUILD="$MAX_JOBS" \
     python -m pip install --no-deps --no-build-isolation /tmp/apex \
   && rm -rf /tmp/apex \
-  && python -c 'import fused_weight_gradient_mlp_cuda'
+  && python -c 'import torch, fused_weight_gradient_mlp_cuda'
 
 # The newest that Transformer Engine 2.11 takes. It compiles as C++17, which torch 2.14's headers refuse, and it writes
 # over flash_attn/cute of flash-attn-4, which is therefore installed once more.
