@@ -73,7 +73,8 @@ be_head() {
   heed
   log "$NODES nodes in Ray at $address"
   starting=1
-  setsid slimx train "$@" cluster.ray_address="$address" &
+  # Quoted for YAML, to which the brackets of IPv6 are a list.
+  setsid slimx train "$@" "cluster.ray_address='$address'" &
   driver_pid=$!
   [[ -z $asked ]] || tell_driver "$asked" # it came between these lines
   until gone "$driver_pid"; do

@@ -18,7 +18,7 @@ from pathlib import Path
 from slimx.ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
-START_S, END_S = 30.0, 20.0
+START_S, END_S = 30.0, 40.0
 CONF = """\
 ClusterName=stand
 SlurmctldHost={host}
@@ -46,7 +46,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=2,sched_interval=5
 ReturnToService=2
-KillWait=5
+KillWait=20
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
