@@ -17,7 +17,7 @@ PARAMETERS = {  # billions, as published, without layers of multi-token predicti
     "DeepSeek-V3": 671,
     "Kimi-K2-Instruct": 1026,
     "GLM-4.5": 353,
-    "gpt-oss-120b": 116.8,
+    "gpt-oss-120b-bf16": 116.8,
 }
 
 
