@@ -136,14 +136,18 @@ class Rank:
             np.savez(self.out / "losses.npz", **arrays)
 
     def refresh(self, trainer: Any, batches: list[MicroBatch]) -> None:
-        """Whether the reference says what the policy says, before and after the policy becomes it."""
-        equal = []
+        """Whether the reference says what the policy says, before and after the policy becomes it; and whether it says
+        what it said at first, when it is loaded again."""
+        equal, first = [], trainer.logprobs(batches, under="reference")
         for turn in range(2):
             if turn:
                 trainer.passes.refresh_reference()
             policy, reference = (trainer.logprobs(batches, under=holder) for holder in ("policy", "reference"))
             equal.append(all(map(np.array_equal, policy, reference)))
+        trainer.passes.load_reference(self.job["reference"])
+        again = trainer.logprobs(batches, under="reference")
         self.said["reference_is_policy"] = equal
+        self.said["reference_is_back"] = all(map(np.array_equal, first, again))
 
     def finish(self) -> None:
         if self.reports:

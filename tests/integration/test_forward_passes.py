@@ -182,5 +182,6 @@ def test_every_update_of_a_step_compares_with_the_policy_before_the_first(labora
 
 
 @every_layout
-def test_a_refreshed_reference_is_the_present_policy(laboratory, layout):
-    assert json.loads((laboratory(layout) / "said.json").read_text())["reference_is_policy"] == [False, True]
+def test_a_refreshed_reference_is_the_present_policy_and_one_that_is_loaded_what_was_saved(laboratory, layout):
+    said = json.loads((laboratory(layout) / "said.json").read_text())
+    assert said["reference_is_policy"] == [False, True] and said["reference_is_back"]
