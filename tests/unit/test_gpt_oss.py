@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from slimx.config.schema import Config
+from slimx.convert import run
+from slimx.convert.work import convert
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Deinterleave, Once
@@ -22,6 +25,8 @@ from slimx.layout.table import Row, Table
 from slimx.models import gpt_oss, mxfp4
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import read_model
+from slimx.preflight.layout import divisor_problems
+from slimx.preflight.publication import PublicationPlan, publication_plan
 from slimx.reshard.plan import checkpoint_parts, compile_plan
 from slimx.reshard.precision import Precision
 from tests.unit.test_plan import carry_out
@@ -285,3 +290,75 @@ def test_the_published_sizes_give_the_published_numbers_of_parameters():
         table = gpt_oss.weight_table({**common, "num_hidden_layers": layers, "num_local_experts": experts})
         count = sum(torch.Size(shape).numel() for shape in table.checkpoint().values())
         assert round(count / 1e9, 1) == billions
+
+
+def published(
+    tmp_path: Path, device: str, hf: dict[str, Any], publish: dict[str, Any], **sglang: Any
+) -> PublicationPlan:
+    """The plan of a run whose engine has these arguments of SGLang."""
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path)},
+            "model": {"path": str(tmp_path)},
+            "numerics": {"dtype": "bfloat16"},
+            "rollout": {"prompts": "p", "engines": [{"name": "actor", "sglang": sglang}]},
+            "publish": publish,
+        }
+    )
+    return publication_plan(config, read_model(tmp_path), Sizes(), device)
+
+
+def test_engines_take_their_own_layout_with_the_kernel_whose_layout_is_known(tmp_path: Path):
+    plan = published(tmp_path, "cuda", HF, {}, **gpt_oss.ENGINE_ARGUMENTS)
+    assert plan.encoding == "local" and plan.plan.unread == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "hf", "publish", "sglang", "words"),
+    [
+        ("cpu", HF, {}, gpt_oss.ENGINE_ARGUMENTS, "SGLang 0.5.23 cannot serve GptOssForCausalLM on the CPU"),
+        ("cuda", HF, {}, {}, "rollout.engines.sglang.moe_runner_backend of engine actor must be 'triton'"),
+        ("cuda", HF, {"encoding": "hf"}, gpt_oss.ENGINE_ARGUMENTS, "set publish.encoding=local"),
+        (
+            "cuda",
+            {**HF, "quantization_config": {"quant_method": "mxfp4"}},
+            {},
+            gpt_oss.ENGINE_ARGUMENTS,
+            "is in MXFP4, and engines started from it keep their experts so",
+        ),
+    ],
+)
+def test_engines_that_cannot_be_published_to_are_refused(tmp_path: Path, device, hf, publish, sglang, words):
+    with pytest.raises(SlimxError, match=words):
+        published(tmp_path, device, hf, publish, **sglang)
+
+
+def test_experts_with_biases_are_not_split_among_ranks(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    (problem,) = divisor_problems(Sizes(tensor=2, expert_tensor=2), read_model(tmp_path))
+    assert "set trainer.expert_tensor=1 and trainer.expert to 2 or more" in problem
+
+
+# Conversions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "MXFP4"])
+def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path: Path, quantised):
+    source = tmp_path / "source"
+    source.mkdir()
+    hf = {**HF, **({"quantization_config": {"quant_method": "mxfp4"}} if quantised else {})}
+    (source / "config.json").write_text(json.dumps(hf))
+    wanted = {name: torch.randn(shape).bfloat16() for name, shape in TABLE.checkpoint().items()}
+    tensors = packed(wanted) if quantised else wanted
+    save_file(tensors, source / "model.safetensors")
+    if quantised:
+        for name in TABLE.turned():
+            wanted[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    convert(run.hf_to_megatron(source, layout="tensor=2,expert=2,expert_tensor=1"), megatron, threads=1, verify=True)
+    convert(run.megatron_to_hf(megatron, source), back, threads=1, verify=True)
+    found = {name: tensor for file in back.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == wanted.keys()
+    assert [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)] == []
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
