@@ -26,7 +26,8 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     A product of a vector with a weight matrix takes 2 FLOPs per weight in the forward pass and twice that in the
     backward pass; attention's two products take 2 FLOPs per pair of positions and dimension of a head (Narayanan et
     al., 2104.04473, appendix; extended to GQA, MLA and MoE as in Megatron-LM's `num_floating_point_operations`). A
-    token counts the experts that it is sent to, not those that exist. Norms, rotary embeddings and softmax are small,
+    token counts the experts that it is sent to, not those that exist. In a layer with a window every token is counted
+    to see all of it, as nearly all of a sequence much longer than the window do. Norms, rotary embeddings and softmax are small,
     and layers of multi-token prediction change both terms nearly alike: they are left out.
     """
     layers, hidden = transformer["num_layers"], transformer["hidden_size"]
@@ -35,7 +36,15 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     per_token = layers * weights + hidden * vocab_size
     per_token += (layers - moe) * 3 * hidden * transformer["ffn_hidden_size"]  # gate, up and down
     per_token += moe * _experts(transformer) if moe else 0
-    return SequenceFlops(linear=3 * 2 * per_token, quadratic=3 * 2 * layers * pairs / 2)
+    local = _windowed_layers(transformer)
+    if local:
+        per_token += local * pairs * (transformer["window_size"][0] + 1)
+    return SequenceFlops(linear=3 * 2 * per_token, quadratic=3 * 2 * (layers - local) * pairs / 2)
+
+
+def _windowed_layers(transformer: dict[str, Any]) -> int:
+    """Layers whose attention sees a window only."""
+    return sum(transformer["window_attn_skip_freq"]) if transformer.get("window_size") else 0
 
 
 def _attention(transformer: dict[str, Any]) -> tuple[int, int]:

@@ -80,6 +80,11 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         **_fusion_fields(spec, backends),
     }
     check_megatron_fields(trainer.megatron, kind)
+    if fields.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):
+        raise SlimxError(
+            f"trainer.attention={backends.attention}, but there is no such kernel for the attention sinks of {spec.path} "
+            "in packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them"
+        )
     if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
         raise SlimxError(
             f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was read "

@@ -1,10 +1,9 @@
-"""One gloo rank of test_gpt_oss: a checkpoint goes into the trainer, and logits, gradients and the checkpoint come out.
+"""One gloo rank of test_gpt_oss: a checkpoint goes into the trainer; gradients and the checkpoint come out.
 
     python -m tests.integration.gpt_oss_rank JOB.json RANK
 
 Under Hugging Face names, by the code that exports: `weights`, `gradients`, `after` (a step) and `restored` (from the
-trainer's own checkpoint), each .safetensors. `RANK.npz` holds micro-batches with their logits (last pipeline stage,
-first tensor-parallel rank; without context parallelism).
+trainer's own checkpoint), each .safetensors.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from slimx.config.schema import Config
 from slimx.data.batch import make_rows
@@ -69,8 +66,6 @@ def main() -> None:
         sequence_multiple=2 * sizes.context if sizes.context > 1 else 1,
     )
     batches = packed.shards[parallel.place.data]
-    if sizes.context == 1:
-        write_logits(out / f"{rank}.npz", trainer, batches)
     trainer.train_step(batches, step=0, version=0)
     write("gradients", {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()})
     write("after", trainer.weights.parameters)
@@ -82,38 +77,6 @@ def main() -> None:
     trainer.restore(str(out / "checkpoint"), same_layout=True)
     write("restored", trainer.weights.parameters)
     rank_start.leave(parallel)
-
-
-def write_logits(path: Path, trainer: Any, batches: list[Any]) -> None:
-    """The whole vocabulary's logits of every micro-batch, which the model itself never holds at once."""
-    import torch
-    import torch.distributed as dist
-
-    from slimx.trainer.model import unwrap
-
-    parallel, model = trainer.parallel, unwrap(trainer.chunks[0])
-    logits: list[np.ndarray] = []
-
-    def whole(part: torch.Tensor, axis: int) -> torch.Tensor:
-        parts = [torch.empty_like(part) for _ in range(parallel.sizes.tensor)]
-        dist.all_gather(parts, part.contiguous(), group=parallel.tensor_group)
-        return torch.cat(parts, axis)
-
-    def record(_: Any, __: Any, output: torch.Tensor) -> None:
-        states = whole(output.detach()[:, 0], 0)
-        logits.append(whole(states @ model.output_layer.weight.detach().t(), 1).numpy())
-
-    if parallel.last_stage:
-        hook = model.decoder.register_forward_hook(record)
-    with trainer.routing.forward(batches):
-        trainer.pipeline.scores(batches)
-    if not parallel.last_stage:
-        return
-    hook.remove()
-    arrays = {f"logits.{number}": values for number, values in enumerate(logits)}
-    for number, batch in enumerate(batches):
-        arrays |= {f"tokens.{number}": batch.tokens, f"lengths.{number}": np.array(batch.lengths)}
-    np.savez(path, **arrays)
 
 
 if __name__ == "__main__":

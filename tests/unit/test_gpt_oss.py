@@ -25,6 +25,7 @@ from slimx.layout.table import Row, Table
 from slimx.models import gpt_oss, mxfp4
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import read_model
+from slimx.models.flops import sequence_flops
 from slimx.preflight.layout import divisor_problems
 from slimx.preflight.publication import PublicationPlan, publication_plan
 from slimx.reshard.plan import checkpoint_parts, compile_plan
@@ -202,6 +203,15 @@ def test_rows_that_alternate_are_shared_by_pairs_and_a_summed_bias_is_held_once(
 def test_a_pattern_names_a_stack_as_the_checkpoint_does():
     found = select(TABLE, ["model.layers.1.mlp.experts.down_proj"], "trainer.freeze")
     assert found == {(f"model.layers.1.mlp.experts.down_proj[{k}].T",) for k in range(4)}
+
+
+def test_attention_over_a_window_costs_the_window():
+    transformer, tokens, window = gpt_oss.transformer_config(HF), 10_000, 128
+    flops = sequence_flops(transformer, 128)
+    alike = sequence_flops({**transformer, "window_size": None}, 128)
+    pairs = window * tokens - window * (window - 1) // 2  # of one layer; the other sees all
+    saved = 6 * 2 * 8 * 6 * (tokens * tokens / 2 - pairs)
+    assert alike(tokens) - flops(tokens) == pytest.approx(saved, rel=1e-3)
 
 
 # MXFP4 ----------------------------------------------------------------------------------------------------------------
