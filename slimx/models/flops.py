@@ -27,8 +27,8 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     backward pass; attention's two products take 2 FLOPs per pair of positions and dimension of a head (Narayanan et
     al., 2104.04473, appendix; extended to GQA, MLA and MoE as in Megatron-LM's `num_floating_point_operations`). A
     token counts the experts that it is sent to, not those that exist. In a layer with a window every token is counted
-    to see all of it, as nearly all of a sequence much longer than the window do. Norms, rotary embeddings and softmax are small,
-    and layers of multi-token prediction change both terms nearly alike: they are left out.
+    to see all of it, as nearly all of a sequence much longer than the window do. Norms, rotary embeddings and softmax
+    are small, and layers of multi-token prediction change both terms nearly alike: they are left out.
     """
     layers, hidden = transformer["num_layers"], transformer["hidden_size"]
     weights, pairs = _attention(transformer)

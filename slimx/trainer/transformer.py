@@ -82,8 +82,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
     check_megatron_fields(trainer.megatron, kind)
     if fields.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):
         raise SlimxError(
-            f"trainer.attention={backends.attention}, but there is no such kernel for the attention sinks of {spec.path} "
-            "in packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them"
+            f"trainer.attention={backends.attention}, but the attention sinks of {spec.path} have no such kernel for "
+            "packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them"
         )
     if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
         raise SlimxError(
