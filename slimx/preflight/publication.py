@@ -114,7 +114,7 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
                     f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r} for "
                     f"{spec.family.ARCHITECTURE}: SGLang would else hold weights in a layout that cannot be published"
                 )
-    if spec.hf.get("quantization_config", {}).get("quant_method") == "mxfp4":
+    if (spec.hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         raise SlimxError(
             f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "
             "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path"
