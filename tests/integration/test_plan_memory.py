@@ -27,8 +27,11 @@ from tests.integration.test_invariance import DEEPSEEK, QWEN
 
 pytestmark = pytest.mark.integration
 WITHIN = 0.15
-WIDE = QWEN | {"hidden_size": 96, "vocab_size": 640, "num_experts_per_tok": 4, "tie_word_embeddings": False}
-MODELS = {"qwen": QWEN, "wide": WIDE, "deepseek": DEEPSEEK}
+WIDE = QWEN | {"hidden_size": 96, "moe_intermediate_size": 160, "num_experts_per_tok": 4, "tie_word_embeddings": False}
+WORDY = QWEN | {"vocab_size": 4096, "num_hidden_layers": 2}
+MODELS = {"qwen": QWEN, "wide": WIDE, "wordy": WORDY, "deepseek": DEEPSEEK}
+"""The experts' inner products are most of the activations in `wide`, the logits in `wordy`, the attention's
+probabilities in `deepseek`."""
 MTP = {"megatron": {"mtp_num_layers": 1}}
 FULL, SELECTIVE = {"recompute": {"granularity": "full"}}, {"recompute": {"granularity": "selective"}}
 PLAIN = {"distributed_optimizer": False}
@@ -58,6 +61,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
                 case(512, 128, **recompute(granularity="selective", modules=["moe"])),
             ],
             "wide": [case(512, 64, "float32"), case(512, 64), case(512, 64, **FULL)],
+            "wordy": [case(512, 64), case(512, 128, "float32", logprob_chunk_tokens=128)],
             "deepseek": [
                 case(512, 128),
                 case(256, 256, "float32", **MTP),
