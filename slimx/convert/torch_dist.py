@@ -204,7 +204,7 @@ class ToMegatron:
             spec.transformer,
             vocab_size=spec.vocab_size,
             max_sequence_length=spec.gpt["max_sequence_length"],
-            tied=spec.gpt["share_embeddings_and_output_weights"],
+            tied=spec.gpt.get("share_embeddings_and_output_weights", False),
             iteration=0,
             content_metadata={
                 "distrib_optim_sharding_type": "fully_reshardable",

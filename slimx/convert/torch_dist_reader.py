@@ -13,7 +13,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -146,8 +145,8 @@ class TorchDistReader:
         """The bytes of a saved piece, in the order of its elements."""
         mapped = self._files[piece.file]
         if (at := self._headers.get(piece)) is None:
-            with _HEADERS, (self.path / piece.file).open("rb") as file, FakeTensorMode():
-                found = _load(file, piece)
+            with _HEADERS, FakeTensorMode():
+                found = self._load(piece)
             storage = found.untyped_storage()
             if tuple(found.shape) != piece.sizes:
                 raise SlimxError(
@@ -159,8 +158,19 @@ class TorchDistReader:
         start, size = at
         if start >= 0:
             return mapped[start : start + size]
-        with (self.path / piece.file).open("rb") as file:
-            return _load(file, piece).contiguous().view(-1).view(torch.uint8)
+        return self._load(piece).contiguous().view(-1).view(torch.uint8)
+
+    def _load(self, piece: _Stored) -> torch.Tensor:
+        try:
+            with (self.path / piece.file).open("rb") as file:
+                view = _create_file_view(file, piece.start, piece.length)
+                return torch.load(view, map_location="cpu", weights_only=True)
+        # A damaged file raises nearly anything.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise SlimxError(
+                f"{self.path / piece.file}: damaged at byte {piece.start} ({reason}); restore the file from its source"
+            ) from error
 
 
 class _Pieces:
@@ -193,10 +203,6 @@ def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadat
     if getattr(found, "transform_descriptors", None):
         raise SlimxError(f"{path}: tensor {key} is compressed; save it again without extensions")
     return _Stored(tuple(chunk.offsets), tuple(chunk.sizes), found.relative_path, found.offset, found.length)
-
-
-def _load(file: BinaryIO, piece: _Stored) -> torch.Tensor:
-    return torch.load(_create_file_view(file, piece.start, piece.length), map_location="cpu", weights_only=True)
 
 
 def _extent(piece: _Stored, stacked: int) -> tuple[tuple[int, int], tuple[int, int]]:

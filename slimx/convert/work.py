@@ -231,11 +231,9 @@ def _write_all(
             stop.set()
             pool.shutdown(cancel_futures=True)
             _collect(running, done)
-            if isinstance(error, _Stopped):
-                error = next(e for e in (f.exception() for f in running if not f.cancelled()) if _cause(e))
             if isinstance(error, OSError):
                 raise _cannot_write(partial, error) from error
-            raise error
+            raise
 
 
 def _collect(running: Mapping[Any, PlannedFile], done: dict[str, _Done]) -> None:
@@ -243,10 +241,6 @@ def _collect(running: Mapping[Any, PlannedFile], done: dict[str, _Done]) -> None
     for future, file in running.items():
         if not future.cancelled() and future.exception() is None:
             done[file.name] = future.result()
-
-
-def _cause(error: BaseException | None) -> bool:
-    return error is not None and not isinstance(error, _Stopped)
 
 
 def _write_one(file: PlannedFile, partial: Path, advance: Callable[[int], None], stop: threading.Event) -> _Done:

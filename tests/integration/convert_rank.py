@@ -21,8 +21,8 @@ def configuration(out: Path, layout: dict[str, Any], model: dict[str, Any], load
     return Config.model_validate(
         {
             "run": {"dir": str(out)},
-            "model": {"path": model["path"]},
-            "numerics": {"dtype": "bfloat16"},
+            "model": model["model"],
+            "numerics": {"dtype": model["dtype"]},
             "trainer": {
                 **layout,
                 "load": load,
@@ -47,13 +47,16 @@ def main() -> None:
         parallel, begin = begin(section, rank, f"tcp://127.0.0.1:{job['ports'][name]}"), enter
         import torch
 
-        from slimx.models.families import read_model
+        from slimx.models.families import configured_model
         from slimx.trainer.trainer import Trainer
 
         said[name] = {}
         for kind, model in job["models"].items():
-            spec = read_model(model["path"], mtp_layers=model["mtp"])
-            wanted = Trainer(configuration(out, layout, model, None), spec, parallel).weights.parameters
+            if name not in model["layouts"]:
+                continue
+            config = configuration(out, layout, model, None)
+            spec = configured_model(config)
+            wanted = Trainer(config, spec, parallel).weights.parameters
             trainer = Trainer(configuration(out, layout, model, model["megatron"]), spec, parallel)
             found = trainer.weights.parameters
             said[name][kind] = sorted(found.keys() ^ wanted.keys()) + [

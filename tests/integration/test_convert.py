@@ -11,8 +11,10 @@ import pytest
 
 from slimx.convert import run
 from slimx.convert.work import convert
+from slimx.models.families import load_family
 from slimx.ports import free_port
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, same, tensors_of, write_checkpoint
+from tests.integration.family_cases import CASES
 from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -27,34 +29,56 @@ MODELS = {
     "qwen3_moe": (QWEN3_MOE, "tensor=2,pipeline=2,expert=4,expert_tensor=1", 0),
     "deepseek_v3": (DEEPSEEK_V3, "", 1),
 }
+"""Under every layout."""
+FAMILIES = [name for name in CASES if name not in ("V3", "Qwen3-MoE")]
+"""The others, as transformers writes them, on one rank."""
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("convert")
     job: dict[str, Any] = {"out": str(out), "layouts": LAYOUTS, "models": {}}
-    for name, (config, layout, mtp) in MODELS.items():
-        path = write_checkpoint(out / name, config, file_bytes=100_000)
-        convert(run.hf_to_megatron(path, layout=layout, file_bytes=60_000), out / f"{name}-m", threads=2, verify=True)
-        job["models"][name] = {"path": str(path), "megatron": str(out / f"{name}-m"), "mtp": mtp}
+
+    def add(name: str, cut: str, mtp: int, dtype: str, layouts: list[str], family: str | None) -> None:
+        path, megatron = out / name, out / f"{name}-m"
+        given = load_family(family) if family else None
+        convert(run.hf_to_megatron(path, layout=cut, file_bytes=60_000, family=given), megatron, threads=2, verify=True)
+        model = {"path": str(path)} | ({"family": family} if family else {})
+        job["models"][name] = {
+            "model": model,
+            "dtype": dtype,
+            "megatron": str(megatron),
+            "mtp": mtp,
+            "layouts": layouts,
+        }
+
+    for name, (config, cut, mtp) in MODELS.items():
+        write_checkpoint(out / name, config, file_bytes=100_000)
+        add(name, cut, mtp, "bfloat16", list(LAYOUTS), None)
+    for seed, name in enumerate(FAMILIES):
+        CASES[name].make(out / name, seed)
+        add(name, "", CASES[name].mtp, "float32", ["single"], CASES[name].family)
     job["ports"] = {name: free_port() for name in LAYOUTS}
     (out / "job.json").write_text(json.dumps(job))
     run_ranks("tests.integration.convert_rank", out, 4)
     return out, [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+TRAINED = [(layout, model) for model in MODELS for layout in LAYOUTS] + [("single", model) for model in FAMILIES]
+
+
+@pytest.mark.parametrize(("layout", "model"), TRAINED)
 def test_a_trainer_loads_from_the_converted_checkpoint_what_it_loads_from_the_original(said, layout, model):
     for rank in range(LAYOUTS[layout]["world_size"]):
         assert said[1][rank][layout][model] == []
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), TRAINED)
 def test_a_checkpoint_that_a_trainer_saved_becomes_the_original_bit_for_bit(said, layout, model, tmp_path):
     out, _ = said
-    conversion = run.megatron_to_hf(out / "saved" / layout / model / "iter_0000003", out / model, file_bytes=90_000)
+    family = load_family(CASES[model].family) if model in FAMILIES and CASES[model].family else None
+    saved = out / "saved" / layout / model / "iter_0000003"
+    conversion = run.megatron_to_hf(saved, out / model, file_bytes=90_000, family=family)
     convert(conversion, tmp_path / "hf", threads=2, verify=True)
     assert same(tensors_of(tmp_path / "hf"), tensors_of(out / model)) == []
-    assert (tmp_path / "hf" / "tokenizer_config.json").is_file()
+    assert (tmp_path / "hf" / "config.json").is_file()

@@ -294,6 +294,15 @@ def test_a_damaged_megatron_directory_is_one_sentence(qwen, tmp_path, how, sente
         run.megatron_to_hf(megatron, qwen)
 
 
+def test_a_damaged_piece_is_named(qwen, tmp_path):
+    megatron = go(run.hf_to_megatron(qwen), tmp_path / "megatron")
+    with (megatron / "release/__0_0.distcp").open("r+b") as file:
+        file.write(bytes(200))
+    with pytest.raises(SlimxError, match=r"__0_0\.distcp: damaged at byte 0"):
+        go(run.megatron_to_hf(megatron, qwen), tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_a_tensor_that_is_not_whole_is_named(qwen, tmp_path):
     megatron = go(run.hf_to_megatron(qwen, layout=LAYOUT), tmp_path / "megatron")
     metadata = FileSystemReader(megatron / "release").read_metadata()
