@@ -144,6 +144,7 @@ def main(
     gb: Annotated[float, typer.Option(help="Size of the bf16 checkpoint.")] = 2.0,
     rounds: Annotated[int, typer.Option(min=1, help="Copies and conversions of each kind.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Of conversion and copy.")] = 2,
+    only: Annotated[str, typer.Option(help="One conversion of the table.")] = "",
     out: Annotated[Path | None, typer.Option(help="Directory to make, use and remove.")] = None,
 ) -> None:
     """Print the table."""
@@ -154,14 +155,22 @@ def main(
         source = write_checkpoint(work / "source", config, file_bytes=10**9)
         print(f"{'conversion':<24}{'GB':>6}{'copy':>8}{'convert':>9}{'ratio':>8}   {'quartiles':<13}  range")
         middles = []
-        size = int(5e8)
+        size = int(2.5e8)  # enough files for all threads
+        megatron, fp8 = work / "hf-to-megatron", work / "hf-to-fp8"
+        to_megatron = partial(run.hf_to_megatron, source, file_bytes=size)
+        to_fp8 = partial(run.hf_to_fp8, source, file_bytes=size)
         for name, make, read in (
-            ("hf-to-megatron", lambda: run.hf_to_megatron(source, file_bytes=size), source),
-            ("megatron-to-hf", lambda: run.megatron_to_hf(work / "hf-to-megatron", source, file_bytes=size), None),
-            ("hf-to-fp8", lambda: run.hf_to_fp8(source, file_bytes=size), source),
-            ("hf-to-megatron, fp8", lambda: run.hf_to_megatron(work / "hf-to-fp8", file_bytes=size), None),
+            ("hf-to-megatron", to_megatron, source),
+            ("megatron-to-hf", partial(run.megatron_to_hf, megatron, source, file_bytes=size), None),
+            ("hf-to-fp8", to_fp8, source),
+            ("hf-to-megatron, fp8", partial(run.hf_to_megatron, fp8, file_bytes=size), None),
         ):
-            read = read or work / ("hf-to-megatron" if name == "megatron-to-hf" else "hf-to-fp8")
+            if only not in ("", name):
+                continue
+            if read is None:
+                before, read = (to_megatron, megatron) if name == "megatron-to-hf" else (to_fp8, fp8)
+                if not read.exists():
+                    convert(before(), read, threads=threads, verify=False)
             line, middle = measure(name, make, read, work, rounds, threads)
             print(line, flush=True)
             middles.append(middle)

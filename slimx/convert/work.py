@@ -150,7 +150,8 @@ def convert(
                 shutil.rmtree(partial)
             raise
         shutil.rmtree(state)
-        sync_directory(partial)
+        for directory in {(partial / file.name).parent for file in conversion.files} | {partial}:
+            sync_directory(directory)
         partial.rename(out)
         sync_directory(out.parent)
     return {name: one.record for name, one in done.items()}
@@ -172,7 +173,7 @@ def _owned(partial: Path, fingerprint: str) -> Iterator[None]:
             raise SlimxError(f"{partial}: another process is writing it; wait for it to end") from None
         plan = state / "plan"
         if not plan.exists():
-            _write_small(plan, fingerprint.encode())
+            write_synced(plan, fingerprint.encode())
         elif plan.read_text() != fingerprint:
             raise SlimxError(
                 f"{partial} was begun by a conversion of other files or with other options; remove it to begin anew"
@@ -190,9 +191,10 @@ def _finished(partial: Path, files: Sequence[PlannedFile]) -> dict[str, _Done]:
     for file in files:
         told, path = _told(partial, file.name), partial / file.name
         if told.is_file() and path.is_file():
-            done = msgspec.json.decode(told.read_bytes(), type=_Done)
-            if done.record.size == path.stat().st_size:
-                found[file.name] = done
+            with contextlib.suppress(msgspec.DecodeError):
+                done = msgspec.json.decode(told.read_bytes(), type=_Done)
+                if done.record.size == path.stat().st_size:
+                    found[file.name] = done
     return found
 
 
@@ -258,18 +260,14 @@ def _write_one(file: PlannedFile, partial: Path, advance: Callable[[int], None],
     except BaseException:
         writing.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
     done = _Done(stream.record, notes)
-    _write_small(_told(partial, file.name), msgspec.json.encode(done))
+    # Not brought to disk: where a crash of the machine leaves it damaged, or the file's name is lost, that file is
+    # written again.
+    told = _told(partial, file.name)
+    writing = told.with_name(told.name + _WRITING)
+    writing.write_bytes(msgspec.json.encode(done))
+    writing.rename(told)
     return done
-
-
-def _write_small(path: Path, data: bytes) -> None:
-    """A file that is there whole or not at all."""
-    writing = path.with_name(path.name + _WRITING)
-    write_synced(writing, data)
-    writing.rename(path)
-    sync_directory(path.parent)
 
 
 def _verify(partial: Path, done: Mapping[str, _Done], progress: Progress | None) -> None:
