@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.models import gpt_oss, mxfp4
 from slimx.models.checkpoint_reader import CheckpointReader
+from slimx.models.checkpoint_writer import finish_directory
 from slimx.models.families import read_model
 from slimx.models.flops import sequence_flops
 from slimx.preflight.layout import divisor_problems
 from slimx.preflight.publication import PublicationPlan, publication_plan
 from slimx.reshard.plan import checkpoint_parts, compile_plan
 from slimx.reshard.precision import Precision
+from slimx.trainer.backends import choose_backends
 from tests.unit.test_plan import carry_out
 
 HF: dict[str, Any] = {
@@ -350,6 +353,19 @@ def test_experts_with_biases_are_not_split_among_ranks(tmp_path: Path):
     assert "set trainer.expert_tensor=1 and trainer.expert to 2 or more" in problem
 
 
+def test_kernels_that_cannot_compute_sinks_are_refused(tmp_path: Path):
+    from slimx.trainer.transformer import transformer_config  # imports megatron-core
+
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    config = Config.model_validate(
+        {"run": {"dir": "r"}, "model": {"path": str(tmp_path)}, "rollout": {"prompts": "p", "engines": [{}]}}
+    )
+    backends = choose_backends(config.trainer, device="cpu", packages=())
+    assert transformer_config(read_model(tmp_path), config, backends, cpu=True).softmax_type == "learnable"
+    with pytest.raises(SlimxError, match="trainer.attention=fused, but the attention sinks of"):
+        transformer_config(read_model(tmp_path), config, replace(backends, attention="fused"), cpu=True)
+
+
 # Conversions ----------------------------------------------------------------------------------------------------------
 
 
@@ -372,3 +388,12 @@ def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path:
     assert found.keys() == wanted.keys()
     assert [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)] == []
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
+
+
+def test_a_runs_export_does_not_call_itself_quantised(tmp_path: Path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    for directory in (source, out):
+        directory.mkdir()
+    (source / "config.json").write_text(json.dumps({**HF, "quantization_config": {"quant_method": "mxfp4"}}))
+    finish_directory(out, source, TABLE, [], weights=None)
+    assert json.loads((out / "config.json").read_text()) == HF
