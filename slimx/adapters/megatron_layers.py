@@ -113,6 +113,10 @@ class GroupedLinear(torch.nn.Module):
             if bias:
                 # RowParallelLinear would have it summed over the ranks of TP, which hold other experts.
                 expert.bias.sequence_parallel = False
+                if self.axis == 1:
+                    # The gradient norm counts a tensor that is not split on the first rank of TP only, but here each
+                    # rank of TP may hold experts of its own: it counts on the first rank that shares an expert.
+                    expert.bias.tensor_model_parallel = pg_collection.expt_tp.rank() == 0
                 self.register_parameter(f"bias{index}", expert.bias)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
