@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -44,6 +45,8 @@ class Attention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             if config.perform_initialization:
                 config.init_method(self.softmax_offset)
+            # Each rank of TP has those of its own heads: without the mark the gradient norm counts the first rank's only.
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         elif config.softmax_type != "vanilla":
             raise NotImplementedError(f"softmax_type {config.softmax_type} has no plain-torch layer")
 
