@@ -45,7 +45,7 @@ class Attention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             if config.perform_initialization:
                 config.init_method(self.softmax_offset)
-            # Each rank of TP has those of its own heads: without the mark the gradient norm counts the first rank's only.
+            # Of its own heads on each rank of TP: without the mark the gradient norm counts the first rank's only.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         elif config.softmax_type != "vanilla":
             raise NotImplementedError(f"softmax_type {config.softmax_type} has no plain-torch layer")
