@@ -48,7 +48,8 @@ def test_a_ppo_run_learns_values_and_resumes_bit_for_bit(tiny_model, task, tmp_p
     assert "loss/policy" not in rows[1] and "optim/grad_norm" not in rows[1] and rows[1]["gap/tokens"] > 0
     assert rows[2]["kl/reward"] == pytest.approx(0, abs=1e-5), "the policy of step 2 must still be the reference"
     # From the third step on the reference is what the second one trained, also in the resumed run.
-    assert rows[4]["optim/grad_norm"] > 0 and abs(rows[4]["kl/reward"]) > 1e-6 >= abs(rows[3]["kl/reward"])
+    assert rows[4]["optim/grad_norm"] > 0 and abs(rows[4]["kl/reward"]) > 1e-6
+    assert rows[3]["kl/reward"] == pytest.approx(0, abs=1e-5)
     for row in rows.values():
         assert row["value/loss"] > 0 and row["critic/grad_norm"] > 0 and row["gap/mean"] <= 1e-5
     # A zero head says 0 everywhere: every return is its reward, and nothing is explained.
