@@ -22,9 +22,10 @@ from slimx.errors import SlimxError
 from slimx.layout.megatron import nearly_equal
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
+from slimx.models.trunk import read_trunk
 from slimx.preflight.batch_plan import batch_plan
 from slimx.preflight.colocated import colocated_memory
-from slimx.preflight.constraints import batch_problems, memory_problems
+from slimx.preflight.constraints import batch_problems, memory_problems, together
 from slimx.preflight.cost_model import update_cost
 from slimx.preflight.hardware import Machine
 from slimx.preflight.layout import divisor_problems
@@ -77,9 +78,9 @@ def _search(config: Config, spec: ModelSpec, machine: Machine, device: str) -> l
     """Layouts that fit, of the smallest world in which there are any."""
     _require(machine)
     groups = config.rollout.policy_engines if config.schedule.colocate else ()
-    trial = _Trial(
-        config, spec, machine, device, tuple(engine_memory(config, spec, g, machine, staged=0) for g in groups)
-    )
+    engines = tuple(engine_memory(config, spec, group, machine, staged=0) for group in groups)
+    shared = config.critic is not None and config.critic.placement == "shared"
+    trial = _Trial(config, spec, machine, device, engines, read_trunk(config) if shared else None)
     world = config.trainer.world_size
     while world <= LARGEST * config.trainer.world_size:
         tried = ((fields, trial.fit(fields)) for fields in _splits(config, spec, machine, world))
@@ -104,6 +105,8 @@ class _Trial:
     device: str
     engines: tuple[EngineMemory, ...]
     """On the same GPUs as the trainer."""
+    trunk: ModelSpec | None
+    """Of a critic in the trainer's ranks, split as the trainer is; one on ranks of its own is left as it is."""
 
     def fit(self, fields: Fields) -> Suggestion | None:
         """The split with the least recomputation that fits; None if it does not fit at all."""
@@ -118,12 +121,19 @@ class _Trial:
             if any(divisor_problems(sizes, self.spec)) or any(batch_problems(tried, self.spec, sizes, None)):
                 return None
             records = trainer_memory(tried, self.spec, sizes, self.device, quick=True)
+            critics = self._critics(tried, sizes)
             shared = colocated_memory(tried, self.machine, records, self.engines)
-            if not any(memory_problems(tried, self.machine, records, (), shared)):
-                return self._told(tried, sizes, max(records, key=lambda record: record.peak))
+            if not any(memory_problems(tried, self.machine, records + critics, (), shared)):
+                peak = max(map(together, records, critics) if critics else (record.peak for record in records))
+                return self._told(tried, sizes, max(records, key=lambda record: record.peak), peak)
         return None
 
-    def _told(self, tried: Config, sizes: Sizes, fullest: TrainerMemory) -> Suggestion:
+    def _critics(self, tried: Config, sizes: Sizes) -> tuple[TrainerMemory, ...]:
+        if self.trunk is None:
+            return ()
+        return trainer_memory(tried.as_critic(), self.trunk, sizes, self.device, model="critic", quick=True)
+
+    def _told(self, tried: Config, sizes: Sizes, fullest: TrainerMemory, peak: int) -> Suggestion:
         cost = update_cost(tried, self.spec, sizes, batch_plan(tried, sizes), fullest, self.machine)
         trainer = tried.trainer
         names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
@@ -133,8 +143,8 @@ class _Trial:
         return Suggestion(
             overrides=_overrides(self.config, tried),
             layout=f"{layout}, recompute {trainer.recompute.granularity}{host}",
-            trainer_peak=fullest.peak,
-            margin=self.machine.memory - fullest.peak,
+            trainer_peak=peak,
+            margin=self.machine.memory - peak,
             cost=round(cost.total, 4),
             why=cost.why,
         )

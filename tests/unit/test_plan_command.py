@@ -396,6 +396,15 @@ def test_suggested_layouts_pass_the_plan(plan):
     assert engine["concurrency"] >= 2 * 1000, "more than the two servers as configured"
 
 
+def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
+    ppo = ("algorithm.name=ppo", "critic={}", H100, FULL)
+    code, text = plan(QWEN3_30B, *RUN_30B, *ppo)
+    assert code == 2 and "trainer and critic rank 0 (stage 0) would need" in text
+    lines = text.splitlines()
+    (nearest,) = (number for number, line in enumerate(lines) if line.startswith("nearest"))
+    assert plan(QWEN3_30B, *RUN_30B, *ppo, *lines[nearest + 1].split())[0] == 0
+
+
 def test_engines_that_do_not_fit_are_told_which_would(plan):
     engines = "rollout.engines=[{tensor: 1, expert: 1, sglang: {mem_fraction_static: 0.6}}]"
     code, text = plan(QWEN3_30B, RUN_30B[0], H100, FULL, engines)
