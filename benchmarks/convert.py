@@ -90,10 +90,11 @@ def _between(sources: list[Path], first: int, last: int) -> Iterator[memoryview]
         at += size
 
 
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Of the clock, and of processors in this process and in the kernel for it."""
+    begin, used = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - used
 
 
 @contextmanager
@@ -111,11 +112,11 @@ def measure(
     name: str, make: Callable[[], Conversion], source: Path, work: Path, rounds: int, threads: int
 ) -> tuple[str, float]:
     """A line of the table, and its median ratio. The last output stays, as WORK/NAME."""
-    out, ratios, rates = work / name, [], []
+    out, pairs = work / name, []
     sources = tensor_files(source)
     sizes: list[int] = []
     for number in range(-1, rounds):  # one round to warm up, whose output says what a copy has to write
-        took: dict[str, float] = {}
+        took: dict[str, tuple[float, float]] = {}
         for kind in ("copy", "convert") if number % 2 == 0 else ("convert", "copy"):
             shutil.rmtree(out, ignore_errors=True)
             shutil.rmtree(work / "copy", ignore_errors=True)
@@ -125,17 +126,18 @@ def measure(
             else:
                 took[kind] = seconds(partial(copy, sources, sizes, work / "copy", threads))
         if number >= 0:
-            ratios.append(took["copy"] / took["convert"])
-            rates.append([took["copy"], took["convert"]])
+            pairs.append([[whole, cpu] for whole, cpu in (took["copy"], took["convert"])])
     shutil.rmtree(work / "copy", ignore_errors=True)
     if not out.exists():
         convert(make(), out, threads=threads, verify=False)
     gigabytes = (sum(path.stat().st_size for path in sources) + sum(sizes)) / 1e9
-    copied, converted = (gigabytes / value for value in np.median(rates, axis=0))
+    measured = np.array(pairs)  # [rounds, copy and conversion, clock and CPU]
+    copied, converted = gigabytes / np.median(measured[:, :, 0], axis=0)
+    ratios, cpu = (measured[:, 0] / measured[:, 1]).T
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     line = (
-        f"{name:<24}{gigabytes:>6.2f}{copied:>8.2f}{converted:>9.2f}{middle:>8.2f}   {low:.2f} to {high:.2f}   "
-        f"{min(ratios):.2f} to {max(ratios):.2f}"
+        f"{name:<22}{gigabytes:>6.2f}{copied:>7.2f}{converted:>9.2f}{middle:>7.2f}   {low:.2f} to {high:.2f}   "
+        f"{min(ratios):.2f} to {max(ratios):.2f}   {np.median(cpu):.2f}"
     )
     return line, float(middle)
 
@@ -153,7 +155,9 @@ def main(
     with directory(out) as work:
         config = MODEL | {"num_hidden_layers": max(1, round(gb / LAYER_GB))}
         source = write_checkpoint(work / "source", config, file_bytes=10**9)
-        print(f"{'conversion':<24}{'GB':>6}{'copy':>8}{'convert':>9}{'ratio':>8}   {'quartiles':<13}  range")
+        print(
+            f"{'conversion':<22}{'GB':>6}{'copy':>7}{'convert':>9}{'ratio':>7}   {'quartiles':<13}  {'range':<13}  CPU"
+        )
         middles = []
         size = int(2.5e8)  # enough files for all threads
         megatron, fp8 = work / "hf-to-megatron", work / "hf-to-fp8"
@@ -175,7 +179,9 @@ def main(
             print(line, flush=True)
             middles.append(middle)
     used = (cpu_seconds() - others) / (time.perf_counter() - begin)
-    print(f"copy, convert: GB/s read and written, medians of {rounds} rounds; ratio: of their rates, pair by pair")
+    print(
+        f"copy, convert: GB/s read and written, medians of {rounds} rounds; ratio: of their rates, pair by pair; CPU: that of the CPU time"
+    )
     print(
         f"goal {GOAL}: {'met' if min(middles) >= GOAL else 'missed'}; {threads} threads; others used {used:.2f} cores"
     )
