@@ -179,9 +179,8 @@ def main(
             print(line, flush=True)
             middles.append(middle)
     used = (cpu_seconds() - others) / (time.perf_counter() - begin)
-    print(
-        f"copy, convert: GB/s read and written, medians of {rounds} rounds; ratio: of their rates, pair by pair; CPU: that of the CPU time"
-    )
+    print(f"copy, convert: GB/s read and written, medians of {rounds} rounds; ratio: of their rates, pair by pair")
+    print("CPU: the copy's processor time over the conversion's, median")
     print(
         f"goal {GOAL}: {'met' if min(middles) >= GOAL else 'missed'}; {threads} threads; others used {used:.2f} cores"
     )
