@@ -1,0 +1,46 @@
+"""Whole runs of GLM-4.5 and MiniMax-M2: trainers and engines of two ranks, which route alike and agree after every
+publication; in bfloat16 engines hold the routers in fp32."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.engine_families import make_model
+from tests.integration.family_oracle import read
+from tests.integration.runs import TrainProcess, steps, write_config
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "encoding"), [("glm4_moe", "float32", "auto"), ("minimax_m2", "bfloat16", "hf")]
+)
+def test_two_trainer_ranks_and_two_engine_ranks_agree(task_of_sums, tmp_path, name, dtype, encoding):
+    model = tmp_path / "model"
+    make_model(name, model)
+    config = write_config(
+        tmp_path,
+        model,
+        task_of_sums / "train.jsonl",
+        numerics={"dtype": dtype},
+        trainer={"tensor": 2, "expert": 2, "expert_tensor": 1, "moe": {"bias_update_rate": 0.05}},
+        rollout={
+            "prompts": str(task_of_sums / "train.jsonl"),
+            "engines": [{"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}],
+        },
+        publish={"encoding": encoding},
+        schedule={"steps": 2, "step_deadline": 120},
+        checkpoint={"export_hf": True},
+    )
+    run = TrainProcess(config)
+    assert run.wait() == 0, run.text()
+    rows = steps(tmp_path / "run")
+    assert list(rows) == [1, 2]
+    for row in rows.values():
+        assert row["gap/tokens"] > 0 and row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
+        assert row["gap/max"] <= (1e-4 if dtype == "float32" else 0.5)
+    before, exported = read(model), read(tmp_path / "run" / "hf")
+    assert exported.keys() == before.keys()
+    moved = {key for key, tensor in exported.items() if not tensor.equal(before[key].to(tensor.dtype))}
+    for part in ("e_score_correction_bias", "gate.weight", "q_norm", "k_norm", "q_proj.weight", ".experts.7."):
+        assert any(part in key for key in moved), part
