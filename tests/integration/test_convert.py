@@ -18,10 +18,11 @@ from tests.integration.family_cases import CASES
 from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
+# The largest first: no rank waits for others that are busy with a layout of fewer.
 LAYOUTS = {
-    "single": {"world_size": 1},
-    "EP2": {"world_size": 2, "expert": 2},
     "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
+    "EP2": {"world_size": 2, "expert": 2},
+    "single": {"world_size": 1},
 }
 MODELS = {
     # Layers stacked under one key, cut for the ranks of another layout than any that loads it; and numbered ones, with
@@ -60,7 +61,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
         add(name, "", CASES[name].mtp, "float32", ["single"], CASES[name].family)
     job["ports"] = {name: free_port() for name in LAYOUTS}
     (out / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.convert_rank", out, 4)
+    run_ranks("tests.integration.convert_rank", out, 4, seconds=200)
     return out, [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
 
 
