@@ -90,8 +90,8 @@ lint: $(LIBRARY) ## style of Python and C++, and who imports whom
 bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare beside it
 	$(BIN)/python benchmarks/loop.py
 
-# bubblewrap encloses the sandbox; chromium draws the report in a test; shellcheck reads scripts/launch, and Slurm with munge runs it. Debian's own Python
-# 3.11 cannot make environments without python3-venv.
+# bubblewrap encloses the sandbox; chromium draws the report in a test; shellcheck reads scripts/launch, and Slurm with
+# munge runs it. Debian's own Python 3.11 cannot make environments without python3-venv.
 .PHONY: ci-deps
 ci-deps: ## Debian packages that tests use (as root)
 	apt-get update -qq
