@@ -21,12 +21,11 @@ def test_trainers_build_the_family_that_the_configuration_names(tmp_path):
         tmp_path,
         model,
         prompts,
-        model={"path": str(model), "family": "examples.mixtral"},
         rollout={"engines": [], "generate": "slimx.rollout.demonstrations.generate", "group_size": 1},
         reward={"function": None},
         algorithm={"name": "sft"},
         schedule={"steps": 2, "step_deadline": 120},
     )
-    run = TrainProcess(config)
+    run = TrainProcess(config, "model.family=examples.mixtral")
     assert run.wait() == 0, run.text()
     assert all(row["optim/grad_norm"] > 0 for row in steps(tmp_path / "run").values())
