@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    prepare_process(options.device, shares_layers=False)
+    prepare_process(options.device, shares_layers=False, local=True)
     adapters = install_adapters()
     import torch
 

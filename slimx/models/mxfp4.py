@@ -6,15 +6,18 @@ groups] one power of two per group, E8M0 with bias 127 (OCP Microscaling Formats
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """What is appended to a tensor's name for its codes and its scales."""
 GROUP = 32
 """Values that share a scale."""
 _BIAS = 127
-_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_CODES = torch.cat([_VALUES, -_VALUES])
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the eight codes without a sign bit stand for."""
 
 
 def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -25,6 +28,9 @@ def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """uint8 codes [..., groups, 16] and scales [..., groups] as bf16 [..., groups * 32]."""
+    import torch  # here: who only asks for shapes plans a run, without torch
+
+    table = torch.tensor(_VALUES)
     codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2).long()
-    values = torch.ldexp(_CODES[codes], (scales.int() - _BIAS).unsqueeze(-1))
+    values = torch.ldexp(torch.cat([table, -table])[codes], (scales.int() - _BIAS).unsqueeze(-1))
     return values.flatten(-2).to(torch.bfloat16)

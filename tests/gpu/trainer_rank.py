@@ -82,7 +82,7 @@ def run(name: str, out: Path, parallel: Any) -> None:
 
 def main() -> None:
     kind, out, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    prepare_process(kind, shares_layers=False)
+    prepare_process(kind, shares_layers=False, local=True)
     install_adapters()
     import torch
 
