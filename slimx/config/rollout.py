@@ -46,10 +46,13 @@ class Rollout(Section):
     engines: tuple[Engines, ...] = Field((Engines(),), description="groups of servers; empty: no generation (SFT)")
     sampling: Sampling = Sampling()
     max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are refused before the run starts")
-    concurrency: PositiveInt = Field(256, description="rollouts in flight, at most")
+    concurrency: PositiveInt = Field(256, description="requests of rollouts to the engines in flight, at most")
+    max_rollouts: PositiveInt = Field(4096, description="rollouts in flight, at most, those whose tools run included")
     request_deadline: PositiveFloat = Field(600, description="seconds for one request to an engine")
     request_retries: Count = Field(2, description="times that a request is sent again when its engine was lost")
-    rollout_deadline: PositiveFloat = Field(1800, description="seconds for one rollout, all turns and tools included")
+    rollout_deadline: PositiveFloat = Field(
+        1800, description="seconds for one rollout, its waits for `concurrency` not counted"
+    )
     max_failed_share: Share = Field(0.1, description="share of a step's groups that may fail before the run stops")
     routed_experts: bool = Field(True, description="return each token's experts with the completion (MoE)")
     gap_probe: Count = Field(4, description="rollouts re-scored by an engine per step where no token is on-version")

@@ -35,7 +35,7 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
         tokens_per_context_rank=ceil(limit / sizes.context),
         microbatches_per_update=microbatches,
         bubble=round(bubble, 4),
-        rollouts_in_flight=min(rollout.concurrency, rollouts * (1 + config.schedule.max_staleness))
+        requests_in_flight=min(rollout.concurrency, rollouts * (1 + config.schedule.max_staleness))
         if rollout.policy_engines
         else 0,
     )

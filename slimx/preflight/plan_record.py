@@ -148,7 +148,7 @@ class BatchPlan(Record):
         description="of a data-parallel rank, if all rollouts have the greatest length"
     )
     bubble: float = Field(description="share of an update that pipeline stages wait: (P-1) / (v M + P-1)")
-    rollouts_in_flight: int = Field(description="at most, in all engines together")
+    requests_in_flight: int = Field(description="at most, in all engines together, if each rollout makes one at a time")
 
 
 class PublicationFigures(Record):

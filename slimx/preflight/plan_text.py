@@ -88,7 +88,7 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
     yield (
         f"batch       {batch.prompts_per_step} prompts x {batch.group_size} = {batch.rollouts_per_step} rollouts a "
         f"step, updates a step: {batch.updates_per_step}, each of {batch.rollouts_per_update} rollouts; "
-        f"{batch.rollouts_in_flight} rollouts in flight at most"
+        f"{batch.requests_in_flight} requests in flight at most"
     )
     yield (
         f"  update    {batch.rollouts_per_data_rank} rollouts per data-parallel rank in "

@@ -17,6 +17,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Generator, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
 from slimx.rollout.reward_processes import reward_runner
+from slimx.rollout.slots import Clock, Slots, SlottedClient
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Outcome:
 
 
 class GroupMaker:
-    """Makes groups with the run's hooks; bounded by `rollout.concurrency` rollouts at once."""
+    """Makes groups with the run's hooks: `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at once."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class GroupMaker:
         self.engines = engines or {}
         self.version = 0
         """Newest published weight version; the loop keeps it."""
-        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._slots = Slots(client, config.rollout.concurrency) if client is not None else None
+        self._places = asyncio.Semaphore(config.rollout.max_rollouts)
         self._rewards = reward_runner(config.reward, hooks.reward, config.model.path) if hooks.reward else None
 
     async def make(self, prompt: Prompt, *, group_id: str, number: int, evaluation: bool = False) -> Outcome:
@@ -93,9 +95,11 @@ class GroupMaker:
         sampling = self._sampling(evaluation=evaluation, greedy=greedy)
         seed = seed_of(self.config.run.seed, number, index)
         routed = self.config.rollout.routed_experts and not (evaluation or greedy)
-        engine = RolloutEngine(self.client, sampling, seed, routed)
+        limit = self.config.rollout.rollout_deadline
+        clock = Clock(limit)
+        client = SlottedClient(self._slots, clock) if self._slots is not None else None
         ctx = RolloutContext(
-            engine=engine,
+            engine=RolloutEngine(client, sampling, seed, routed),
             tokenizer=self.tokenizer,
             version=self.version,
             evaluation=evaluation,
@@ -104,16 +108,16 @@ class GroupMaker:
             index=index,
             engines=self.engines,
         )
-        hook, limit = self.config.rollout.generate, self.config.rollout.rollout_deadline
+        hook = self.config.rollout.generate
         try:
-            async with self._slots, asyncio.timeout(limit) as deadline:
+            async with self._places, clock:
                 result = await self.hooks.generate(ctx, prompt)
             trajectories = result if isinstance(result, list) else [result]
             self._check(trajectories, ctx)
         except SlimxError as error:
             return [_failed(ctx, "generate failed", str(error))]
         except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():  # not a time-out inside the hook
+            if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
                 text = str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
                 return [_failed(ctx, "generate deadline", text)]
             return [_failed(ctx, "generate failed", f"{hook} raised {type(error).__name__}: {error}")]

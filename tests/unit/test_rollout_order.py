@@ -88,7 +88,7 @@ async def test_one_step_off_generates_the_next_batch_meanwhile_and_no_more():
             assert len(stand.engine.seeds) == 2 * 4 * (step + 2)
 
 
-async def test_rollouts_in_flight_are_bounded():
+async def test_requests_in_flight_are_bounded():
     for limit, busiest in ((3, 3), (100, 8)):
         async with Stand(config_of(concurrency=limit), engine=FakeEngine(0.01)) as stand:
             await stand.next_batch()

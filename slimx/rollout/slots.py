@@ -1,0 +1,88 @@
+"""Bounds the requests to engines that are in flight, for all rollouts together: a tool call holds no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Any
+
+from slimx.rollout.client import Completion
+from slimx.rollout.hooks import Generator
+
+
+class Clock:
+    """The deadline of one rollout, which stands still while one of its requests waits behind those of others.
+
+    `async with` begins and ends it; TimeoutError leaves that when it has passed.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = asyncio.timeout(seconds)
+        self._waiting = 0
+        self._left = 0.0
+        """Seconds that remained when the clock stopped."""
+        self._running = False
+
+    @property
+    def expired(self) -> bool:
+        return self._deadline.expired()
+
+    async def __aenter__(self) -> Clock:
+        await self._deadline.__aenter__()
+        self._running = True
+        return self
+
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._running = False
+        await self._deadline.__aexit__(kind, error, trace)
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """The clock stands still meanwhile. Tasks that a hook left behind may outlive the clock."""
+        if self._waiting == 0 and self._movable:
+            self._left = self._deadline.when() - asyncio.get_running_loop().time()
+            self._deadline.reschedule(None)
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if self._waiting == 0 and self._movable:
+                self._deadline.reschedule(asyncio.get_running_loop().time() + self._left)
+
+    @property
+    def _movable(self) -> bool:
+        return self._running and not self._deadline.expired()
+
+
+class Slots:
+    """A number of requests that `client` serves at once; the others wait in the order in which they came."""
+
+    def __init__(self, client: Generator, limit: int) -> None:
+        self._client, self._free = client, asyncio.Semaphore(limit)
+
+    @asynccontextmanager
+    async def one(self, clock: Clock) -> AsyncIterator[Generator]:
+        """The client, for one request."""
+        with clock.standing():
+            await self._free.acquire()
+        try:
+            yield self._client
+        finally:
+            self._free.release()
+
+
+class SlottedClient:
+    """The client of one rollout: each of its requests takes a slot."""
+
+    def __init__(self, slots: Slots, clock: Clock) -> None:
+        self._slots, self._clock = slots, clock
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
+    ) -> Completion:
+        """As `GenerationClient.generate`."""
+        async with self._slots.one(self._clock) as client:
+            return await client.generate(token_ids, sampling, seed, return_routed_experts)
