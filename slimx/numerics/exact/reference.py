@@ -1,0 +1,179 @@
+"""The forward of exact mode in torch, on any device: slow and obvious. This is the specification; the kernels of
+`csrc/exact.h` have the same bits, and their Python sides (`kernel.py`, `kernel_cuda.py`) the same functions.
+
+Every row of a result is computed from its own row of the input, in an order that depends on the widths alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from slimx.numerics.exact.contract import K_BLOCK, KEY_BLOCK, LANES
+from slimx.numerics.exact.elementary import exp, flushed, fma, log, row_sum, sigmoid, sum_lanes, tree
+
+_MOST = 2**20
+"""Elements of a temporary: rows are taken in parts that stay below it."""
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    leaves: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x [T, K], the first counts[0] rows times weights[0] [N, K] transposed, the next times weights[1], ...: [T, N].
+
+    Each of `leaves` equal parts of K is summed in blocks of K_BLOCK, filled up by zeros: a block's even and odd
+    elements are two chains of multiply-adds from zero; their sum joins the leaf's. Leaves meet in a binary tree, and
+    the sum is rounded to `dtype` once. Up to the tree denormals count as zeros.
+    """
+    parts = []
+    for leaf in range(leaves):
+        own = slice(leaf * (x.shape[1] // leaves), (leaf + 1) * (x.shape[1] // leaves))
+        rows = x[:, own].split(list(counts))
+        parts.append(torch.cat([_chains(part, weight[:, own]) for part, weight in zip(rows, weights, strict=True)]))
+    return tree(parts).to(dtype)
+
+
+def _chains(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One leaf: x [M, K], weight [N, K] -> [M, N] fp32."""
+    x, weight = (
+        F.pad(flushed(t.float()), (0, -t.shape[1] % K_BLOCK)).double().view(len(t), -1, K_BLOCK // 2, 2)
+        for t in (x, weight)
+    )
+    out = x.new_zeros(len(x), len(weight), dtype=torch.float32)
+    if not len(x):
+        return out
+    for own in torch.arange(len(x)).split(max(1, _MOST // max(weight[:, :, 0].numel(), 1))):
+        rows, chain = x[own][:, None], torch.zeros(len(own), *weight[:, :, 0].shape, device=x.device)
+        for step in range(K_BLOCK // 2):
+            chain = fma(rows[:, :, :, step], weight[None, :, :, step], chain, flush=True)
+        blocks = flushed(chain[..., 0] + chain[..., 1])
+        total = torch.zeros_like(blocks[..., 0])
+        for block in range(blocks.shape[2]):
+            total = flushed(total + blocks[..., block])
+        out[own] = total
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [rows, hidden], weight [hidden] -> x's dtype: (x * (1 / sqrt(sum(x^2) / hidden + eps))) * weight in fp32."""
+    wide = x.float()
+    size, least = (torch.tensor(value, dtype=torch.float32, device=x.device) for value in (x.shape[1], eps))
+    mean = row_sum(wide * wide) / size
+    scale = torch.ones_like(mean) / (mean + least).sqrt()
+    return ((wide * scale[:, None]) * weight.float()).to(x.dtype)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, 2 n], gate then up -> [rows, n] of x's dtype: (gate / (1 + e^-gate)) * up in fp32."""
+    gate, up = x.float().chunk(2, dim=1)
+    return ((gate / (1.0 + exp(-gate))) * up).to(x.dtype)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    begin: torch.Tensor,
+    length: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [R, heads, d], key [*, groups, d], value [*, groups, dv] -> [R, heads, dv] of query's dtype.
+
+    Row r reads the keys and values at index[begin[r] : begin[r] + length[r]] (int32, int64, int64), at least one of
+    them, in that order. Score: LANES chains of multiply-adds over d, summed, times `scale`. Weight: exp(score - largest
+    score). Sums of weights, and of weights times values (multiply-adds), are made in blocks of KEY_BLOCK keys, which
+    are added in order; the quotient of the two is rounded. `sinks` [heads] fp32: a score without a value, that comes
+    first.
+    """
+    out = torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
+    share = query.shape[1] * max(query.shape[2], value.shape[2])
+    if not len(query):
+        return out
+    longest = int(length.max())
+    for own in torch.arange(len(query)).split(max(1, _MOST // max(longest * share, 1))):
+        out[own] = _attend(query[own], key, value, index, begin[own], length[own], scale, sinks).to(query.dtype)
+    return out
+
+
+def _attend(query, key, value, index, begin, length, scale, sinks):
+    rows, heads, width = query.shape
+    groups, longest = key.shape[1], int(length.max())
+    place = torch.arange(longest, device=query.device)
+    seen = place < length[:, None]
+    at = index.reshape(-1)[begin[:, None] + torch.minimum(place, length[:, None] - 1)].long()
+    key, value = (
+        t[at].double().repeat_interleave(heads // groups, dim=2).transpose(1, 2) for t in (key, value)
+    )  # [rows, heads, longest, d or dv]
+    steps = F.pad(query.double(), (0, -width % LANES)).view(rows, heads, 1, -1, LANES)
+    keys = F.pad(key, (0, -width % LANES)).view(rows, heads, longest, -1, LANES)
+    lanes = torch.zeros(rows, heads, longest, LANES, device=query.device)
+    for step in range(keys.shape[3]):
+        lanes = fma(steps[:, :, :, step], keys[:, :, :, step], lanes)
+    score = sum_lanes(lanes) * torch.tensor(scale, dtype=torch.float32, device=query.device)
+    score = torch.where(seen[:, None], score, -torch.inf)
+    most = score.amax(2)
+    if sinks is not None:
+        most = torch.maximum(most, sinks.float())
+    weight = exp(score - most[:, :, None])
+    total = torch.zeros_like(most) if sinks is None else exp(sinks.float() - most)
+    mixed = torch.zeros(rows, heads, value.shape[3], device=query.device)
+    for start in range(0, longest, KEY_BLOCK):
+        part, mixed_part = torch.zeros_like(total), torch.zeros_like(mixed)
+        for j in range(start, min(start + KEY_BLOCK, longest)):
+            part = part + weight[:, :, j]  # zero where the row has ended
+            joined = fma(weight[:, :, j, None].double(), value[:, :, j], mixed_part)
+            mixed_part = torch.where(seen[:, j, None, None], joined, mixed_part)
+        reached = seen[:, start, None]
+        total = torch.where(reached, total + part, total)
+        mixed = torch.where(reached[:, :, None], mixed + mixed_part, mixed)
+    return mixed / total[:, :, None]
+
+
+def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of z = logits / temperature in fp32, logits [rows, vocabulary], temperature [rows] fp32: max z and
+    log(sum(exp(z - max z))), each [rows] fp32."""
+    z = logits.float() / temperature[:, None]
+    most = z.amax(1)
+    return most, log(row_sum(exp(z - most[:, None])))
+
+
+def combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    """outputs [T, k, hidden], weights [T, k] fp32 -> [T, hidden] of outputs' dtype: products, and their sum in order,
+    in fp32; `shared` [T, hidden] is added last."""
+    total = outputs[:, 0].float() * weights[:, 0, None]
+    for choice in range(1, outputs.shape[1]):
+        total = total + outputs[:, choice].float() * weights[:, choice, None]
+    return (total if shared is None else total + shared.float()).to(outputs.dtype)
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [T, heads, d], cosine and sine [T, rotated / 2] fp32 -> x's dtype; dimensions from `rotated` on are passed on.
+
+    Pairs are (i, i + rotated / 2), or (2 i, 2 i + 1) where `interleaved`; (a, b) becomes
+    (a * cos - b * sin, b * cos + a * sin) in fp32.
+    """
+    half = cosine.shape[1]
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    cosine, sine = cosine[:, None], sine[:, None]
+    first, second = a * cosine - b * sine, b * cosine + a * sine
+    joined = torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
+    return torch.cat((joined.to(x.dtype), rest), dim=-1)
+
+
+__all__ = [
+    "attend",
+    "combine",
+    "linear",
+    "log_normaliser",
+    "rms_norm",
+    "rotate",
+    "sigmoid",
+    "silu_and_mul",
+]

@@ -1,0 +1,56 @@
+"""Rotary position embedding of exact mode (Su et al., 2104.09864)."""
+
+from typing import Any
+
+import torch
+
+from slimx.numerics.exact.backend import forward_on
+from slimx.numerics.exact.elementary import sine_and_cosine
+
+
+def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
+    """The fp32 table [positions, 2 f] of cosines, then sines, of position * frequency, times `factor` (YaRN's).
+
+    `frequencies` [f]: radians per position. Made in fp64 by a fixed order of operations, and rounded once: equal on
+    every machine.
+    """
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies.double().cpu()
+    sine, cosine = sine_and_cosine(angle)
+    return (torch.cat((cosine, sine), dim=1) * factor).float()
+
+
+def rope_frequencies(dimensions: int, base: float) -> torch.Tensor:
+    """base^(-2 i / dimensions) [dimensions / 2] fp32, as torch's fp32 power makes it in transformers and SGLang."""
+    return 1.0 / base ** (torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions)
+
+
+def rope(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [T, heads, d] and key [T, groups, d] turned by their positions [T], in fp32, rounded to their dtype once.
+
+    `cos_sin`: a table of `rope_table`; where its width is below d, the dimensions behind it stay as they are.
+    `interleaved`: pairs are neighbours, else the halves of the dimensions that are turned.
+    """
+    cosine, sine = cos_sin[positions].chunk(2, dim=1)
+    return _Rotation.apply(query, cosine, sine, interleaved), _Rotation.apply(key, cosine, sine, interleaved)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.interleaved = interleaved
+        return forward_on(x.device).rotate(x, cosine.contiguous(), sine.contiguous(), interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        """The inverse of a rotation is its transpose."""
+        cosine, sine = ctx.saved_tensors
+        turned = forward_on(gradient.device).rotate(gradient, cosine.contiguous(), -sine, ctx.interleaved)
+        return turned, None, None, None
