@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -48,6 +48,11 @@ class Rollout(Section):
     max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are refused before the run starts")
     concurrency: PositiveInt = Field(256, description="requests of rollouts to the engines in flight, at most")
     max_rollouts: PositiveInt = Field(4096, description="rollouts in flight, at most, those whose tools run included")
+    affinity: Literal["prefix", "group", "rollout"] = Field(
+        "prefix",
+        description="requests that go to one engine: those that share a long prefix (unless it is far busier than the "
+        "others), all of a prompt's rollouts, or all of one rollout",
+    )
     request_deadline: PositiveFloat = Field(600, description="seconds for one request to an engine")
     request_retries: Count = Field(2, description="times that a request is sent again when its engine was lost")
     rollout_deadline: PositiveFloat = Field(

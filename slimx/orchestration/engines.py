@@ -48,6 +48,7 @@ class EngineGroup:
             log_dir / (f"router-{groups[0].name}.log" if self.frozen else "router.log"),
             request_deadline_s=config.rollout.request_deadline,
             disaggregated=any(group.role != "regular" for group in groups),
+            by_key=not self.frozen and config.rollout.affinity != "prefix",
         )
         self.members = Membership(
             self.engines,

@@ -8,6 +8,7 @@ def keep(group: Group) -> bool | str
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -23,9 +24,10 @@ from slimx.dotted import load_function
 from slimx.errors import SlimxError
 from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, Part
-from slimx.rollout.client import Completion
+from slimx.rollout.completion import Completion
 from slimx.rollout.draft import Draft
 from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.stream import TokenStream
 
 
 class Generator(Protocol):
@@ -34,6 +36,10 @@ class Generator(Protocol):
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
     ) -> Completion: ...
+
+    def stream(
+        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
+    ) -> AbstractAsyncContextManager[TokenStream]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +56,29 @@ class RolloutEngine:
     ) -> Completion:
         """Continue `token_ids`. `sampling` overrides single parameters; give each turn its number, so that its seed
         differs."""
+        return await self._client().generate(token_ids, *self._request(sampling, turn))
+
+    def stream(
+        self, token_ids: Sequence[int], sampling: dict[str, Any] | None = None, *, turn: int = 0
+    ) -> AbstractAsyncContextManager[TokenStream]:
+        """As `generate`, but the tokens can be read while they are sampled:
+
+        async with ctx.engine.stream(draft.token_ids) as stream:
+            async for piece in stream:  # a Completion of the new tokens
+                ...
+        draft.add_sampled(stream.completion)
+        """
+        return self._client().stream(token_ids, *self._request(sampling, turn))
+
+    def _request(self, sampling: dict[str, Any] | None, turn: int) -> tuple[dict[str, Any], int, bool]:
+        return {**self.sampling, **(sampling or {})}, seed_of(self.seed, turn), self.routed_experts
+
+    def _client(self) -> Generator:
         if self.client is None:
             raise SlimxError(
                 "this run has no engines (rollout.engines is empty), but its generate hook asked for a completion"
             )
-        seed = seed_of(self.seed, turn)
-        return await self.client.generate(token_ids, {**self.sampling, **(sampling or {})}, seed, self.routed_experts)
+        return self.client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

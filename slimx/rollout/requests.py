@@ -7,11 +7,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import aiohttp
+
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout.control import message_of
+from slimx.rollout.control import message_of, parse_body
 
 NO_ENGINE = 503
 """The router's answer when no engine is registered."""
+
+KEY_HEADER = "X-SMG-Routing-Key"
+"""By which sglang-router's policy `manual` keeps requests together."""
 
 Answer = tuple[int, dict[str, Any]]
 """Status and body; status 0 if the connection failed."""
@@ -74,3 +79,80 @@ async def send(
                 pause = min(2 * pause, 2.0)
     except TimeoutError:
         raise DeadlineError("a generation request", deadline_s, url) from None
+
+
+class Sender:
+    """Sends one request through a router, its continuations too, and counts how often it was lost."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        key: str | None,
+        *,
+        retry_s: float,
+        retries: int,
+        on_lost: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`key`: requests of one key go to one engine, if the router goes by keys. The others are those of `send`."""
+        self.url = url
+        self._session, self._key, self._retry_s, self._retries, self._on_lost = session, key, retry_s, retries, on_lost
+        self._losses = 0
+
+    async def answer(self, body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """The body of the answer. Errors are those of `send`."""
+
+        async def attempt() -> Answer:
+            try:
+                async with self._session.post(self.url, json=body, headers=self._headers) as response:
+                    return response.status, parse_body(await response.text())
+            except aiohttp.ClientError as error:
+                return 0, {"text": f"{type(error).__name__}: {error}"}
+
+        return await self._send(attempt, deadline_s)
+
+    async def open(self, body: dict[str, Any], deadline_s: float) -> aiohttp.ClientResponse:
+        """An answer of status 200 whose body is yet to be read; the caller closes it. Errors are those of `send`."""
+        opened: list[aiohttp.ClientResponse] = []
+
+        async def attempt() -> Answer:
+            try:
+                response = await self._session.post(self.url, json=body, headers=self._headers)
+                if response.status == 200:
+                    opened.append(response)
+                    return 200, {}
+                async with response:
+                    return response.status, parse_body(await response.text())
+            except aiohttp.ClientError as error:
+                return 0, {"text": f"{type(error).__name__}: {error}"}
+
+        await self._send(attempt, deadline_s)
+        return opened[0]
+
+    async def lost(self, what: str) -> None:
+        """An open answer broke off: have the engine looked for. Raises SlimxError, which says `what`, if that happened
+        too often."""
+        if self._losses >= self._retries:
+            raise SlimxError(f"POST {self.url}: {what}, and it was lost {self._losses} times before")
+        await self._count()
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        if self._key is None:
+            return {}
+        # An engine that lives on, but loses requests, stays in the router: another key may find another one.
+        return {KEY_HEADER: f"{self._key}~{self._losses}" if self._losses else self._key}
+
+    async def _send(self, attempt: Callable[[], Awaitable[Answer]], deadline_s: float) -> dict[str, Any]:
+        return await send(
+            attempt,
+            self.url,
+            deadline_s=deadline_s,
+            retry_s=self._retry_s,
+            retries=self._retries - self._losses,
+            on_lost=self._count,
+        )
+
+    async def _count(self) -> None:
+        self._losses += 1
+        await self._on_lost()

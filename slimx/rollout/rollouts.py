@@ -52,7 +52,7 @@ class GroupMaker:
         self.engines = engines or {}
         self.version = 0
         """Newest published weight version; the loop keeps it."""
-        self._slots = Slots(client, config.rollout.concurrency) if client is not None else None
+        self._slots = Slots(config.rollout.concurrency)
         self._places = asyncio.Semaphore(config.rollout.max_rollouts)
         self._rewards = reward_runner(config.reward, hooks.reward, config.model.path) if hooks.reward else None
 
@@ -97,9 +97,8 @@ class GroupMaker:
         routed = self.config.rollout.routed_experts and not (evaluation or greedy)
         limit = self.config.rollout.rollout_deadline
         clock = Clock(limit)
-        client = SlottedClient(self._slots, clock) if self._slots is not None else None
         ctx = RolloutContext(
-            engine=RolloutEngine(client, sampling, seed, routed),
+            engine=RolloutEngine(self._client(clock, group_id, index), sampling, seed, routed),
             tokenizer=self.tokenizer,
             version=self.version,
             evaluation=evaluation,
@@ -123,6 +122,13 @@ class GroupMaker:
             return [_failed(ctx, "generate failed", f"{hook} raised {type(error).__name__}: {error}")]
         await asyncio.gather(*(self._judge(prompt, trajectory, evaluation) for trajectory in trajectories))
         return trajectories
+
+    def _client(self, clock: Clock, group_id: str, index: int) -> SlottedClient | None:
+        if self.client is None:
+            return None
+        keys = {"group": group_id, "rollout": f"{group_id}/{index}"}
+        key = keys.get(self.config.rollout.affinity)
+        return SlottedClient(self.client if key is None else self.client.sticky(key), self._slots, clock)
 
     def _sampling(self, *, evaluation: bool, greedy: bool) -> dict[str, Any]:
         options, held_out = self.config.rollout.sampling, self.config.eval

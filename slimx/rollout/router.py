@@ -24,17 +24,26 @@ CALL_S = 30.0
 
 
 def router_argv(
-    host: str, port: int, metrics_port: int, request_deadline_s: float, *, disaggregated: bool = False
+    host: str,
+    port: int,
+    metrics_port: int,
+    request_deadline_s: float,
+    *,
+    disaggregated: bool = False,
+    by_key: bool = False,
 ) -> list[str]:
     """The command that runs the router, without workers. `disaggregated`: they will be prefill and decode servers, and
-    each request goes to one of either."""
+    each request goes to one of either. `by_key`: requests of one key (`requests.KEY_HEADER`) go to one worker, the
+    least busy one when the first of them came; else those that share a prefix do, unless it is far busier than
+    others."""
     options = {
         "--host": host,
         "--port": port,
         "--prometheus-host": host,
         # Its default port is fixed: two routers on a machine would fail on it.
         "--prometheus-port": metrics_port,
-        "--policy": "cache_aware",
+        "--policy": "manual" if by_key else "cache_aware",
+        "--assignment-mode": "min_load",
         "--request-timeout-secs": int(request_deadline_s) + 1,
         # No limit of its own: a request beyond it would be refused, not queued.
         "--max-concurrent-requests": -1,
@@ -67,10 +76,11 @@ class Router:
         host: str = "127.0.0.1",
         request_deadline_s: float = 600.0,
         disaggregated: bool = False,
+        by_key: bool = False,
     ) -> None:
-        """`request_deadline_s`: seconds that one generation request may take."""
+        """`request_deadline_s`: seconds that one generation request may take. The others are those of `router_argv`."""
         self.url = f"http://{host}:{port}"
-        argv = router_argv(host, port, metrics_port, request_deadline_s, disaggregated=disaggregated)
+        argv = router_argv(host, port, metrics_port, request_deadline_s, disaggregated=disaggregated, by_key=by_key)
         self.process = SupervisedProcess("router", argv, log_path)
 
     def start(self) -> None:

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any
 
-from slimx.rollout.client import Completion
+from slimx.rollout.completion import Completion
 from slimx.rollout.hooks import Generator
+from slimx.rollout.stream import TokenStream
 
 
 class Clock:
@@ -58,31 +59,42 @@ class Clock:
 
 
 class Slots:
-    """A number of requests that `client` serves at once; the others wait in the order in which they came."""
+    """A number of requests that may be in flight at once; the others wait in the order in which they came."""
 
-    def __init__(self, client: Generator, limit: int) -> None:
-        self._client, self._free = client, asyncio.Semaphore(limit)
+    def __init__(self, limit: int) -> None:
+        self._free = asyncio.Semaphore(limit)
 
     @asynccontextmanager
-    async def one(self, clock: Clock) -> AsyncIterator[Generator]:
-        """The client, for one request."""
+    async def one(self, clock: Clock) -> AsyncIterator[None]:
+        """Hold a place; `clock` stands still while it is waited for."""
         with clock.standing():
             await self._free.acquire()
         try:
-            yield self._client
+            yield
         finally:
             self._free.release()
 
 
 class SlottedClient:
-    """The client of one rollout: each of its requests takes a slot."""
+    """The client of one rollout: each of its requests takes a place."""
 
-    def __init__(self, slots: Slots, clock: Clock) -> None:
-        self._slots, self._clock = slots, clock
+    def __init__(self, client: Generator, slots: Slots, clock: Clock) -> None:
+        self._client, self._slots, self._clock = client, slots, clock
 
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
     ) -> Completion:
         """As `GenerationClient.generate`."""
-        async with self._slots.one(self._clock) as client:
-            return await client.generate(token_ids, sampling, seed, return_routed_experts)
+        async with self._slots.one(self._clock):
+            return await self._client.generate(token_ids, sampling, seed, return_routed_experts)
+
+    @asynccontextmanager
+    async def stream(
+        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
+    ) -> AsyncIterator[TokenStream]:
+        """As `GenerationClient.stream`; the place is held until the stream is left."""
+        async with (
+            self._slots.one(self._clock),
+            self._client.stream(token_ids, sampling, seed, return_routed_experts) as stream,
+        ):
+            yield stream

@@ -12,6 +12,7 @@ import pytest
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.requests import KEY_HEADER
 
 GOOD = (
     200,
@@ -41,6 +42,8 @@ async def client_of(
 
     async def generate(request: aiohttp.web.Request) -> aiohttp.web.Response:
         bodies.append(await request.json())
+        if (key := request.headers.get(KEY_HEADER)) is not None:
+            bodies[-1]["key"] = key
         status, answer = answers[min(len(bodies), len(answers)) - 1]
         return aiohttp.web.json_response(answer, status=status)
 
@@ -97,3 +100,12 @@ async def test_the_deadline_of_a_request_covers_all_its_attempts():
     async with client_of(NO_ENGINE, deadline_s=0.3) as (client, _), asyncio.timeout(2):
         with pytest.raises(DeadlineError, match="a generation request"):
             await client.generate([1], {}, seed=1)
+
+
+async def test_a_request_with_a_key_takes_another_one_when_it_was_lost():
+    """An engine that loses requests, but is not taken out of the router, must not hold them by their key."""
+    async with client_of(LOST, LOST, GOOD, GOOD) as (client, bodies):
+        for _ in range(2):
+            await client.sticky("g7").generate([1], {}, seed=1)
+        await client.generate([1], {}, seed=1)
+        assert [body.get("key") for body in bodies] == ["g7", "g7~1", "g7~2", "g7", None]

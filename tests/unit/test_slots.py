@@ -90,7 +90,7 @@ async def test_the_clock_goes_on_with_what_was_left_when_the_last_waiter_leaves(
 
 
 async def test_a_task_that_outlives_its_rollout_gives_its_place_back():
-    slots, clock = Slots(FakeEngine(), 1), Clock(5)
+    slots, clock = Slots(1), Clock(5)
 
     async def late() -> None:
         async with slots.one(clock):
@@ -105,7 +105,7 @@ async def test_a_task_that_outlives_its_rollout_gives_its_place_back():
 
 
 async def test_a_request_that_is_cancelled_while_it_waits_takes_no_place():
-    slots = Slots(FakeEngine(), 1)
+    slots = Slots(1)
     async with Clock(5) as clock:
 
         async def wait() -> None:

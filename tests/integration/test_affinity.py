@@ -1,0 +1,122 @@
+"""Which engine a request goes to: the real router in front of two stand-ins for servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp.web
+import pytest
+
+from slimx.ports import free_port
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.router import Router
+
+pytestmark = pytest.mark.integration
+
+TOKENS = {"max_new_tokens": 2}
+
+
+class Worker:
+    """Answers as a server would; while `dropping`, it closes every connection instead."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+        self.dropping = False
+        self.url = ""
+
+    async def generate(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
+        ids = (await request.json())["input_ids"]
+        if self.dropping:
+            request.transport.abort()
+            return aiohttp.web.Response()
+        self.prompts.append(ids)
+        await asyncio.sleep(0.02)
+        meta = {
+            "output_token_logprobs": [[-1.0, 4, None]],
+            "finish_reason": {"type": "stop"},
+            "weight_version": "1",
+            "cached_tokens": 0,
+        }
+        return aiohttp.web.json_response({"meta_info": meta})
+
+    async def about(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
+        return aiohttp.web.json_response({"model_path": "m", "is_generation": True})
+
+
+@asynccontextmanager
+async def routed(log: Path, *, by_key: bool) -> AsyncIterator[tuple[Router, list[Worker]]]:
+    silent = logging.getLogger("tests.affinity")
+    silent.disabled = True  # the router greets in HTTP/2, which the stand-ins complain of
+    workers, runners = [Worker(), Worker()], []
+    router = Router(free_port(), free_port(), log, by_key=by_key)
+    router.start()
+    try:
+        await router.wait_ready(30)
+        for worker in workers:
+            app = aiohttp.web.Application()
+            app.router.add_post("/generate", worker.generate)
+            app.router.add_get("/{path:.*}", worker.about)
+            runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1, logger=silent)
+            runners.append(runner)
+            await runner.setup()
+            await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+            worker.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await router.add(worker.url)
+        yield router, workers
+    finally:
+        await router.stop()
+        for runner in runners:
+            await runner.cleanup()
+
+
+async def ask(router: Router, *, keyed: bool) -> None:
+    """8 groups of 4 rollouts of 2 turns; prompts begin with the same 200 tokens and differ in the last 4."""
+    async with GenerationClient(router.url, ModelShape(1000)) as client:
+
+        async def rollout(group: int, index: int) -> None:
+            engine: Any = client.sticky(f"g{group}") if keyed else client
+            for turn in range(2):
+                await engine.generate([7] * 200 + [100 + group] * 4 + [5] * turn, TOKENS, seed=index)
+
+        await asyncio.gather(*(rollout(group, index) for group in range(8) for index in range(4)))
+
+
+def homes(workers: list[Worker]) -> dict[int, set[int]]:
+    """Workers that saw each group."""
+    seen: dict[int, set[int]] = defaultdict(set)
+    for number, worker in enumerate(workers):
+        for ids in worker.prompts:
+            seen[ids[200]].add(number)
+    return seen
+
+
+async def test_keys_keep_groups_together_until_their_engine_is_lost(tmp_path: Path) -> None:
+    async with routed(tmp_path / "log", by_key=True) as (router, workers):
+        await ask(router, keyed=True)
+        assert [len(where) for where in homes(workers).values()] == [1] * 8
+        assert sorted(len(worker.prompts) for worker in workers) == [32, 32], "4 groups each"
+
+        async def look() -> None:
+            """What the owner of the engines does: the lost one leaves the router before the request is sent again."""
+            await router.remove(next(worker for worker in workers if worker.dropping).url)
+
+        async with GenerationClient(router.url, ModelShape(1000), on_lost=look) as client:
+            engine = client.sticky("later")
+            await engine.generate([1, 2], TOKENS, seed=1)
+            first, other = sorted(workers, key=lambda worker: worker.prompts[-1] != [1, 2])
+            first.dropping = True
+            await engine.generate([1, 2, 3], TOKENS, seed=1)
+            assert other.prompts[-1] == [1, 2, 3] and client.retried == 1
+
+
+async def test_without_keys_a_common_prefix_gathers_all_groups_on_one_engine(tmp_path: Path) -> None:
+    """What `rollout.affinity: prefix` does to prompts with one long beginning: why there are keys."""
+    async with routed(tmp_path / "log", by_key=False) as (router, workers):
+        await ask(router, keyed=False)
+        assert max(len(worker.prompts) for worker in workers) >= 56
