@@ -1,4 +1,4 @@
-"""The command line: slimx train | plan | convert | doctor | health | status | report."""
+"""The command line: slimx train | plan | convert | doctor | health | status | rollouts | report."""
 
 from __future__ import annotations
 
@@ -148,6 +148,29 @@ def status(
 
     found = run_status(directory)
     print(json.dumps(found, indent=1) if as_json else "\n".join(describe_status(found)))
+
+
+@app.command()
+def rollouts(
+    directory: Annotated[Path, typer.Argument(help="Run directory.")],
+    step: Annotated[
+        int | None, typer.Option(help="The step whose groups are shown; else a line for each step.")
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Only the group with this id.")] = None,
+    reward_below: Annotated[float | None, typer.Option(help="Only trajectories with less reward.")] = None,
+    limit: Annotated[int, typer.Option(help="Groups shown, at most; 0: all.")] = 8,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Every token with log-prob, mask and version.")] = False,
+    buffer: Annotated[bool, typer.Option("--buffer", help="What waits in the newest checkpoint.")] = False,
+    dropped: Annotated[bool, typer.Option("--dropped", help="What was not trained, and why.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run was trained on, group by group: prompts, texts, rewards, weight versions."""
+    from slimx.orchestration.rollouts_command import Choice, show_rollouts
+
+    choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)
+    for line in show_rollouts(directory, step, choice, buffer=buffer, dropped=dropped, as_json=as_json):
+        print(line)
 
 
 @app.command()

@@ -57,10 +57,23 @@ class Cluster(Section):
     )
 
 
+class SavedRollouts(Section):
+    every: Count = Field(
+        1, description="steps between files RUN/rollouts/step-NNNNNNN.groups with all groups of a step; 0: none"
+    )
+    keep: Count = Field(10, description="newest of these files that stay; 0: all do")
+    routes: bool = Field(
+        False,
+        description="keep the experts of each token too (MoE), several hundred bytes each for a large model; "
+        "`rollout.replay` needs them with trainer.moe.replay=R3",
+    )
+
+
 class Track(Section):
     tensorboard: bool = Field(True, description="write RUN/tensorboard")
     wandb: bool = Field(False, description="log to Weights & Biases (needs the wandb package)")
     project: str = Field("slimx", description="project name for wandb")
+    rollouts: SavedRollouts = SavedRollouts()
     samples: Count = Field(8, description="rollouts written to RUN/samples.jsonl per recorded step")
     samples_every: PositiveInt = Field(10, description="steps between recorded samples")
     report: bool = Field(True, description="write RUN/report.html when the run ends")

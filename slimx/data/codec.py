@@ -16,9 +16,9 @@ import os
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
@@ -83,20 +83,24 @@ def decode_groups(data: bytes) -> list[Group]:
     return decode(list[Group], data)
 
 
-def save_groups(path: str | Path, groups: Sequence[Group]) -> None:
-    """Write `groups` to a file: a header line of JSON with length and checksum, then the bytes.
+def save_groups(path: str | Path, groups: Sequence[Group], about: Mapping[str, Any] | None = None) -> None:
+    """Write `groups` to a file: a header line of JSON with length, checksum and what is said `about` them, then the
+    bytes.
 
     The file at `path` is at all times absent, the previous one, or complete.
     """
     path = Path(path)
     payload = encode_groups(groups)
-    header = json.dumps({"format": FORMAT, "bytes": len(payload), "blake2b": _checksum(payload)})
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        file.write(header.encode() + b"\n" + payload)
+    header = {"format": FORMAT, "bytes": len(payload), "blake2b": _checksum(payload)}
+    if about is not None:
+        header["about"] = about
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(json.dumps(header).encode() + b"\n")
+        file.write(payload)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    os.replace(partial, path)
 
 
 def load_groups(path: str | Path) -> list[Group]:
@@ -105,26 +109,45 @@ def load_groups(path: str | Path) -> list[Group]:
     Raises SlimxError naming the file if it is missing, truncated, edited or of another format.
     """
     path = Path(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise SlimxError(f"{path}: cannot be read ({error.strerror}); take another checkpoint") from error
-    line, _, payload = content.partition(b"\n")
-    try:
-        header = json.loads(line)
-        form, length, checksum = header["format"], header["bytes"], header["blake2b"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise SlimxError(f"{path}: does not start with the header of a file of groups; take another one") from error
-    if form != FORMAT:
-        raise SlimxError(f"{path}: has format {form!r}, not {FORMAT!r}; read it with the release that wrote it")
-    if len(payload) != length:
-        raise SlimxError(f"{path}: holds {len(payload)} bytes, {length} were written; take another checkpoint")
-    if _checksum(payload) != checksum:
+    with _opened(path) as file:
+        header, payload = _header(path, file), file.read()
+    if _checksum(payload) != header["blake2b"]:
         raise SlimxError(f"{path}: was changed after it was written (its checksum differs); take another checkpoint")
     try:
         return decode_groups(payload)
     except SlimxError as error:
         raise SlimxError(f"{path}: {error}") from error
+
+
+def read_about(path: str | Path) -> dict[str, Any]:
+    """What a file says about its groups, without reading them; {} where it says nothing. SlimxError as `load_groups`,
+    but for edited bytes."""
+    path = Path(path)
+    with _opened(path) as file:
+        return _header(path, file).get("about", {})
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise SlimxError(f"{path}: cannot be read ({error.strerror}); take another checkpoint") from error
+
+
+def _header(path: Path, file: BinaryIO) -> dict[str, Any]:
+    """The header of an open file, whose groups come next, all of them."""
+    try:
+        header = json.loads(file.readline())
+        form, length = header["format"], header["bytes"]
+        header["blake2b"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise SlimxError(f"{path}: does not start with the header of a file of groups; take another one") from error
+    if form != FORMAT:
+        raise SlimxError(f"{path}: has format {form!r}, not {FORMAT!r}; read it with the release that wrote it")
+    rest = os.fstat(file.fileno()).st_size - file.tell()
+    if rest != length:
+        raise SlimxError(f"{path}: holds {rest} bytes, {length} were written; take another checkpoint")
+    return header
 
 
 def _checksum(payload: bytes) -> str:

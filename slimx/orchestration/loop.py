@@ -49,6 +49,7 @@ async def train(run: Run) -> None:
             batch = await run.unless_leaving(run.watched(run.rollouts.next_batch()))
         if batch is None:
             await run.leave()
+        run.keep_rollouts(batch)
         with run.phase("prepare"):
             rows = run.updates(batch.groups)
             metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version)
@@ -75,6 +76,7 @@ async def train(run: Run) -> None:
                 metrics |= await run.watched(probe_gap(run, batch.groups))
         if run.due(config.eval.every) or run.step == schedule.steps:
             metrics |= await evaluate(run)
+        await run.rollouts_kept()
         seconds = time.perf_counter() - began
         metrics["perf/tokens_per_second"] = sum(update.tokens for update in updates) / seconds
         run.record(metrics | await run.trainers.memory(), batch.groups, seconds)

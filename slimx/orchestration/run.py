@@ -19,6 +19,7 @@ from slimx.data.batch import Row
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
 from slimx.data.routes import RouteShape, check_routes
+from slimx.data.step_files import StepFiles
 from slimx.errors import Preempted, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.jsonl import JsonlFile
@@ -39,7 +40,7 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.parties import Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.client import GenerationClient
-from slimx.rollout.manager import RolloutManager
+from slimx.rollout.manager import Batch, RolloutManager
 from slimx.rollout.rollouts import GroupMaker, Outcome
 
 T = TypeVar("T")
@@ -48,8 +49,18 @@ T = TypeVar("T")
 class Records:
     """The files of a run directory that grow with every step."""
 
-    def __init__(self, tracker: Tracker, timeline: Timeline, samples: JsonlFile, drops: JsonlFile, table: LiveTable):
+    def __init__(
+        self,
+        tracker: Tracker,
+        timeline: Timeline,
+        samples: JsonlFile,
+        drops: JsonlFile,
+        table: LiveTable,
+        rollouts: StepFiles | None = None,
+    ):
+        """`rollouts`: where the groups of each step are written; None: nowhere."""
         self.tracker, self.timeline, self.samples, self.drops, self.table = tracker, timeline, samples, drops, table
+        self.rollouts = rollouts
 
     def close(self) -> None:
         self.tracker.close()
@@ -107,6 +118,7 @@ class Run:
         """Number of the step in progress, from 1; 0 before the first."""
         self.version = 0
         self._saved_step = -1
+        self._keeping: asyncio.Task[Path] | None = None
 
     # Waiting
     # ------------------------------------------------------------------------------------------------------------
@@ -313,6 +325,20 @@ class Run:
         """Keep samples of an evaluation and say its result."""
         self.records.table.note(f"step {self.step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, evaluation=True)
+
+    def keep_rollouts(self, batch: Batch) -> None:
+        """Begin to write the present step's groups down, before they are trained: they are what can be looked at, and
+        trained again, if that fails."""
+        files = self.records.rollouts
+        if files is not None and files.due(self.current):
+            work = asyncio.to_thread(files.write, self.current, self.version, batch.groups, batch.dropped)
+            self._keeping = asyncio.create_task(work)
+
+    async def rollouts_kept(self) -> None:
+        """Wait until they are on disk. Raises SlimxError if they cannot be written."""
+        if self._keeping is not None:
+            await self._keeping
+            self._keeping = None
 
     def _drop(self, outcome: Outcome) -> None:
         """Write down a group that is not trained, with its reason."""

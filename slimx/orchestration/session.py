@@ -18,6 +18,7 @@ from rich.console import Console
 
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
+from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.errors import Interrupted, SlimxError
 from slimx.models.trunk import read_trunk
 from slimx.observability.jsonl import JsonlFile
@@ -144,7 +145,7 @@ async def _session(
                 PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.policy_engines else SFT_COLUMNS,
             )
         )
-        records = _open_records(config, directory, table, done + 1 if done else 0)
+        records = _open_records(config, directory, table, done + 1 if done else 0, prepared.tokenizer)
         stack.callback(records.close)
         table.phase("start")
         device = device_of(config)
@@ -256,8 +257,17 @@ async def _together(starting: list) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _open_records(config: Config, directory: Path, table: LiveTable, resume_step: int) -> Records:
+def _open_records(config: Config, directory: Path, table: LiveTable, resume_step: int, tokenizer: Any) -> Records:
     track = config.track
+    rollouts = None
+    if config.rollout.policy_engines:
+        rollouts = StepFiles(
+            directory / DIRECTORY,
+            origin_of(config, tokenizer),
+            every=track.rollouts.every,
+            keep=track.rollouts.keep,
+            resume_step=resume_step,
+        )
     tracker = make_tracker(
         directory,
         tensorboard=track.tensorboard,
@@ -274,4 +284,5 @@ def _open_records(config: Config, directory: Path, table: LiveTable, resume_step
         JsonlFile(directory / "samples.jsonl", resume_step=resume_step),
         JsonlFile(directory / "dropped.jsonl", resume_step=resume_step),
         table,
+        rollouts,
     )
