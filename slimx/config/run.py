@@ -65,7 +65,7 @@ class SavedRollouts(Section):
     routes: bool = Field(
         False,
         description="keep the experts of each token too (MoE), several hundred bytes each for a large model; "
-        "`rollout.replay` needs them with trainer.moe.replay=R3",
+        "a replay needs them with trainer.moe.replay=R3",
     )
 
 
