@@ -43,6 +43,11 @@ class Rollout(Section):
     generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `generate`")
     keep: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
+    replay: str | None = Field(
+        None,
+        description="directory of a run whose saved rollouts (`track.rollouts`) are trained again, step by step; no "
+        "engine is started and nothing is generated",
+    )
     engines: tuple[Engines, ...] = Field((Engines(),), description="groups of servers; empty: no generation (SFT)")
     sampling: Sampling = Sampling()
     max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are refused before the run starts")
@@ -64,14 +69,24 @@ class Rollout(Section):
     health: Health = Health()
 
     @property
+    def served(self) -> tuple[Engines, ...]:
+        """Groups that this run starts, or reaches: none where rollouts are replayed."""
+        return () if self.replay else self.engines
+
+    @property
+    def sampled(self) -> bool:
+        """Whether engines sampled what is trained, in this run or in the one that is replayed."""
+        return any(not group.frozen for group in self.engines)
+
+    @property
     def policy_engines(self) -> tuple[Engines, ...]:
         """Groups that serve the policy: what trainers publish to and rollouts sample from."""
-        return tuple(group for group in self.engines if not group.frozen)
+        return tuple(group for group in self.served if not group.frozen)
 
     @property
     def frozen_engines(self) -> tuple[Engines, ...]:
         """Groups of other models, which hooks reach by name."""
-        return tuple(group for group in self.engines if group.frozen)
+        return tuple(group for group in self.served if group.frozen)
 
     @property
     def disaggregated(self) -> bool:

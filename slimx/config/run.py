@@ -16,6 +16,11 @@ class Run(Section):
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto: continue from the newest complete checkpoint in `run.dir` if there is one"
     )
+    fork: str | None = Field(
+        None,
+        description="checkpoint of another run (RUN/checkpoints/iter_NNNNNNN) that this one continues from, optimizer "
+        "and waiting groups included, while run.dir has none of its own",
+    )
 
 
 class Model(Section):
@@ -65,7 +70,7 @@ class SavedRollouts(Section):
     routes: bool = Field(
         False,
         description="keep the experts of each token too (MoE), several hundred bytes each for a large model; "
-        "a replay needs them with trainer.moe.replay=R3",
+        "`rollout.replay` needs them with trainer.moe.replay=R3",
     )
 
 

@@ -8,6 +8,7 @@ validators; checks that need files, checkpoints or hooks live in `slimx.prefligh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -59,14 +60,14 @@ class Config(Section):
                 check()
             except ValueError as error:
                 yield str(error)
-        served = bool(self.rollout.policy_engines)
-        if self.trainer.moe.replay == "R3" and not (served and self.rollout.routed_experts):
-            missing = "rollout.routed_experts is false" if served else "rollout.engines is empty"
+        sampled = self.rollout.sampled
+        if self.trainer.moe.replay == "R3" and not (sampled and self.rollout.routed_experts):
+            missing = "rollout.routed_experts is false" if sampled else "rollout.engines is empty"
             yield (
                 f"trainer.moe.replay is R3 but {missing}: there are no routes of an engine to replay; set "
                 "rollout.routed_experts=true, or trainer.moe.replay=none or R2"
             )
-        if self.eval.prompts and not served:
+        if self.eval.prompts and not sampled:
             yield "eval.prompts is set but rollout.engines is empty; evaluation needs an engine"
         if self.rollout.prompts_per_step % self.schedule.updates_per_step:
             yield (
@@ -74,6 +75,7 @@ class Config(Section):
                 f"rollout.prompts_per_step {self.rollout.prompts_per_step}: an update trains whole groups; change one "
                 "of them"
             )
+        yield from self._replay_problems()
         if self.schedule.colocate and self.schedule.max_staleness:
             yield (
                 "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers "
@@ -89,14 +91,28 @@ class Config(Section):
                 "publish.quantise=triton is defined for bfloat16 weights, and numerics.dtype is float32; set it to "
                 "bfloat16, or publish.quantise=ieee"
             )
-        if not served and (self.schedule.max_staleness or self.schedule.colocate):
+        if not sampled and (self.schedule.max_staleness or self.schedule.colocate):
             yield "schedule.max_staleness and schedule.colocate need engines; rollout.engines is empty"
+
+    def _replay_problems(self) -> Iterator[str]:
+        """What training on saved rollouts excludes."""
+        if self.rollout.replay is None:
+            return
+        if self.schedule.colocate:
+            yield (
+                "rollout.replay and schedule.colocate exclude each other: a replay has no engines to take turns with; "
+                "set schedule.colocate=false"
+            )
+        if Path(self.rollout.replay).resolve() == Path(self.run.dir).resolve():
+            yield (
+                f"rollout.replay is run.dir itself ({self.run.dir}); choose another run.dir for what is trained again"
+            )
 
     def _algorithm_problems(self) -> Iterator[str]:
         """What the algorithm needs of the other sections."""
         algorithm, name, size = self.algorithm, self.algorithm.name, self.rollout.group_size
         demonstrated = algorithm.loss == "sft" or algorithm.advantages == "dpo"
-        if not demonstrated and not self.rollout.policy_engines:
+        if not demonstrated and not self.rollout.sampled and not self.rollout.replay:
             have = "holds frozen groups only" if self.rollout.engines else "is empty"
             yield f"algorithm.name is {name} but rollout.engines {have}; add an engine group or use sft"
         if not demonstrated and algorithm.advantages != "none" and not self.reward.given:

@@ -181,6 +181,11 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
     `critic`: sizes of this run's critic. Raises SlimxError naming both layouts, or a file that is missing or has
     another size."""
     files.check_sizes(path, files.read_manifest(path))
+    if "replay" in state.rollouts and not config.rollout.replay:
+        raise SlimxError(
+            f"{path} was written by a replay of {state.rollouts['replay']}, which has no position in the prompts; set "
+            "rollout.replay, or begin a new run from its weights (trainer.load)"
+        )
     if (state.critic is None) != (critic is None):
         raise SlimxError(
             f"{path} holds {'no' if state.critic is None else 'a'} critic, but this run has "

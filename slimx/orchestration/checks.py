@@ -29,6 +29,7 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.hooks import Hooks, load_hooks
+from slimx.rollout.replay import NO_HOOKS
 from slimx.rollout.spec import EngineSpec, server_args
 from slimx.trainer.backends import Backends, choose_backends, installed
 
@@ -48,6 +49,7 @@ class Prepared:
     hooks: Hooks
     tokenizer: Any
     prompts: list[Prompt]
+    """Empty where rollouts are replayed, as `eval_prompts`."""
     eval_prompts: dict[str, list[Prompt]]
     """By name, as `eval.files`."""
     critic: Sizes | None
@@ -67,10 +69,10 @@ def check_run(config: Config) -> Prepared:
     critic = _check_critic(config, backends, device) if config.critic is not None else None
     if config.algorithm.teacher:
         check_teacher(config.algorithm.teacher, spec)
-    hooks = load_hooks(config)
+    hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     try_hooks(config)
     check_devices(config, device)
-    for group in config.rollout.engines:
+    for group in config.rollout.served:
         model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)
         server_args(
             EngineSpec(
@@ -80,8 +82,11 @@ def check_run(config: Config) -> Prepared:
         if device == "cuda":
             check_transfer(group)
     tokenizer = load_tokenizer(config.model.path)
-    prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
-    eval_prompts = {name: _prompts(config, path, tokenizer, spec) for name, path in config.eval.files.items()}
+    prompts: list[Prompt] = []
+    eval_prompts: dict[str, list[Prompt]] = {}
+    if not config.rollout.replay:
+        prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
+        eval_prompts = {name: _prompts(config, path, tokenizer, spec) for name, path in config.eval.files.items()}
     if isinstance(hooks.reward, Mixture):
         hooks.reward.check([*prompts, *chain.from_iterable(eval_prompts.values())])
     if problems := list(batch_problems(config, spec, sizes, critic)):

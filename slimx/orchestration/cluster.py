@@ -24,9 +24,9 @@ def device_of(config: Config) -> str:
 
 def start_ray(config: Config, device: str) -> None:
     """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold."""
-    threads = sum(group.started * group.ranks * group.threads for group in config.rollout.engines)
+    threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
     # Engines that take turns with trainers have no GPUs of their own.
-    apart = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.engines
+    apart = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
     engines = sum(group.started * group.ranks for group in apart)
     # Ranks of a critic that shares the trainers' are none of their own.
     critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0

@@ -159,7 +159,8 @@ def steps_lines(found: Json) -> Iterator[str]:
 
 def step_lines(found: Json) -> Iterator[str]:
     """`step_of` as text."""
-    yield f"step {found['step']}, trained at version {found['version']}: {len(found['groups'])} groups"
+    shown = len(found["groups"])
+    yield f"step {found['step']}, trained at version {found['version']}: {shown} of {shown + found['hidden']} groups"
     for group in found["groups"]:
         yield from group_lines(group)
     yield from _hidden(found)

@@ -41,6 +41,7 @@ from slimx.reshard.parties import Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.client import GenerationClient
 from slimx.rollout.manager import Batch, RolloutManager
+from slimx.rollout.replay import Replay
 from slimx.rollout.rollouts import GroupMaker, Outcome
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class Run:
         frozen: FrozenEngines | None = None,
         client: GenerationClient | None,
         maker: GroupMaker,
-        source: DataSource,
+        source: DataSource | Replay,
         eval_prompts: dict[str, list[Prompt]],
         tokenizer: Any,
         saves: Saves,
@@ -93,11 +94,14 @@ class Run:
         routes: RouteShape | None = None,
         leaving: asyncio.Event | None = None,
     ):
-        """`leaving` is set when the run shall save and end, whatever step it is at."""
+        """`leaving` is set when the run shall save and end, whatever step it is at. `source`: of prompts, or of batches
+        that another run has saved."""
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
         self.packer, self.critic = packer, critic
         self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
-        self.rollouts = RolloutManager(config, source, maker, on_drop=self._drop)
+        self.rollouts = (
+            source if isinstance(source, Replay) else RolloutManager(config, source, maker, on_drop=self._drop)
+        )
         self.eval_prompts, self.tokenizer, self.records = eval_prompts, tokenizer, records
         self.checkpoints = Checkpoints(
             config, sizes, trainers, saves, records.timeline, records.table.note, critic=critic
@@ -196,6 +200,8 @@ class Run:
     async def publish(self) -> dict[str, float]:
         """Bring the trainers' weights into the engines as version `step`; {} without engines."""
         if self.publisher is None:
+            if isinstance(self.rollouts, Replay):
+                self.version = self.step  # of the engines of the run that is replayed
             return {}
         with self.phase("publish"):
             done = await self._publish()
@@ -295,7 +301,10 @@ class Run:
         self.step, self.version = state.step, state.version
         self._saved_step = state.step
         self.maker.version = state.version
-        self.rollouts.restore(state.rollouts)
+        if isinstance(self.rollouts, Replay):
+            self.rollouts.seek(state.step)
+        else:
+            self.rollouts.restore(state.rollouts)
 
     async def export(self, name: str) -> None:
         """Write the present weights as the Hugging Face directory `name` in the run's own."""

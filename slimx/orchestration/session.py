@@ -41,7 +41,9 @@ from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.preflight.routing import route_shape
 from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.replay import Replay, check_replay
 from slimx.rollout.rollouts import GroupMaker
+from slimx.trainer.checkpoint.files import MANIFEST
 
 
 def run_training(config: Config, console: Console) -> Path:
@@ -53,13 +55,21 @@ def run_training(config: Config, console: Console) -> Path:
     directory = Path(config.run.dir)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
-    resume_from = _resume_point(config, directory, saves)
+    resume_from, state = _resume_point(config, directory, saves), None
     if resume_from is not None:
         state = read_state(resume_from)
         if _finished(config, directory, state):
             console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
             return directory
         check_resume(config, prepared.sizes, resume_from, state, prepared.critic)
+    if config.rollout.replay:
+        check_replay(
+            Path(config.rollout.replay),
+            origin_of(config, prepared.tokenizer),
+            first=1 if state is None else state.step + 1,
+            last=config.schedule.steps,
+            routes=config.trainer.moe.replay == "R3",
+        )
     directory.mkdir(parents=True, exist_ok=True)
     with _only_process_in(directory):
         (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
@@ -86,13 +96,21 @@ def _only_process_in(directory: Path) -> Iterator[None]:
 
 def _resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
     newest = saves.newest()
-    if config.run.resume == "must" and newest is None:
+    if config.run.resume == "must" and newest is None and config.run.fork is None:
         raise SlimxError(f"run.resume is must, but {directory}/checkpoints holds no complete checkpoint")
     if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
         raise SlimxError(
             f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it"
         )
-    return None if config.run.resume == "never" else newest
+    if newest is not None and config.run.resume != "never":
+        return newest
+    return None if config.run.fork is None else _forked(Path(config.run.fork))
+
+
+def _forked(checkpoint: Path) -> Path:
+    if not (checkpoint / MANIFEST).is_file():
+        raise SlimxError(f"run.fork: {checkpoint} is no complete checkpoint; name a RUN/checkpoints/iter_NNNNNNN")
+    return checkpoint
 
 
 def _finished(config: Config, directory: Path, state: RunState) -> bool:
@@ -131,7 +149,7 @@ async def _session(
     console: Console,
     leaving: asyncio.Event,
 ) -> None:
-    directory = Path(config.run.dir)
+    directory, replayed = Path(config.run.dir), config.rollout.replay
     state = read_state(resume_from) if resume_from else None
     done = state.step if state else 0
     logs = directory / "logs"
@@ -142,7 +160,7 @@ async def _session(
                 config.schedule.steps,
                 done,
                 console,
-                PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.policy_engines else SFT_COLUMNS,
+                PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS,
             )
         )
         records = _open_records(config, directory, table, done + 1 if done else 0, prepared.tokenizer)
@@ -176,6 +194,10 @@ async def _session(
         Roster(directory / "engines.json").add([*([engines] if engines is not None else []), *frozen.groups.values()])
         for reason in prepared.backends.reasons:
             table.note(reason)
+        if replayed:
+            table.note(
+                f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)
+            )
         if engines is not None:
             client = GenerationClient(
                 engines.router.url,
@@ -197,7 +219,7 @@ async def _session(
             frozen=frozen,
             client=client,
             maker=maker,
-            source=PromptSource(prepared.prompts, config.run.seed),
+            source=Replay(Path(replayed)) if replayed else PromptSource(prepared.prompts, config.run.seed),
             eval_prompts=prepared.eval_prompts,
             tokenizer=prepared.tokenizer,
             saves=saves,

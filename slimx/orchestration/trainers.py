@@ -179,7 +179,7 @@ class TrainerGroup(RankGroup):
         """Per rank its data-parallel shard with the routes of its own pipeline stage, stored once for the ranks that
         share both, and the rest."""
         sizes = self.sizes
-        if sizes.pipeline == 1 or not (self.config.rollout.policy_engines and self.config.rollout.routed_experts):
+        if sizes.pipeline == 1 or not (self.config.rollout.sampled and self.config.rollout.routed_experts):
             return super().sharded(shards, *rest)
         stages = stage_layers(sizes, self.table.layers)
         stored = [[ray.put(for_stage(shard, layers)) for layers in stages] for shard in shards]

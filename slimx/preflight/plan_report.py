@@ -81,7 +81,7 @@ def plan_report(config: Config) -> Planned:
     critic = found.attempt(lambda: check_critic_layout(config)) if config.critic is not None else None
     found.attempt(lambda: check_routing(config, spec))
     found.problems += batch_problems(config, spec, sizes, critic[1] if critic else None)
-    groups = [(group, found.attempt(lambda group=group: engine_sizes(group))) for group in config.rollout.engines]
+    groups = [(group, found.attempt(lambda group=group: engine_sizes(group))) for group in config.rollout.served]
     found.attempt(lambda: check_devices(config, device))
     if config.cluster.gpu or config.cluster.gpus_per_node:
         found.problems += server_problems(config, machine.per_node)

@@ -31,7 +31,7 @@ def check_devices(config: Config, device: str) -> None:
 
 def server_problems(config: Config, per_node: int) -> Iterator[str]:
     """Servers that do not fit the nodes that they are meant to span, of `per_node` GPUs each."""
-    for group in config.rollout.engines:
+    for group in config.rollout.served:
         share = group.ranks // group.nodes
         if share > per_node and not group.urls:
             yield (

@@ -215,7 +215,7 @@ class Trainer:
         if not self.parallel.last_stage:
             return {}
         values = {name: ("sum", sum(metrics[name] for metrics, _ in results)) for name in results[0][0]}
-        if not self.config.rollout.policy_engines:
+        if not self.config.rollout.sampled:
             return reduce(values, self.parallel.token_group)
         weight, versions, rollout = (
             torch.from_numpy(np.concatenate([getattr(batch, name) for batch in batches])).to(device)
