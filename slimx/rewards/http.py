@@ -14,7 +14,9 @@ FIRST_PAUSE_S = 0.5
 """Before the first retry; each further one waits twice as long."""
 
 
-async def post(url: str, body: dict[str, Any], *, timeout_s: float, retries: int) -> Any:
+async def post(
+    url: str, body: dict[str, Any], *, timeout_s: float, retries: int, headers: dict[str, str] | None = None
+) -> Any:
     """The JSON that `url` answers to `body`. Lost connections, time-outs and statuses 429 and 5xx are tried again.
 
     Raises SlimxError with the address and what was wrong with the last answer."""
@@ -24,7 +26,7 @@ async def post(url: str, body: dict[str, Any], *, timeout_s: float, retries: int
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
-                async with session.post(url, json=body) as response:
+                async with session.post(url, json=body, headers=headers) as response:
                     text = await response.text()
                     if response.status == 200:
                         return json.loads(text)

@@ -3,6 +3,8 @@
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory | list[Trajectory]
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float | dict[str, float]
 def keep(group: Group) -> bool | str
+
+Hooks of slime's form have the prefix `slime:` (slimx.adapters.slime_hooks).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from slimx.adapters.slime_hooks import hooks as slime
 from slimx.config.reward import Reward as RewardConfig
 from slimx.config.reward import RewardPart
 from slimx.config.schema import Config
@@ -99,6 +102,8 @@ class RolloutContext:
     """Number of the rollout in its group."""
     engines: Mapping[str, FrozenEngine] = field(default_factory=dict)
     """Frozen groups of `rollout.engines`, by name."""
+    address: str = ""
+    """URL of the policy's router; "" where there is none. `engine` is the way to tokens that can be trained."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
         """Begin a trajectory with the prompt's tokens; `suffix` tells several trajectories of one rollout apart."""
@@ -157,11 +162,27 @@ def load_hooks(config: Config) -> Hooks:
     return Hooks(
         generate=_load_generate(config),
         reward=reward,
-        keep=load_function("rollout.keep", keep, ("group",), is_async=False) if keep else None,
+        keep=_load_keep(config) if keep else None,
     )
 
 
+def _load_keep(config: Config) -> Keep:
+    path = str(config.rollout.keep)
+    if path.startswith(slime.PREFIX):
+        return slime.KeepHook.load(config)
+    _refuse_slime("rollout.keep", path)
+    return load_function("rollout.keep", path, ("group",), is_async=False)
+
+
+def _refuse_slime(key: str, path: str) -> None:
+    if slime.written_for_slime(path):
+        raise SlimxError(f"{key}: {path} is written for slime; name it as {slime.PREFIX}{path}")
+
+
 def _load_generate(config: Config) -> Generate:
+    if config.rollout.generate.startswith(slime.PREFIX):
+        return slime.GenerateHook.load(config)
+    _refuse_slime("rollout.generate", config.rollout.generate)
     options = ("rollout.options", config.rollout.options)
     hook = load_function("rollout.generate", config.rollout.generate, ("ctx", "prompt"), is_async=True, options=options)
     needs.check(hook)
@@ -195,6 +216,8 @@ def name_of(hook: Any) -> str:
     """A hook as an error names it."""
     while isinstance(hook, partial):
         hook = hook.func
+    if isinstance(hook, slime.RewardHook):
+        return hook.path
     if isinstance(hook, Mixture):
         return " + ".join(map(name_of, _parts(hook)))
     return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"
@@ -205,6 +228,9 @@ def _parts(reward: Reward) -> list[Reward]:
 
 
 def _load_reward(key: str, config: RewardConfig | RewardPart) -> Reward:
+    if str(config.function).startswith(slime.PREFIX):
+        return slime.RewardHook.load(key, str(config.function), config.options)
+    _refuse_slime(f"{key}.function", str(config.function))
     return load_function(
         f"{key}.function",
         config.function,

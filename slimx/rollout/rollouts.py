@@ -106,6 +106,7 @@ class GroupMaker:
             group_id=group_id,
             index=index,
             engines=self.engines,
+            address=getattr(self.client, "url", ""),
         )
         hook = self.config.rollout.generate
         try:

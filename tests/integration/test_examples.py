@@ -1,23 +1,30 @@
-"""Hooks that users copy, against a real server: every sampled token comes back with its log-prob and its place."""
+"""Hooks that users copy, against a real server behind the real router: every sampled token comes back with its log-prob
+and its place."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from examples import debate, fan_out, single_turn, two_turn
+from examples import debate, fan_out, judge, single_turn, two_turn
+from slimx.config.schema import Config
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.models.families import read_model
+from slimx.ports import free_port
 from slimx.rollout import multi_turn
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine
-from slimx.rollout.hooks import RolloutContext, RolloutEngine
+from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine, load_hooks
+from slimx.rollout.rollouts import GroupMaker
+from slimx.rollout.router import Router
 from tests.integration.conftest import Weights, publish
 
 pytestmark = pytest.mark.integration
@@ -27,26 +34,51 @@ SAMPLING = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": list(ran
 """An untrained model hardly ever ends a turn: one token in three does it here."""
 
 
+@pytest.fixture(scope="module")
+def router(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """In front of the session's server."""
+    router = Router(free_port(), free_port(), tmp_path_factory.mktemp("router") / "router.log")
+    router.start()
+
+    async def ready() -> None:
+        await router.wait_ready(60)
+        await router.add(engine.spec.url)
+
+    try:
+        asyncio.run(ready())
+        yield router
+    finally:
+        asyncio.run(router.stop())
+
+
 @pytest.fixture
-async def ctx(engine: Engine, tiny_model: Path, tiny_weights: Weights) -> AsyncIterator[RolloutContext]:
+async def client(
+    engine: Engine, router: Router, tiny_model: Path, tiny_weights: Weights
+) -> AsyncIterator[GenerationClient]:
+    """Version 1 is published."""
     await publish(engine, tiny_weights, 1)
-    async with GenerationClient(engine.spec.url, ModelShape.of(read_model(tiny_model))) as client:
-        yield RolloutContext(
-            engine=RolloutEngine(client, SAMPLING, seed=11, routed_experts=True),
-            tokenizer=load_tokenizer(tiny_model),
-            version=0,
-            evaluation=False,
-            seed=11,
-            group_id="g",
-            index=0,
-        )
+    async with GenerationClient(router.url, ModelShape.of(read_model(tiny_model))) as client:
+        yield client
+
+
+@pytest.fixture
+def ctx(client: GenerationClient, tiny_model: Path) -> RolloutContext:
+    return RolloutContext(
+        engine=RolloutEngine(client, SAMPLING, seed=11, routed_experts=True),
+        tokenizer=load_tokenizer(tiny_model),
+        version=0,
+        evaluation=False,
+        seed=11,
+        group_id="g",
+        index=0,
+    )
 
 
 def tools(tmp_path: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"title": "Sums", "text": "12 and 34 make 46"}) + "\n")
     search = {"environment": "examples.search.Search", "environment_options": {"corpus": str(corpus)}}
-    python = {"environment": "slimx.environments.python_tool.PythonTool"}
+    python = {"environment": "examples.python_tool.Solver"}
     counting = {"environment": "tests.unit.environment_stand.Counting", "environment_options": {"turns": 3}}
     return {
         "single turn": (single_turn.generate, {}),
@@ -73,3 +105,45 @@ async def test_every_example_yields_trajectories_that_can_be_trained(ctx: Rollou
             assert len(trajectory.routed_experts) == len(trajectory.token_ids) - 1, name
             turns[name] = sum(span.source == "sampled" for span in trajectory.spans)
     assert turns["single turn"] == 1 and turns["two turns"] == 2 and turns["three turns"] == 3, turns
+
+
+async def test_a_judge_gives_points_to_every_answer(ctx: RolloutContext, router: Router) -> None:
+    """The tiny model judges itself: its words are noise, but they have the form that was asked for."""
+    trajectory = await single_turn.generate(ctx, PROMPT)
+    engines = {"judge": FrozenEngine("judge", router.url, deadline_s=60, retries=0)}
+    points = await judge.reward(RewardContext(PROMPT, ctx.tokenizer, "46", False, engines), trajectory)
+    assert points in [number / 10 for number in range(11)]
+
+
+@pytest.mark.parametrize("hook", ["search", "calculate"])
+async def test_hooks_of_slimes_form_bring_what_the_engine_sampled(
+    hook: str, client: GenerationClient, tiny_model: Path
+) -> None:
+    """The oracle is the engine: it scores the whole sequence again, in one request."""
+    config = Config.model_validate(
+        {
+            "run": {"dir": "d"},
+            "model": {"path": str(tiny_model)},
+            "rollout": {
+                "prompts": "p",
+                "group_size": 2,
+                "generate": f"slime:examples.slime_style.{hook}",
+                "options": {"turns": 3},
+                "sampling": {"max_new_tokens": 12, "stop_token_ids": SAMPLING["stop_token_ids"]},
+            },
+            "reward": {"function": "slime:examples.slime_style.right", "options": {"reward_key": "score"}},
+        }
+    )
+    maker = GroupMaker(config, load_hooks(config), load_tokenizer(tiny_model), client)
+    outcome = await maker.make(PROMPT, group_id="3", number=3)
+    maker.close()
+    assert outcome.reason is None, outcome.detail
+    for trajectory in outcome.group.trajectories:
+        sampled = trajectory.versions() >= 0
+        assert {span.version for span in trajectory.spans} == {None, 1} and sampled.sum() > 3
+        assert (trajectory.loss_mask.astype(bool) == sampled).all() and trajectory.reward in (0.0, 1.0)
+        scores = await client.score(trajectory.token_ids.tolist(), return_routed_experts=True)
+        assert np.abs(trajectory.logprobs[1:] - scores.logprobs)[sampled[1:]].max() < 1e-4
+        assert (trajectory.routed_experts == scores.routed_experts).all()
+    turns = max(span.turn for trajectory in outcome.group.trajectories for span in trajectory.spans)
+    assert turns > 0, "some rollout has several turns"

@@ -1,0 +1,38 @@
+"""A reward hook that asks another model: an LLM judge reads question, reference and answer, and gives 0 to 10 points.
+
+    slimx train FILE reward.function=examples.judge.reward
+
+The judge is a frozen group of `rollout.engines`, whose servers slimx starts beside the policy's:
+
+    rollout:
+      engines:
+        - {name: actor}
+        - {name: judge, frozen: true, model: /models/judge}
+
+A judge that may write what it likes sometimes writes no score. This one cannot: SGLang lets it sample nothing but text
+that the pattern `FORM` matches. `slimx.rewards.judge` is the ready-made hook for judges at any address.
+"""
+
+import re
+
+from slimx.data.records import Trajectory
+from slimx.rewards.judge import question
+from slimx.rollout.hooks import RewardContext
+
+ASK = """You grade answers.
+
+Question: {question}
+Reference answer: {reference}
+Answer to be graded: {answer}
+
+Reply with "Score: N" and nothing else, N from 0 (wrong) to 10 (perfect)."""
+FORM = r"Score: (10|[0-9])"
+
+
+async def reward(ctx: RewardContext, trajectory: Trajectory, *, judge: str = "judge") -> float:
+    """The judge's points over 10. `judge`: name of the frozen group."""
+    asked = ASK.format(question=question(ctx), reference=ctx.prompt.answer, answer=ctx.text)
+    verdict = await ctx.engines[judge].chat(
+        [{"role": "user", "content": asked}], temperature=0.0, max_tokens=16, regex=FORM
+    )
+    return int(re.fullmatch(FORM, verdict.strip())[1]) / 10

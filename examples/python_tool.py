@@ -1,0 +1,34 @@
+"""An environment with a Python tool: the model may run programs before it answers, and the answer is graded.
+
+    slimx train FILE rollout.generate=slimx.rollout.multi_turn.generate \\
+        rollout.options.environment=examples.python_tool.Solver reward.function=slimx.rollout.multi_turn.reward
+
+A turn that ends in a fenced program is met by what the program printed; it runs in slimx's sandbox, without network or
+files. Any other turn is the answer: worth 1 if the prompt's stands in it, less a little for every program.
+"""
+
+from slimx.data.records import Prompt
+from slimx.environments.base import Step
+from slimx.environments.python_tool import PythonTool
+
+
+class Solver(PythonTool):
+    """`PythonTool`, with a reward at the end."""
+
+    def __init__(self, *, price: float = 0.05, **limits: float):
+        """`price`: of one program. `limits`: of `PythonTool`, such as seconds."""
+        super().__init__(**limits)
+        self.price = price
+
+    async def reset(self, prompt: Prompt, seed: int) -> str:
+        """Remember the right answer; nothing is said to the model."""
+        self.answer = prompt.answer or ""
+        return ""
+
+    async def step(self, text: str) -> Step:
+        """Run the program, or grade the answer."""
+        step = await super().step(text)
+        if not step.done:
+            return step
+        right = float(self.answer in text)
+        return Step(done=True, reward=right - self.price * self.runs, info={"runs": self.runs, "right": right})

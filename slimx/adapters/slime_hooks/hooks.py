@@ -1,0 +1,284 @@
+"""slime's hooks as slimx's: generate, reward and keep."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlsplit
+
+from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
+from slimx.adapters.slime_hooks.modules import NotServed, serve
+from slimx.adapters.slime_hooks.sample import Sample
+from slimx.adapters.slime_hooks.scene import CURRENT, Arguments, Scene
+from slimx.config.schema import Config
+from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.tokens import encode_prompt, load_tokenizer
+from slimx.dotted import imported
+from slimx.errors import SlimxError
+
+PREFIX = "slime:"
+"""Before the dotted path of a hook of slime's form."""
+FORMS = {
+    "generate": ("async def {}(args, sample, sampling_params)", ("args", "sample", "sampling_params")),
+    "reward": ("async def {}(args, sample)", ("args", "sample")),
+    "keep": ("def {}(args, samples)", ("args", "samples")),
+}
+
+
+def load(key: str, path: str, kind: str) -> Callable[..., Any]:
+    """The function at `path` (without the prefix), the value of `key`. Raises SlimxError for what slimx does not serve
+    of slime, by name, and for another form than `kind` has."""
+    serve()
+    try:
+        function = imported(key, path)
+    except SlimxError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, NotServed):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise SlimxError(f"{key}: {path} imports {cause}") from error
+    text, parameters = FORMS[kind]
+    shape, name = text.format(path.rpartition(".")[2]), f"{key}: {path}"
+    if not callable(function):
+        raise SlimxError(f"{name} is a {type(function).__name__}; a slime hook is {shape}")
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise SlimxError(f"{name}{inspect.signature(function)} cannot be called ({error}); write {shape}") from error
+    if inspect.iscoroutinefunction(function) != text.startswith("async"):
+        raise SlimxError(f"{name} must{'' if text.startswith('async') else ' not'} be async; write {shape}")
+    if kind == "reward" and (second := list(inspect.signature(function).parameters)[1]) == "samples":
+        raise SlimxError(f"{name} judges a list ({second}): rewards of a whole group are not served; write {shape}")
+    return function
+
+
+@dataclass(frozen=True)
+class GenerateHook:
+    """A slime generate hook as slimx calls it."""
+
+    function: Callable[..., Any]
+    path: str
+    config: Config
+    semaphore: asyncio.Semaphore
+    """`GenerateState.semaphore`: of all rollouts together."""
+
+    @classmethod
+    def load(cls, config: Config) -> GenerateHook:
+        """Of `rollout.generate`. SlimxError as `load`."""
+        path = config.rollout.generate.removeprefix(PREFIX)
+        semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
+        hook = cls(load("rollout.generate", path, "generate"), path, config, semaphore)
+        hook._check_options()
+        return hook
+
+    async def __call__(self, ctx: Any, prompt: Prompt) -> Trajectory | list[Trajectory]:
+        """ctx: RolloutContext."""
+        scene = self._scene(ctx)
+        text = prompt_text(ctx.tokenizer, prompt, template=scene.args.apply_chat_template)
+        sample = begin(prompt, text, index=ctx.index, group=ctx.group_id)
+        takes = inspect.signature(self.function).parameters
+        more = {"evaluation": ctx.evaluation} if "evaluation" in takes else {}
+        with _set(scene):
+            result = await self.function(scene.args, sample, dict(scene.sampling), **more)
+        if isinstance(result, Sample):
+            return to_trajectory(result, ctx, scene.calls)
+        if not isinstance(result, list) or not all(isinstance(each, Sample) for each in result):
+            raise SlimxError(f"{self.path} returned a {type(result).__name__}; return a Sample or a list of them")
+        return [to_trajectory(each, ctx, scene.calls, suffix=f"-{n}") for n, each in enumerate(result)]
+
+    def _check_options(self) -> None:
+        known = self._values(None).keys() & {"sglang_router_ip", "sglang_router_port", "hf_checkpoint"}
+        if taken := sorted(known & self.config.rollout.options.keys()):
+            raise SlimxError(f"rollout.options.{taken[0]} is what the run itself gives to slime hooks; leave it out")
+
+    def _scene(self, ctx: Any) -> Scene:
+        sampling = {
+            "top_p": 1.0,
+            "top_k": -1,
+            **ctx.engine.sampling,
+            "stop": None,
+            "stop_token_ids": ctx.engine.sampling.get("stop_token_ids"),
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        }
+        return Scene(
+            Arguments(self._values(ctx)),
+            ctx.tokenizer,
+            ctx.engines,
+            engine=ctx.engine,
+            address=ctx.address,
+            sampling=sampling,
+            semaphore=self.semaphore,
+        )
+
+    def _values(self, ctx: Any) -> dict[str, Any]:
+        """`args`: what published hooks read and a run of slimx has."""
+        config, rollout = self.config, self.config.rollout
+        address = urlsplit(ctx.address if ctx is not None else "")
+        own = config.reward.function or ""
+        policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}
+        values = {
+            "sglang_router_ip": f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname,
+            "sglang_router_port": address.port,
+            "sglang_server_concurrency": rollout.concurrency,
+            "sglang_model_routers": {name: _place(each.url) for name, each in (ctx.engines if ctx else {}).items()},
+            "sglang_tool_call_parser": policy.get("tool_call_parser"),
+            "sglang_reasoning_parser": policy.get("reasoning_parser"),
+            "hf_checkpoint": config.model.path,
+            "partial_rollout": False,
+            "mask_offpolicy_in_partial_rollout": False,
+            "use_rollout_routing_replay": rollout.routed_experts,
+            "rollout_batch_size": rollout.prompts_per_step,
+            "n_samples_per_prompt": rollout.group_size,
+            "n_samples_per_eval_prompt": config.eval.samples,
+            "rollout_seed": config.run.seed,
+            "rollout_temperature": rollout.sampling.temperature,
+            "rollout_top_p": rollout.sampling.top_p,
+            "rollout_top_k": rollout.sampling.top_k,
+            "rollout_stop": None,
+            "rollout_stop_token_ids": list(rollout.sampling.stop_token_ids) or None,
+            "rollout_skip_special_tokens": False,
+            "rollout_max_response_len": rollout.sampling.max_new_tokens,
+            "rollout_max_prompt_len": rollout.max_prompt_tokens,
+            "rollout_max_context_len": None,
+            "eval_max_response_len": rollout.sampling.max_new_tokens,
+            "eval_max_context_len": None,
+            "max_tokens_per_gpu": config.trainer.max_tokens_per_microbatch // config.trainer.context,
+            "context_parallel_size": config.trainer.context,
+            "custom_generate_function_path": self.path,
+            "custom_rm_path": own.removeprefix(PREFIX) if own.startswith(PREFIX) else None,
+            "rm_type": None,
+            "group_rm": False,
+            "reward_key": config.reward.options.get("reward_key"),
+            "apply_chat_template": True,
+            "apply_chat_template_kwargs": {},
+            "ci_test": False,
+        }
+        return values | rollout.options
+
+
+@dataclass(frozen=True)
+class RewardHook:
+    """A slime reward as slimx calls it: in a thread or a process, one sample at a time."""
+
+    function: Callable[..., Any]
+    path: str
+    options: Mapping[str, Any]
+
+    @property
+    def needs_process(self) -> bool:
+        """As the function itself is marked (`slimx.rewards.needs`)."""
+        return getattr(self.function, "needs_process", False)
+
+    @classmethod
+    def load(cls, key: str, path: str, options: Mapping[str, Any]) -> RewardHook:
+        """`key`: of the configuration. SlimxError as `load`."""
+        path = path.removeprefix(PREFIX)
+        return cls(load(f"{key}.function", path, "reward"), path, options)
+
+    async def __call__(self, ctx: Any, trajectory: Trajectory) -> float:
+        """ctx: RewardContext. What the generate hook set as `sample.reward` already is the reward."""
+        sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer)
+        values = {"reward_key": None, "rm_type": None, "group_rm": False, "custom_rm_path": self.path}
+        values |= {"hf_checkpoint": getattr(ctx.tokenizer, "name_or_path", None), **self.options}
+        scene = Scene(Arguments(values), ctx.tokenizer, ctx.engines)
+        if sample.reward is None:
+            with _set(scene):
+                sample.reward = await self.function(scene.args, sample)
+        return _number(sample, scene.args, self.path)
+
+
+async def reward(ctx: Any, trajectory: Trajectory, *, reward_key: str | None = None) -> float:
+    """A reward hook for slime generate hooks that set `sample.reward` themselves. `reward_key`: the entry of a dict."""
+    sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer)
+    return _number(sample, Arguments({"reward_key": reward_key}), "the generate hook")
+
+
+@dataclass(frozen=True)
+class KeepHook:
+    """A slime dynamic filter as slimx calls it."""
+
+    function: Callable[..., Any]
+    path: str
+    model: str
+    """Directory of the tokenizer, for samples that slimx's own hooks generated."""
+
+    @classmethod
+    def load(cls, config: Config) -> KeepHook:
+        """Of `rollout.keep`. SlimxError as `load`."""
+        path = str(config.rollout.keep).removeprefix(PREFIX)
+        return cls(load("rollout.keep", path, "keep"), path, config.model.path)
+
+    def __call__(self, group: Group) -> bool | str:
+        """True, or the reason why the group is dropped."""
+        samples = [to_sample(trajectory, group.prompt, lambda: self._tokenizer) for trajectory in group.trajectories]
+        verdict = self.function(Arguments({"reward_key": None}), samples)
+        keep = getattr(verdict, "keep", verdict)
+        if not keep and getattr(verdict, "keep_when_insufficient", False):
+            raise SlimxError(
+                f"{self.path} sets keep_when_insufficient, which slimx does not serve: a group is kept or not"
+            )
+        return True if keep else (getattr(verdict, "reason", None) or False)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.model)
+
+
+def written_for_slime(path: str) -> bool:
+    """Whether the function at a path without the prefix imports slime, or begins with (args, sample)."""
+    try:
+        names = list(inspect.signature(imported("", path)).parameters)
+    except SlimxError as error:
+        return "No module named 'slime'" in str(error)
+    except (TypeError, ValueError):
+        return False
+    return names[:1] == ["args"] and names[1:2] in (["sample"], ["samples"])
+
+
+def prompt_text(tokenizer: Any, prompt: Prompt, *, template: bool) -> str | list[dict[str, Any]]:
+    """A prompt as slime hands it to hooks: in the chat template, or (`template` false) the words of a single user turn,
+    else the messages."""
+    if prompt.messages is None:
+        return tokenizer.decode(prompt.token_ids)
+    if template:
+        encode_prompt(tokenizer, prompt)  # which refuses a prompt that the template cannot take, with its name
+        return tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+    alone = len(prompt.messages) == 1 and isinstance(prompt.messages[0]["content"], str)
+    return prompt.messages[0]["content"] if alone else [dict(message) for message in prompt.messages]
+
+
+@contextmanager
+def _set(scene: Scene) -> Iterator[None]:
+    token = CURRENT.set(scene)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
+
+
+def _number(sample: Sample, args: Any, path: str) -> float:
+    value = sample.reward
+    if isinstance(value, dict):
+        if args.reward_key not in value:
+            raise SlimxError(
+                f"{path} gives a dict as the reward, with {', '.join(map(str, value))}; name one of them in "
+                "reward.options.reward_key"
+            )
+        value = value[args.reward_key]
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise SlimxError(f"{path} gives {value!r} as the reward; give a number") from None
+
+
+def _place(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or 80

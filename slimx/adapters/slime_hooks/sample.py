@@ -1,0 +1,127 @@
+"""`slime.utils.types.Sample`: what a slime hook receives and fills."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+
+class Status(Enum):
+    """How a sample ended."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+ENDS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""By the `finish_reason` of a request."""
+
+
+@dataclass
+class Sample:
+    """One sequence, prompt and response; the response is its last `response_length` tokens. Hooks add attributes of
+    their own."""
+
+    Status = Status
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    """Of prompt and response; empty until the hook fills it."""
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    """`metadata["label"]` of the prompt if it has one, else its answer."""
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    """[response_length]: 1 where a token is trained; None: everywhere."""
+    weight_versions: list[str] = field(default_factory=list)
+    """Of each request."""
+    rollout_log_probs: list[float] | None = None
+    """[response_length]: 0 for tokens that no engine sampled."""
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
+    rollout_routed_experts: np.ndarray | None = None
+    """int32 [tokens - 1, layers, k]."""
+    remove_sample: bool = False
+    """Nothing of it is trained."""
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    teacher_log_probs: list[float] | None = None
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def effective_response_length(self) -> int:
+        """Trained tokens."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward, or the entry of it that `args.reward_key` names."""
+        key = getattr(args, "reward_key", None)
+        return self.reward[key] if key else self.reward
+
+    def append_response_tokens(
+        self,
+        args: Any = None,
+        *,
+        tokens: Iterable[int] | None = None,
+        log_probs: Iterable[float] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append tokens to the response: what an engine sampled (trainable, with its log-probs and the answer's
+        `meta_info`), or what a tool said (not trainable, without). Raises ValueError for another combination."""
+        new = [int(token) for token in tokens] if tokens is not None else []
+        given = None if log_probs is None else [float(value) for value in log_probs]
+        if given is not None and len(given) != len(new):
+            raise ValueError(f"append_response_tokens got {len(given)} log-probs for {len(new)} tokens")
+        if new and trainable == (given is None):
+            raise ValueError(
+                "append_response_tokens wants log-probs of trainable tokens, and of these alone; "
+                f"got {'none' if given is None else 'some'} with trainable={trainable}"
+            )
+        if new:
+            before = self.response_length
+            self.loss_mask = ([1] * before if self.loss_mask is None else list(self.loss_mask)) + [
+                int(trainable)
+            ] * len(new)
+            if self.rollout_log_probs is None and before and trainable:
+                raise ValueError("append_response_tokens: the response so far has no log-probs")
+            known = [0.0] * before if self.rollout_log_probs is None else list(self.rollout_log_probs)
+            self.rollout_log_probs = known + (given or [0.0] * len(new))
+            self.tokens = [*self.tokens, *new]
+            self.response_length += len(new)
+        self.response += text or ""
+        if meta_info is not None:
+            self._take(args, meta_info, ends=update_terminal_info)
+
+    def _take(self, args: Any, meta: dict[str, Any], *, ends: bool) -> None:
+        if meta.get("routed_experts"):
+            flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+            self.rollout_routed_experts = flat.reshape(len(self.tokens) - 1, args.num_layers, args.moe_router_topk)
+        if ends and "finish_reason" in meta:
+            self.weight_versions.append(meta["weight_version"])
+            self.status = ENDS[meta["finish_reason"]["type"]]
+
+
+OWN = frozenset(item.name for item in fields(Sample))
+"""Names of a sample's fields; what else a hook puts on it is the hook's."""
