@@ -78,6 +78,15 @@ class Moe(Section):
         0.0, ge=0, description="step of each expert's selection bias towards equal load, after every update; 0: none"
     )
 
+    @model_validator(mode="after")
+    def _balanced(self) -> Moe:
+        if self.aux_loss_type != type(self).model_fields["aux_loss_type"].default and not self.aux_loss_coef:
+            raise ValueError(
+                f"trainer.moe.aux_loss_type is {self.aux_loss_type}, but trainer.moe.aux_loss_coef is 0 and nothing is "
+                "balanced; give the coefficient, or leave the type out"
+            )
+        return self
+
 
 _ROUTING = {
     "moe_aux_loss_coeff": "set trainer.moe.aux_loss_coef",

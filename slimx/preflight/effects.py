@@ -13,7 +13,10 @@ import numpy as np
 
 from slimx.config.algorithm import NEEDS, Algorithm, Correction
 from slimx.config.schema import Config
+from slimx.models.families import configured_model
 from slimx.preflight.probe import Probe, make_probe, policy_gradient, value_gradient
+from slimx.preflight.router_probe import RouterSizes, router_gradient
+from slimx.preflight.routing import check_routing
 
 EXACT = 1e-12
 """Relative size below which a difference of two fp64 gradients is rounding."""
@@ -102,13 +105,19 @@ TERMS = (
 (`slimx.config.algorithm.NEEDS`) and not looked at here."""
 
 
+ROUTER_TERMS = ("aux_loss_coef", "z_loss_coef")
+"""Keys of `trainer.moe` that add to the loss."""
+
+
 def effects(config: Config) -> list[Effect]:
-    """Every term of the configured loss with its share in the gradient of the probe batch; takes no model, GPU or
-    engine."""
+    """Every term of the configured loss with its share in the gradient of the probe batch; takes no GPU or engine, and
+    of the model config.json only, where its routers have losses.
+
+    Raises SlimxError if they have and there is none, or the model has no routers."""
     share = max(config.algorithm.cov_share, SELECTED)
     probe, whole = make_probe(config), config.algorithm
     config = config.model_copy(update={"algorithm": whole.model_copy(update={"cov_share": share})})
-    return [*_policy_effects(config, probe), *_value_effects(config, probe)]
+    return [*_policy_effects(config, probe), *_value_effects(config, probe), *_router_effects(config, probe)]
 
 
 def _policy_effects(config: Config, probe: Probe) -> Iterator[Effect]:
@@ -140,6 +149,28 @@ def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     reason = None if share else _values_are_old(config)
     chosen = config.critic.value_clip != type(config.critic).model_fields["value_clip"].default
     yield Effect("critic.value_clip", config.critic.value_clip, share, chosen, reason)
+
+
+def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
+    """Shares in the gradient of an invented router's logits."""
+    moe = config.trainer.moe
+    if not (keys := [key for key in ROUTER_TERMS if getattr(moe, key)]):
+        return
+    spec = configured_model(config)
+    check_routing(config, spec)
+    sizes = RouterSizes.of(spec)
+    whole = router_gradient(config, probe, sizes)
+    for key in keys:
+        trainer = config.trainer.model_copy(update={"moe": moe.model_copy(update={key: 0.0})})
+        share = _share(whole, router_gradient(config.model_copy(update={"trainer": trainer}), probe, sizes))
+        reason = None if share else _router_reason(key, sizes)
+        yield Effect(f"trainer.moe.{key}", getattr(moe, key), share, True, reason)
+
+
+def _router_reason(key: str, sizes: RouterSizes) -> str:
+    if key == "aux_loss_coef" and sizes.topk == sizes.experts:
+        return f"every token takes all {sizes.experts} experts, whose load is even whatever the router says"
+    return "it is lost in rounding beside the rest of the router's gradient; raise it"
 
 
 def _belongs(algorithm: Algorithm, key: str) -> bool:

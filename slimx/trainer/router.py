@@ -13,8 +13,8 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
+from slimx.algorithms.router_terms import LayerTally
 from slimx.errors import SlimxError
-from slimx.trainer.router_terms import LayerTally
 
 
 @dataclass(slots=True)

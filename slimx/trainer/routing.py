@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from slimx.algorithms.router_terms import LayerTally, Totals, updated_bias
 from slimx.config.trainer import Moe
 from slimx.data.batch import MicroBatch
 from slimx.layout.zigzag import zigzag
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.router import Cursor, PolicyRouter, Tokens, Watch
-from slimx.trainer.router_terms import LayerTally, Totals, updated_bias
 from slimx.trainer.routes import differing, engine_routes
 from slimx.trainer.transfer import to_device
 
@@ -110,8 +111,8 @@ class Routing:
                     topk=self.topk,
                     function=self._function,
                     sums=self._sums[place.layer],
-                    group=place.router.tp_cp_group,
-                    all_data=place.router.tp_dp_cp_group,
+                    share=partial(dist.all_reduce, group=place.router.tp_cp_group),
+                    all_data=partial(dist.all_reduce, group=place.router.tp_dp_cp_group),
                 )
             place.router.watch = Watch(place.name, place.cursor, place.row, tally)
         try:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slimx.algorithms.objective import make_loss
+from slimx.algorithms.router_terms import Totals
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
@@ -29,7 +30,6 @@ from slimx.trainer.optimizer import build_optimizer, learning_rate
 from slimx.trainer.optimizer_step import OptimizerStep
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.passes import ForwardPasses, Holder
-from slimx.trainer.router_terms import Totals
 from slimx.trainer.routes import within_sequence
 from slimx.trainer.routing import Routes, Routing
 from slimx.trainer.updates import combine

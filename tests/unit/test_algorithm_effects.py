@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from typer.testing import CliRunner
 
 from slimx.cli import app
 from slimx.config.presets import PRESETS
+from slimx.config.run import Model
 from slimx.config.schema import Config
+from slimx.config.trainer import Trainer
+from slimx.errors import SlimxError
 from slimx.preflight.effects import Effect, effects
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "moe"
@@ -85,6 +89,48 @@ def test_a_group_of_one_is_told_where_a_teacher_lets_it_pass():
     alone = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"group_size": 1})})
     effect = by_key(effects(alone))["advantages"]
     assert effect.share == 0 and "rollout.group_size is 1" in effect.reason
+
+
+MODELS = CONFIGS / "models"
+"""Of a softmax router, and of one with sigmoids."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "model"),
+    [
+        ("grpo", "seq_aux_loss", "Qwen3-30B-A3B"),
+        ("sft", "aux_loss", "Qwen3-30B-A3B"),
+        ("grpo", "global_aux_loss", "DeepSeek-V3"),
+    ],
+)
+def test_losses_of_the_router_change_its_gradient(name, kind, model):
+    moe = {"aux_loss_coef": 1e-3, "aux_loss_type": kind, "z_loss_coef": 1e-4}
+    found = by_key(effects(routed(MODELS / model, moe, name)))
+    assert [(found[key].value, found[key].chosen) for key in ("aux_loss_coef", "z_loss_coef")] == [
+        (1e-3, True),
+        (1e-4, True),
+    ]
+    assert 0 < found["aux_loss_coef"].share < 1 and 0 < found["z_loss_coef"].share < 1
+    assert not {"aux_loss_coef", "z_loss_coef"} & by_key(effects(routed(MODELS / model, {}, name))).keys()
+
+
+def test_a_loss_of_the_router_that_does_nothing_is_named_with_its_reason(tmp_path):
+    """Load is even where every token takes every expert, and 1e-20 is below the rounding of fp64."""
+    values = json.loads((MODELS / "Qwen3-30B-A3B" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_experts": 8, "num_experts_per_tok": 8}))
+    found = by_key(effects(routed(tmp_path, {"aux_loss_coef": 0.1, "z_loss_coef": 1e-20}, "grpo")))
+    assert found["aux_loss_coef"].share == 0 and "takes all 8 experts" in found["aux_loss_coef"].reason
+    assert found["z_loss_coef"].share == 0 and "lost in rounding" in found["z_loss_coef"].reason
+    dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(values | dense))
+    with pytest.raises(SlimxError, match="trainer.moe.z_loss_coef=0.1 needs MoE layers"):
+        effects(routed(tmp_path, {"z_loss_coef": 0.1}, "grpo"))
+
+
+def routed(model: Path, moe: dict[str, Any], name: str) -> Config:
+    settings = config({"name": name})
+    trainer = Trainer.model_validate({"moe": moe})
+    return settings.model_copy(update={"trainer": trainer, "model": Model(path=str(model))})
 
 
 def test_the_users_own_functions_are_looked_at():

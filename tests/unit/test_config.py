@@ -140,6 +140,7 @@ def test_a_missing_key_is_named_with_the_way_to_set_it(command, file):
         ("algorithm.kl_coef=0.1", "set algorithm.reference=true"),
         ("trainer.megatron={moe_aux_loss_coeff: 0.1}", "not passed through; set trainer.moe.aux_loss_coef"),
         ("trainer.moe.aux_loss_coef=-1", "trainer.moe.aux_loss_coef is -1"),
+        ("trainer.moe.aux_loss_type=aux_loss", "trainer.moe.aux_loss_coef is 0 and nothing is balanced"),
         ("rollout.engines=[]", "algorithm.name is grpo but rollout.engines is empty"),
         ("rollout.engines=[{name: a}, {name: a}]", "give each group its own name"),
         ("run.dir", "override 'run.dir' is not of the form section.key=value"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.trainer.router_terms import balance_loss, normalised_scores, top_counts, updated_bias, z_loss
+from slimx.algorithms.router_terms import balance_loss, normalised_scores, top_counts, updated_bias, z_loss
 
 EXPERTS, TOPK = 6, 2
 SEGMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])

@@ -1,21 +1,32 @@
 """The auxiliary terms of a router, and how evenly it loads its experts: formulas over tensors.
 
-E experts, k of them for each token, T tokens; logits and scores are float32 [T, E], padding is never counted. A rank
-computes the share of its own tokens; the shares of all ranks and micro-batches sum to the term.
+E experts, k of them for each token, T tokens; logits and scores are [T, E] in float32 or wider, padding is never
+counted. A rank computes the share of its own tokens; the shares of all ranks and micro-batches sum to the term.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from slimx.config.trainer import Moe
 
-if TYPE_CHECKING:
-    from slimx.trainer.router import Tokens
+SumRanks = Callable[[torch.Tensor], None]
+"""Sums a tensor over ranks, in place."""
+
+
+class Tokens(Protocol):
+    """The t tokens of a micro-batch that are here."""
+
+    counted: torch.Tensor
+    """bool [t]: no padding."""
+    segments: torch.Tensor
+    """int64 [t]: number of the packed sequence that each token belongs to."""
+    sequences: int
+    """Packed sequences of the micro-batch, on all ranks together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +40,14 @@ class Totals:
 def normalised_scores(logits: torch.Tensor, function: str) -> torch.Tensor:
     """A token's affinity to each expert, summing to 1: softmax, or sigmoid over its sum (DeepSeek-V3, eq. 19)."""
     if function == "softmax":
-        return logits.float().softmax(-1)
-    scores = logits.float().sigmoid()
+        return _wide(logits).softmax(-1)
+    scores = _wide(logits).sigmoid()
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def z_loss(logits: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Sum of logsumexp(logits)^2 over tokens (ST-MoE, 2202.08906, eq. 5, before its mean)."""
-    return (logits.float().logsumexp(-1).square() * counted).sum()
+    return (_wide(logits).logsumexp(-1).square() * counted).sum()
 
 
 def top_counts(
@@ -91,14 +102,14 @@ class LayerTally:
         topk: int,
         function: str,
         sums: torch.Tensor,
-        group: dist.ProcessGroup,
-        all_data: dist.ProcessGroup,
+        share: SumRanks,
+        all_data: SumRanks,
     ):
         """`sums`: float64 [E + 2], zeros, where choices per expert, balance and squared logsumexp are added up.
-        `group`: the ranks that share a micro-batch (TP x CP); `all_data`: these of all data-parallel ranks. `totals`:
-        None if no term is on."""
+        `share`: over the ranks that share a micro-batch (TP x CP); `all_data`: over these of all data-parallel ranks.
+        `totals`: None if no term is on."""
         self.settings, self.totals, self.topk, self.function = settings, totals, topk, function
-        self.sums, self._group, self._all_data = sums, group, all_data
+        self.sums, self._share, self._all_data = sums, share, all_data
         self._seen: torch.Tensor | None = None
 
     def terms(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: Tokens) -> torch.Tensor | None:
@@ -123,7 +134,7 @@ class LayerTally:
         segments = torch.zeros_like(tokens.segments) if single else tokens.segments
         count = 1 if single else tokens.sequences
         counts = top_counts(scores.detach(), self.topk, tokens.counted, segments, count)
-        dist.all_reduce(counts, group=self._all_data if kind == "global_aux_loss" else self._group)
+        (self._all_data if kind == "global_aux_loss" else self._share)(counts)
         if kind == "global_aux_loss":
             counts = self._seen = counts if self._seen is None else self._seen + counts
         sizes = counts.sum(-1) / self.topk  # a segment of nothing but padding has none, and no tokens either
@@ -133,3 +144,8 @@ class LayerTally:
         else:
             weight = 1 / (sizes.clamp(min=1) * self.totals.sequences)
         return balance_loss(scores, tokens.counted, segments, load, weight)
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    """In float32, or in what is wider already."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
