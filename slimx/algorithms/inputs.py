@@ -29,7 +29,7 @@ class LossInputs:
     reference_logprobs: torch.Tensor | None = None
     """Of the reference (algorithm.reference)."""
     teacher_logprobs: torch.Tensor | None = None
-    """Of another checkpoint (algorithm.teacher)."""
+    """Of another model (algorithm.teacher, algorithm.teacher_engine)."""
     entropy: torch.Tensor | None = None
     """Of the distribution that each label is from, in nats, with gradient."""
     selected: torch.Tensor | None = None

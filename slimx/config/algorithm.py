@@ -126,6 +126,11 @@ class Algorithm(Section):
         description="Hugging Face directory of a model of the same architecture, whose log-probs of the rollouts are "
         "measured (kl/teacher; one more forward pass, one more copy of the weights in host memory); null: none",
     )
+    teacher_engine: str | None = Field(
+        None,
+        description="in place of `teacher`, a frozen group of rollout.engines that serves it, by name: a model of any "
+        "architecture with the policy's vocabulary; null: none",
+    )
     teacher_coef: float = Field(
         0.0, ge=0, description="on-policy distillation: weight of log teacher - log engine in each token's advantage"
     )
@@ -194,8 +199,13 @@ class Algorithm(Section):
                 "algorithm.advantages is none and algorithm.teacher_coef 0: every advantage would be 0; choose an "
                 "estimator, or algorithm.name=distillation"
             )
-        if self.teacher_coef and self.teacher is None:
-            raise ValueError("algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher")
+        if self.teacher is not None and self.teacher_engine is not None:
+            raise ValueError("algorithm.teacher and algorithm.teacher_engine name a teacher each; remove one of them")
+        if self.teacher_coef and not self.taught:
+            raise ValueError(
+                "algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher or "
+                "algorithm.teacher_engine"
+            )
         if self.correction.kind != "none" and self.old_logprobs != "recompute":
             raise ValueError(
                 "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
@@ -221,6 +231,11 @@ class Algorithm(Section):
     def group_relative(self) -> bool:
         """Whether all of an advantage is a comparison within a group."""
         return self.advantages in ("grpo", "rloo", "reinforce_baseline", "gdpo", "gigpo", "dpo")
+
+    @property
+    def taught(self) -> bool:
+        """Whether a teacher scores the rollouts, in the trainers or in an engine."""
+        return self.teacher is not None or self.teacher_engine is not None
 
     @property
     def waits(self) -> bool:
@@ -281,6 +296,7 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "reference": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
     "reference_refresh": (lambda a: a.reference, "needs algorithm.reference=true"),
     "teacher": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
+    "teacher_engine": (lambda a: a.loss != "sft", "is compared with a policy's rollouts"),
     "teacher_coef": (_policy_gradient, "is a term of the policy-gradient losses"),
     "old_logprobs": (
         lambda a: a.loss != "sft" and a.advantages != "dpo",

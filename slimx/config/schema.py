@@ -20,7 +20,7 @@ from slimx.config.rollout import Eval, Rollout
 from slimx.config.run import Cluster, Model, Numerics, Run, Track
 from slimx.config.schedule import Checkpoint, Publish, Schedule
 from slimx.config.section import Section
-from slimx.config.serving import check_serving
+from slimx.config.serving import check_served_teacher, check_serving
 from slimx.config.trainer import Trainer
 
 
@@ -55,6 +55,7 @@ class Config(Section):
         for check in (
             lambda: self.critic and self.as_critic(),
             lambda: check_serving(self.rollout, self.schedule, self.publish),
+            lambda: check_served_teacher(self.algorithm.teacher_engine, self.rollout),
         ):
             try:
                 check()

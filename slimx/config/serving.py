@@ -38,3 +38,24 @@ def check_serving(rollout: Rollout, schedule: Schedule, publish: Publish) -> Non
             f"schedule.max_staleness {schedule.max_staleness} with prefill and decode groups: a prompt's KV could be "
             "computed by one version and sampled from by the next; set schedule.max_staleness=0"
         )
+
+
+def check_served_teacher(name: str | None, rollout: Rollout) -> None:
+    """Raise ValueError for an `algorithm.teacher_engine` that no frozen group is called, or that would score rollouts
+    under another distribution than the one they are sampled from."""
+    if name is None:
+        return
+    if name not in (frozen := [group.name for group in rollout.frozen_engines]):
+        have = f"the frozen groups of rollout.engines are {', '.join(frozen)}" if frozen else "no group is frozen"
+        raise ValueError(
+            f"algorithm.teacher_engine is {name}, and {have}; add a group with this name, frozen: true and the "
+            "teacher's model to rollout.engines"
+        )
+    sampling, neutral = rollout.sampling, {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    for key, value in neutral.items():
+        if getattr(sampling, key) != value:
+            raise ValueError(
+                f"algorithm.teacher_engine with rollout.sampling.{key}={getattr(sampling, key):g}: SGLang scores given "
+                f"tokens at temperature 1 over the whole vocabulary; set {key} to {value:g}, or algorithm.teacher, "
+                "which trainers score as the policy samples"
+            )

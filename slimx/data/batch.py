@@ -14,6 +14,7 @@ import numpy as np
 
 from slimx.data.records import Trajectory
 from slimx.data.support import Support
+from slimx.errors import SlimxError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class Row:
     """float32 [n]: what the critic should have said; 0 where not trained."""
     selected: np.ndarray | None = None
     """float32 [n]: 1 at the tokens that their covariance chose, 0 elsewhere; None where the loss chooses none."""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [n]: of a teacher that an engine serves; 0 where it scored nothing; None where there is none."""
     support: Support | None = None
     """n positions: the tokens from which each label was sampled; None: all of them, everywhere."""
 
@@ -82,6 +85,8 @@ class MicroBatch:
     """float32 [T]; None if no row has any."""
     selected: np.ndarray | None = None
     """float32 [T]; None if no row has any."""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [T]; None if no row has any."""
     support: Support | None = None
     """T positions; None if no row has any."""
     route_layers: tuple[int, ...] | None = None
@@ -114,10 +119,16 @@ class TrainBatch:
 
 
 def make_rows(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float | np.ndarray], weights: Sequence[np.ndarray]
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float | np.ndarray],
+    weights: Sequence[np.ndarray],
+    *,
+    taught: bool = False,
 ) -> list[Row]:
     """Align trajectories with the tokens they predict. `advantages`: of each trajectory one number for all its
-    positions, or one for each, [L-1]."""
+    positions, or one for each, [L-1]. `taught`: with the log-probs of the teacher that an engine serves.
+
+    Raises SlimxError naming a trajectory that has a trained token which the teacher did not score."""
     rows = []
     for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
         tokens = trajectory.token_ids.astype(np.int64)
@@ -131,7 +142,19 @@ def make_rows(
                 versions=trajectory.versions()[1:],
                 temperature=float(trajectory.sampling.get("temperature") or 1.0),
                 routed_experts=trajectory.routed_experts,
+                teacher_logprobs=_teacher_logprobs(trajectory) if taught else None,
                 support=None if trajectory.support is None else trajectory.support.take(np.arange(1, len(tokens))),
             )
         )
     return rows
+
+
+def _teacher_logprobs(trajectory: Trajectory) -> np.ndarray:
+    """float32 [L-1]."""
+    values, trained = trajectory.teacher_logprobs, trajectory.loss_mask[1:] > 0
+    if values is None or not np.isfinite(values[1:][trained]).all():
+        raise SlimxError(
+            f"trajectory {trajectory.id} has trained tokens without teacher_logprobs: it was generated before "
+            "algorithm.teacher_engine was set; generate it again, or set algorithm.teacher to score it in the trainers"
+        )
+    return np.nan_to_num(values[1:], nan=0.0).astype(np.float32)

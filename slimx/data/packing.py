@@ -199,6 +199,7 @@ def _pack_rows(all_rows: Sequence[Row], numbers: list[int], multiple_of: int, se
         values=optional("values"),
         returns=optional("returns"),
         selected=optional("selected"),
+        teacher_logprobs=optional("teacher_logprobs"),
         support=_joined_support(rows, lengths),
     )
 

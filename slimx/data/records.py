@@ -90,6 +90,9 @@ class Trajectory:
     these. None: nothing was ever cut away."""
     routed_experts: np.ndarray | None = None
     """uint8 or uint16 [L-1, moe_layers, k]: logical expert ids by the engine, per input position."""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [L]: of the tokens from the first trained one on, under the teacher that an engine serves; NaN elsewhere.
+    None: none was asked."""
     turns: list[Turn] = field(default_factory=list)
     """By the number of the turn; empty where the hook says nothing of them."""
     reward: float | None = None
@@ -109,6 +112,10 @@ class Trajectory:
                 raise ValueError(
                     f"trajectory {self.id}: {name} has {len(getattr(self, name))} entries for {length} tokens"
                 )
+        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != length:
+            raise ValueError(
+                f"trajectory {self.id}: teacher_logprobs has {len(self.teacher_logprobs)} entries for {length} tokens"
+            )
         if self.routed_experts is not None and len(self.routed_experts) != length - 1:
             raise ValueError(
                 f"trajectory {self.id}: routed_experts has {len(self.routed_experts)} rows for {length} tokens, "

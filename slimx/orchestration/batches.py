@@ -51,7 +51,8 @@ def make_update_rows(
         weights = loss_weights(
             trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens
         )
-        out.append(make_rows(trajectories, list(islice(values, len(trajectories))), weights))
+        taught = config.algorithm.teacher_engine is not None
+        out.append(make_rows(trajectories, list(islice(values, len(trajectories))), weights, taught=taught))
     return out
 
 

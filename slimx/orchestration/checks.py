@@ -24,7 +24,7 @@ from slimx.preflight.probe import try_hooks
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
 from slimx.preflight.routing import check_routing
 from slimx.preflight.serving import check_devices, check_transfer
-from slimx.preflight.teacher import check_teacher
+from slimx.preflight.teacher import check_served_teacher, check_teacher
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
 from slimx.rewards.mixture import Mixture
@@ -82,6 +82,9 @@ def check_run(config: Config) -> Prepared:
         if device == "cuda":
             check_transfer(group)
     tokenizer = load_tokenizer(config.model.path)
+    for group in config.rollout.frozen_engines:
+        if group.name == config.algorithm.teacher_engine:
+            check_served_teacher(group, tokenizer)
     prompts: list[Prompt] = []
     eval_prompts: dict[str, list[Prompt]] = {}
     if not config.rollout.replay:

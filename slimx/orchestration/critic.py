@@ -64,5 +64,6 @@ class CriticGroup:
 
 
 def _bare(rows: Sequence[Row]) -> list[Row]:
-    """Without what only a policy reads: the engine's experts (a critic has routers of its own) and kept tokens."""
-    return [replace(row, routed_experts=None, support=None) for row in rows]
+    """Without what only a policy reads: the engine's experts (a critic has routers of its own), kept tokens, what a
+    teacher said."""
+    return [replace(row, routed_experts=None, support=None, teacher_logprobs=None) for row in rows]

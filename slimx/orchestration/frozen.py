@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.orchestration.engines import EngineGroup
 from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.teacher import check_vocabulary
 
 
 class FrozenEngines:
@@ -46,6 +48,14 @@ class FrozenEngines:
                 look=group.members.look,
                 failure=group.members.failure,
             )
+
+    async def check_teacher(self, tokenizer: Any) -> None:
+        """Compare the vocabulary of a teacher's servers that ran before with the policy's; raises SlimxError."""
+        for group in self.config.rollout.frozen_engines:
+            for url in group.urls if group.name == self.config.algorithm.teacher_engine else ():
+                rollout = self.config.rollout
+                deadline_s, retries = rollout.request_deadline, rollout.request_retries
+                await check_vocabulary(FrozenEngine(group.name, url, deadline_s=deadline_s, retries=retries), tokenizer)
 
     async def _admit(self, group: EngineGroup) -> None:
         for engine in group.members.joining():

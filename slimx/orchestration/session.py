@@ -191,6 +191,7 @@ async def _session(
             stack.push_async_exit(_stopping(engines.stop, table))
             starting.append(engines.start())
         await _together(starting)
+        await frozen.check_teacher(prepared.tokenizer)
         Roster(directory / "engines.json").add([*([engines] if engines is not None else []), *frozen.groups.values()])
         for reason in prepared.backends.reasons:
             table.note(reason)

@@ -102,7 +102,7 @@ def policy_gradient(config: Config, probe: Probe, *, without_advantages: bool = 
             old_logprobs=joined(probe.begin) if algorithm.old_logprobs == "recompute" else rollout,
             rollout_logprobs=rollout,
             reference_logprobs=joined(probe.reference) if algorithm.reference else None,
-            teacher_logprobs=joined(probe.teacher) if algorithm.teacher else None,
+            teacher_logprobs=joined(probe.teacher) if algorithm.taught else None,
             entropy=entropy,
             selected=None if rows[0].selected is None else joined([row.selected for row in rows]),
             sequence_sum=sequence_sum,

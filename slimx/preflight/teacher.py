@@ -1,7 +1,12 @@
-"""Whether a teacher can be scored in the policy's place: the same tensors, the same numbers in its configuration."""
+"""Whether a teacher fits the policy: one in the trainers has its tensors and the numbers of its configuration, one in
+an engine its vocabulary."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from slimx.config.engines import Engines
+from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, read_model
@@ -23,3 +28,19 @@ def check_teacher(path: str, spec: ModelSpec) -> None:
                     "a teacher of the same sizes"
                 )
     CheckpointReader(path).check(spec.table)
+
+
+def check_served_teacher(group: Engines, tokenizer: Any) -> None:
+    """Raise SlimxError naming a token whose id differs between the policy's `tokenizer` and that of the model which the
+    frozen `group` serves: it is given the policy's token ids. Of servers that run already the texts are compared when
+    the run starts (`slimx.rollout.teacher.check_vocabulary`)."""
+    if group.urls:
+        return
+    own, other = tokenizer.get_vocab(), load_tokenizer(group.model).get_vocab()
+    if own == other:
+        return
+    token = min((own.items() ^ other.items()), key=lambda item: (item[1], item[0]))[0]
+    raise SlimxError(
+        f"algorithm.teacher_engine {group.name}: {group.model} has another vocabulary than the policy: {token!r} is "
+        f"token {other.get(token)} there and {own.get(token)} here; serve a model with the policy's tokenizer"
+    )

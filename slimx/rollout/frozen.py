@@ -73,17 +73,20 @@ class FrozenEngine:
         except (KeyError, IndexError, TypeError):
             raise SlimxError(f"frozen engines {self.name} gave no chat answer: {message_of(answer)}") from None
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of `token_ids` [L] under this model at temperature 1: of the tokens 1 to L - 1, [L - 1]."""
+    async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
+        """Log-probs of `token_ids` [L] under this model at temperature 1: of the tokens `start` to L - 1, [L - start].
+
+        Of the tokens before `start` the server may have the KV in its cache, and it computes no logits for them."""
+        ids = [int(token) for token in token_ids]
         body = {
-            "input_ids": [int(token) for token in token_ids],
+            "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            "logprob_start_len": 0,
+            "logprob_start_len": start - 1,
             "stream": False,
         }
         answer = await self.post("/generate", body)
-        return input_logprobs(answer.get("meta_info", {}), token_ids, f"frozen engines {self.name}")
+        return input_logprobs(answer.get("meta_info", {}), ids[start - 1 :], f"frozen engines {self.name}")
 
     async def _lost(self) -> None:
         """Have the run look for lost servers, in its own event loop."""

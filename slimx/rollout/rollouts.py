@@ -18,6 +18,7 @@ from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Generator, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
 from slimx.rollout.reward_processes import reward_runner
 from slimx.rollout.slots import Clock, Slots, SlottedClient
+from slimx.rollout.teacher import make_teacher
 
 
 @dataclass(slots=True)
@@ -47,9 +48,10 @@ class GroupMaker:
         client: Generator | None,
         engines: Mapping[str, FrozenEngine] | None = None,
     ):
-        """`engines`: frozen ones, which hooks may ask."""
+        """`engines`: frozen ones, which hooks may ask, and a teacher among them."""
         self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
         self.engines = engines or {}
+        self._teacher = make_teacher(config.algorithm.teacher_engine, self.engines)
         self.version = 0
         """Newest published weight version; the loop keeps it."""
         self._slots = Slots(config.rollout.concurrency)
@@ -121,7 +123,10 @@ class GroupMaker:
                 text = str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
                 return [_failed(ctx, "generate deadline", text)]
             return [_failed(ctx, "generate failed", f"{hook} raised {type(error).__name__}: {error}")]
-        await asyncio.gather(*(self._judge(prompt, trajectory, evaluation) for trajectory in trajectories))
+        work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories]
+        if self._teacher is not None and not (evaluation or greedy):
+            work += [self._teach(trajectory) for trajectory in trajectories]
+        await asyncio.gather(*work)
         return trajectories
 
     def _client(self, clock: Clock, group_id: str, index: int) -> SlottedClient | None:
@@ -169,6 +174,14 @@ class GroupMaker:
             _mark(trajectory, "reward deadline", str(error))
         except SlimxError as error:
             _mark(trajectory, "reward failed", str(error))
+
+    async def _teach(self, trajectory: Trajectory) -> None:
+        try:
+            await self._teacher.score(trajectory)
+        except DeadlineError as error:
+            _mark(trajectory, "teacher deadline", str(error))
+        except SlimxError as error:
+            _mark(trajectory, "teacher failed", str(error))
 
 
 def _mark(trajectory: Trajectory, reason: str, text: str) -> None:

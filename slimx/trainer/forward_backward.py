@@ -82,7 +82,8 @@ class Pipeline:
                 "advantages": self._tensor(batch.advantages),
                 "old_logprobs": rollout,
                 "rollout_logprobs": rollout,
-                "selected": None if batch.selected is None else self._tensor(batch.selected),
+                "teacher_logprobs": self._optional(batch.teacher_logprobs),
+                "selected": self._optional(batch.selected),
                 "sequence_sum": self._sequence_sum and partial(self._sequence_sum, lengths=batch.lengths),
             }
             total, metrics = loss(LossInputs(**{**given, **others[next(number)]}))
@@ -135,3 +136,6 @@ class Pipeline:
 
     def _tensor(self, array: Any) -> torch.Tensor:
         return to_device(array, self.device)
+
+    def _optional(self, array: Any) -> torch.Tensor | None:
+        return None if array is None else self._tensor(array)
