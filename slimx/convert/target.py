@@ -57,11 +57,11 @@ class Target:
     def __post_init__(self) -> None:
         MegatronLayout(self.table, self.sizes)
         for row in self.table.rows:
-            cut(row, self._ways(row), 0)
+            cut(row, self._ways(row))
 
     def boxes(self, entry: Entry) -> list[Box]:
         """How the tensor of `entry` is cut."""
-        return cut(entry.row, self._ways(entry.row), entry.expert)
+        return cut(entry.row, self._ways(entry.row))
 
     def rank(self, entry: Entry, shard: int) -> int:
         """The first rank that holds shard `shard`."""
@@ -84,20 +84,19 @@ class Target:
         return ",".join(f"{f.name}={getattr(self.sizes, f.name)}" for f in fields(self.sizes) if f.name in _NAMES)
 
 
-def cut(row: Row, ways: int, expert: int) -> list[Box]:
+def cut(row: Row, ways: int) -> list[Box]:
     """Where `row`'s tensor is cut between `ways` ranks. A rank's share of several sources (gate and up) is in several
     boxes of the whole."""
     shapes = [matrix(shape) for _, shape in row.sources]
-    index = 0 if any("{expert}" in name for name, _ in row.sources) else expert
-    (rows, cols), whole = row.map.local(shapes, row.axis, 0, 1, index)
+    (rows, cols), whole = row.map.local(shapes, row.axis, 0, 1)
     if ways == 1:
         return [Box(0, 0, 0, rows, cols)]
     if row.axis == 1:
-        row.map.local(shapes, 1, 0, ways, index)  # refuses what cannot be split
+        row.map.local(shapes, 1, 0, ways)  # refuses what cannot be split
         return [Box(shard, 0, shard * cols // ways, rows, cols // ways) for shard in range(ways)]
     out: list[Box] = []
     for shard in range(ways):
-        _, rects = row.map.local(shapes, 0, shard, ways, index)
+        _, rects = row.map.local(shapes, 0, shard, ways)
         for first, count in _runs(rects, whole):
             out.append(Box(shard, first, 0, count, cols))
     return sorted(out, key=lambda box: box.row)
@@ -116,14 +115,8 @@ def _runs(held: list[Rect], whole: list[Rect]) -> list[tuple[int, int]]:
 
 def _rows(held: Rect, whole: list[Rect]) -> tuple[int, int]:
     """Rows of the whole tensor where the source rows of `held` stand."""
-    at = _source_row(held)
     for rect in whole:
-        before, off = divmod(at - _source_row(rect), rect.step)
+        before, off = divmod(held.row - rect.row, rect.step)
         if rect.source == held.source and not off and 0 <= before < rect.rows:
             return rect.local_row + before, held.rows
     raise AssertionError("a rank's rows are rows of the whole")
-
-
-def _source_row(rect: Rect) -> int:
-    """Where along its source the rows of a rectangle begin."""
-    return rect.col if rect.transposed else rect.row

@@ -89,10 +89,8 @@ def clip(rect: Rect, box: Box) -> Rect | None:
     if rows <= 0 or cols <= 0:
         return None
     down, right = top - rect.local_row, left - rect.local_col
-    if rect.transposed:
-        down, right = right, down
     row, col = rect.row + down * rect.step, rect.col + right
-    return Rect(rect.source, row, col, rows, cols, top - box.row, left - box.col, rect.step, rect.transposed)
+    return Rect(rect.source, row, col, rows, cols, top - box.row, left - box.col, rect.step)
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ class TorchDistReader:
         self._stored = {key: _Pieces(self.path, key, count, metadata) for key, count in stacked.items()}
         self._check_files()
         self._files: dict[str, torch.Tensor] = {}
-        self._out, self._part = Scratch(), Scratch()
+        self._out = Scratch()
         self._headers: dict[_Stored, tuple[int, int]] = {}
         """First byte in its file and size of a piece's data; -1: not in the order of its elements."""
 
@@ -89,11 +89,11 @@ class TorchDistReader:
     def again(self) -> TorchDistReader:
         """The same with no file mapped."""
         other = copy(self)
-        other._files, other._out, other._part = {}, Scratch(), Scratch()
+        other._files, other._out = {}, Scratch()
         return other
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """The elements of tensor `name` that `rect`, neither transposed nor stepping, takes, until the next call."""
+        """The elements of tensor `name` that `rect`, which does not step, takes, until the next call."""
         holders = self._holders[name]
         out = self._out.tensor((rect.rows, rect.cols), self.dtype(name))
         for move in moves([held for _, held in holders], replace(rect, local_row=0, local_col=0), name):
@@ -103,9 +103,7 @@ class TorchDistReader:
     def _fill(self, out: torch.Tensor, place: Place, move: Move) -> None:
         """Copy what `move` takes of the tensor at `place`, from all pieces that hold some of it."""
         view = out[move.row :: move.row_step, move.col : move.col + move.cols][: move.rows]
-        if move.transposed:
-            view = view.T
-        step, filled = 1 if move.transposed else move.source_step, 0
+        step, filled = move.source_step, 0
         for piece in self._stored[place.key].of(place.index):
             (top, left), (high, wide) = _extent(piece, len(place.index))
             first = max(0, -(-(top - move.source_row) // step))
@@ -117,11 +115,7 @@ class TorchDistReader:
             begin = (move.source_col + start - left) * out.itemsize
             # Bytes are copied: saved tensors begin anywhere in a file, not where their dtype would have them.
             held = rows[:, begin : begin + (stop - start) * out.itemsize]
-            if move.transposed:
-                part = self._part.tensor(tuple(held.shape), torch.uint8).copy_(held)
-                view[first:last, start:stop].copy_(part.view(out.dtype))
-            else:
-                view[first:last, start:stop].view(torch.uint8).copy_(held)
+            view[first:last, start:stop].view(torch.uint8).copy_(held)
             filled += (last - first) * (stop - start)
         if filled != view.numel():
             raise SlimxError(

@@ -2,24 +2,23 @@
 
 A map is the only description of a layout. Loading (Hugging Face -> Megatron), export and publication (Megatron ->
 Hugging Face, Megatron -> engine) read the same rectangles, in one direction or the other. Every tensor is read as a
-matrix: a vector of n elements is n x 1, a stack of E matrices of M x N is (E * M) x N.
+matrix: a vector of n elements is n x 1, a stack of E matrices of M x N is (E * M) x N. Stacks of experts and transposed
+tensors of a checkpoint are no maps but names of sources (`slimx.layout.stored`).
 
     Copy()                       the tensor itself
     Concat()                     tensors one below the other; a rank holds its share of each (gate and up of a SwiGLU)
     Blocks(heads)                the same with shares counted in heads, which repeat if there are few (an engine's qkv)
     InterleaveQKV(heads, ...)    query, key and value interleaved per query group (Megatron's linear_qkv)
-    Stack(inner)                 one matrix of a checkpoint tensor that stacks those of all experts
     Deinterleave()               rows that alternate between two matrices (gate up gate up ...), one below the other
     Once()                       the tensor on the first rank, zeros on the others (a bias that ranks would add up)
     RotateHalf(...)              rows of every head reordered from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1)
-    Transpose(inner)             checkpoint tensors that are stored transposed
     Pad(multiple)                rows appended up to a multiple (a padded vocabulary); no rectangle fills them
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from slimx.errors import SlimxError
@@ -31,8 +30,7 @@ Shape = tuple[int, int]
 class Rect:
     """`rows x cols` elements of a local tensor and where they stand in checkpoint tensor `source`.
 
-    Local element (local_row + i, local_col + j) is source element (row + i * step, col + j), or, `transposed`,
-    (row + j, col + i).
+    Local element (local_row + i, local_col + j) is source element (row + i * step, col + j).
     """
 
     source: int
@@ -43,23 +41,20 @@ class Rect:
     local_row: int
     local_col: int
     step: int = 1
-    transposed: bool = False
 
     @property
     def extent(self) -> Shape:
         """Rows and columns of the source between the rectangle's first and last element."""
-        return (self.cols, self.rows) if self.transposed else ((self.rows - 1) * self.step + 1, self.cols)
+        return (self.rows - 1) * self.step + 1, self.cols
 
 
 class IndexMap(Protocol):
     """How one local tensor is made of checkpoint tensors."""
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         """Shape of rank `rank`'s tensor and the rectangles that fill it, split `size` ways along `axis` (None: whole).
 
-        `shapes`: of the checkpoint tensors, as matrices. `index`: which matrix of a stacked checkpoint tensor.
+        `shapes`: of the checkpoint tensors, as matrices.
         """
         ...
 
@@ -76,9 +71,7 @@ def share(length: int, rank: int, size: int, what: str = "a dimension") -> tuple
 class Copy:
     """One checkpoint tensor, split in equal contiguous parts."""
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
         row = col = 0
         if axis == 0:
@@ -92,9 +85,7 @@ class Copy:
 class Concat:
     """Several checkpoint tensors one below the other; each rank holds its share of every one."""
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         if axis == 1:
             raise SlimxError("a concatenation over rows cannot be split over columns; split it over axis 0")
         rects, at = [], 0
@@ -117,9 +108,7 @@ class Blocks:
 
     heads: tuple[int, ...]
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ranks, place = (1, 0) if axis is None else (size, rank)
         rects, at = [], 0
         for source, ((rows, cols), heads) in enumerate(zip(shapes, self.heads, strict=True)):
@@ -143,9 +132,7 @@ class InterleaveQKV:
     groups: int
     head_dim: int
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         first, count = (
             (0, self.groups) if axis is None else share(self.groups, rank, size, "the number of query groups")
         )
@@ -160,28 +147,11 @@ class InterleaveQKV:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
-    """Matrix `index` of checkpoint tensors that stack `count` of them (all experts in one tensor)."""
-
-    count: int
-    inner: IndexMap = Copy()
-
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
-        single = [(rows // self.count, cols) for rows, cols in shapes]
-        shape, rects = self.inner.local(single, axis, rank, size)
-        return shape, [replace(rect, row=rect.row + index * single[rect.source][0]) for rect in rects]
-
-
-@dataclass(frozen=True, slots=True)
 class Deinterleave:
     """One tensor whose rows alternate between two matrices: the rows of the first, then those of the second; each rank
     holds its share of both."""
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         if axis == 1:
             raise SlimxError("rows that alternate cannot be reordered in a split over columns; split over axis 0")
         ((rows, cols),) = shapes
@@ -195,9 +165,7 @@ class Deinterleave:
 class Once:
     """One tensor on the first rank; the others hold zeros, so that the sum over all ranks holds it once."""
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
         return (rows, cols), [Rect(0, 0, 0, rows, cols, 0, 0)] if rank == 0 else []
 
@@ -211,9 +179,7 @@ class RotateHalf:
     rotary: int
     offset: int = 0
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         if axis == 1:
             raise SlimxError("rotary rows cannot be reordered in a split over columns; split over axis 0")
         ((rows, cols),) = shapes
@@ -235,30 +201,13 @@ class RotateHalf:
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose:
-    """What `inner` makes of the transposed checkpoint tensors."""
-
-    inner: IndexMap = Copy()
-
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
-        shape, rects = self.inner.local([(cols, rows) for rows, cols in shapes], axis, rank, size, index)
-        if any(rect.step > 1 or rect.transposed for rect in rects):
-            raise SlimxError("Transpose holds a map that steps over rows or transposes already; put it inside that map")
-        return shape, [replace(rect, row=rect.col, col=rect.row, transposed=True) for rect in rects]
-
-
-@dataclass(frozen=True, slots=True)
 class Pad:
     """One tensor with rows appended, which no rectangle fills, up to a multiple of `multiple` (times the number of
     ranks, where they could not share that equally)."""
 
     multiple: int
 
-    def local(
-        self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int, index: int = 0
-    ) -> tuple[Shape, list[Rect]]:
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         ((rows, cols),) = shapes
         padded = -(-rows // self.multiple) * self.multiple
         if padded % size:

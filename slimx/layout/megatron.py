@@ -110,17 +110,14 @@ class _Shards:
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
-        self._geometry: dict[tuple[int, int], list[Geometry]] = {}
+        self._geometry: dict[int, list[Geometry]] = {}
         self._ranks: dict[tuple[int, int | None, int | None], tuple[int, ...]] = {}
 
     def geometry(self, entry: Entry) -> list[Geometry]:
         """Per shard its number (None: not split), local shape and rectangles."""
-        row = entry.row
-        # Experts differ only where the checkpoint stacks them in one tensor.
-        index = 0 if any("{expert}" in name for name, _ in row.sources) else entry.expert
-        key = id(row), index
+        row, key = entry.row, id(entry.row)
         if key not in self._geometry:
-            self._geometry[key] = [self._shard(row, number, index) for number in self._numbers(row)]
+            self._geometry[key] = [self._shard(row, number) for number in self._numbers(row)]
         return self._geometry[key]
 
     def ranks(self, place: int, shard: int | None, owner: int | None) -> tuple[int, ...]:
@@ -142,11 +139,11 @@ class _Shards:
             return (None,)
         return range(self.sizes.expert_tensor if row.per_expert else self.sizes.tensor)
 
-    def _shard(self, row: Row, number: int | None, index: int) -> Geometry:
+    def _shard(self, row: Row, number: int | None) -> Geometry:
         size = len(self._numbers(row))
         shapes = [matrix(shape) for _, shape in row.sources]
         try:
-            shape, rects = row.map.local(shapes, row.axis, number or 0, size, index)
+            shape, rects = row.map.local(shapes, row.axis, number or 0, size)
         except SlimxError as error:
             raise SlimxError(f"trainer tensor {row.name}: {error}") from None
         vector = all(len(shape) == 1 for _, shape in row.sources)

@@ -72,9 +72,7 @@ def check_sources(name: str, shape: Shape, rects: Iterable[Rect]) -> None:
     """Prove that `rects` take every element of checkpoint tensor `name` exactly once."""
     boxes = []
     for r in rects:
-        if r.transposed:
-            boxes.append((r.row, r.col, r.cols, r.rows))
-        elif r.step == 1:
+        if r.step == 1:
             boxes.append((r.row, r.col, r.rows, r.cols))
         else:
             boxes.extend((r.row + k * r.step, r.col, 1, r.cols) for k in range(r.rows))

@@ -147,11 +147,11 @@ def check_row(row: Row, experts: int) -> None:
         raise SlimxError(
             f"weight table: {row.name} is quantised, so it must hold matrices and have no dtype of its own"
         )
-    stack = row.per_expert and not any("{expert}" in name for name, _ in row.sources)
+    shared = row.per_expert and not any("{expert}" in name for name, _ in row.sources)
     used: list[list[Rect]] = [[] for _ in row.sources]
     shapes = [matrix(shape) for _, shape in row.sources]
-    for index in range(experts if stack else 1):
-        shape, rects = row.map.local(shapes, None, 0, 1, index)
+    for _ in range(experts if shared else 1):
+        shape, rects = row.map.local(shapes, None, 0, 1)
         filled = max((r.local_row + r.rows for r in rects), default=0) if isinstance(row.map, Pad) else shape[0]
         boxes = np.array([(r.local_row, r.local_col, r.rows, r.cols) for r in rects], dtype=np.int64).reshape(-1, 4)
         check_boxes(f"weight table: {row.name}", (filled, shape[1]), boxes)

@@ -145,7 +145,7 @@ class CheckpointReader:
         place, (rows, cols) = stored(name), rect.extent
         window = slice(rect.row, rect.row + rows), slice(rect.col, rect.col + cols)
         part = self._packed_window(place, *window) if self._packed(place.name) else self._window(place, *window)
-        return part.T if rect.transposed else part[:: rect.step]
+        return part[:: rect.step]
 
     def _window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
         view = self._view(place.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +13,7 @@ from slimx.layout.parts import check_boxes
 
 
 class Move(NamedTuple):
-    """Target element (row + i * row_step, col + j) takes source element (source_row + i * source_step, source_col + j)
-    or, `transposed`, (source_row + j, source_col + i)."""
+    """Target element (row + i * row_step, col + j) is source element (source_row + i * source_step, source_col + j)."""
 
     source: int
     """Which of the source rectangles."""
@@ -27,7 +25,6 @@ class Move(NamedTuple):
     row_step: int
     rows: int
     cols: int
-    transposed: bool
 
 
 def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
@@ -52,10 +49,6 @@ def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
 
 
 def _meet(index: int, source: Rect, target: Rect) -> Move | None:
-    if source.transposed != target.transposed:
-        return _meet_transposed(index, source, target)
-    if source.transposed:
-        source, target = _flip(source), _flip(target)
     col, stop = max(source.col, target.col), min(source.col + source.cols, target.col + target.cols)
     if col >= stop or (rows := _common_rows(source, target)) is None:
         return None
@@ -70,13 +63,7 @@ def _meet(index: int, source: Rect, target: Rect) -> Move | None:
         step // target.step,
         count,
         stop - col,
-        False,
     )
-
-
-def _flip(rect: Rect) -> Rect:
-    """The same elements seen in the transposed checkpoint tensor."""
-    return replace(rect, row=rect.col, col=rect.row, transposed=not rect.transposed)
 
 
 def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
@@ -91,28 +78,3 @@ def _common_rows(a: Rect, b: Rect) -> tuple[int, int, int] | None:
     first = coarse.row + -(-(low - coarse.row) // step) * step
     last = min(coarse.row + (coarse.rows - 1) * coarse.step, fine.row + (fine.rows - 1) * fine.step)
     return (first, (last - first) // step + 1, step) if first <= last else None
-
-
-def _meet_transposed(index: int, source: Rect, target: Rect) -> Move | None:
-    if source.step > 1 or target.step > 1:
-        raise SlimxError("plan: a rectangle that steps over rows cannot be matched with a transposed one")
-    if target.transposed:
-        source, target = _flip(source), _flip(target)
-    high, wide = source.extent
-    row, col = max(source.row, target.row), max(source.col, target.col)
-    rows = min(source.row + high, target.row + target.rows) - row
-    cols = min(source.col + wide, target.col + target.cols) - col
-    if rows <= 0 or cols <= 0:
-        return None
-    return Move(
-        index,
-        source.local_row + col - source.col,
-        source.local_col + row - source.row,
-        1,
-        target.local_row + row - target.row,
-        target.local_col + col - target.col,
-        1,
-        rows,
-        cols,
-        True,
-    )

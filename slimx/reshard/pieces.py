@@ -76,11 +76,9 @@ def pieces_of(
     tensor = form.first[moves["target"]] + moves["tensor"]
     width, size = form.width[tensor], form.item[tensor]
     place = (moves["row"] * width + moves["col"]) * size
-    turned = moves["transposed"] == 1
 
     out["src"] = rows_first
-    out["src_ld"] = np.where(turned, item, ld * item * moves["source_step"])
-    out["src_step"] = np.where(turned, ld * item, item)
+    out["src_ld"], out["src_step"] = ld * item * moves["source_step"], item
     out["dst"], out["pos"] = form.offset[tensor] + place, place
     out["dst_ld"] = out["pos_ld"] = width * size * moves["row_step"]
     out["rows"], out["cols"] = moves["rows"], moves["cols"]

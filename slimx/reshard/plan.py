@@ -44,7 +44,6 @@ MOVE = np.dtype(
         ("row_step", np.int32),
         ("rows", np.int32),
         ("cols", np.int32),
-        ("transposed", np.int32),
     ]
 )
 
@@ -288,7 +287,7 @@ class _Compiler:
     def _check_blocks(self, name: str, move: Move, rect: Rect) -> None:
         """A block is quantised where its elements are: it must lie in one rectangle of one rank, and be a block of the
         checkpoint's tensor too, or engines of other sizes would get other codes."""
-        if move.transposed or rect.transposed or max(move.row_step, rect.step) > 1:
+        if max(move.row_step, rect.step) > 1:
             raise SlimxError(f"plan: {name} is reordered inside its quantisation blocks; publish it unquantised")
         high, wide = self.precision.quantisation.block
         row, col = (move.row - rect.local_row, rect.row), (move.col - rect.local_col, rect.col)

@@ -321,10 +321,7 @@ def fill(part: Part, whole: Tensors) -> torch.Tensor:
     for r in part.rects:
         source = whole[part.sources[r.source]]
         source = source.view(-1, 1) if source.dim() == 1 else source.view(-1, source.shape[-1])
-        if r.transposed:
-            block = source[r.row : r.row + r.cols, r.col : r.col + r.rows].T
-        else:
-            block = source[r.row : r.row + r.rows * r.step : r.step, r.col : r.col + r.cols]
+        block = source[r.row : r.row + r.rows * r.step : r.step, r.col : r.col + r.cols]
         place = matrix[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols]
         assert place.shape == block.shape and not place.any(), f"{part.name} is written twice, or beyond its edge"
         place.copy_(block)

@@ -87,7 +87,7 @@ class Wrong:
 
     rects: tuple[Rect, ...]
 
-    def local(self, shapes, axis, rank, size, index=0):
+    def local(self, shapes, axis, rank, size):
         return shapes[0], list(self.rects)
 
 

@@ -20,8 +20,6 @@ from slimx.layout.maps import (
     Rect,
     RotateHalf,
     Shape,
-    Stack,
-    Transpose,
 )
 from slimx.layout.parts import Part, matrix
 from slimx.layout.table import Row, Table
@@ -40,10 +38,8 @@ def numbered(shapes: list[Shape]) -> list[torch.Tensor]:
     return out
 
 
-def local(
-    map: IndexMap, tensors: list[torch.Tensor], axis: int | None, rank: int, size: int, index: int = 0
-) -> torch.Tensor:
-    shape, rects = map.local([tuple(t.shape) for t in tensors], axis, rank, size, index)
+def local(map: IndexMap, tensors: list[torch.Tensor], axis: int | None, rank: int, size: int) -> torch.Tensor:
+    shape, rects = map.local([tuple(t.shape) for t in tensors], axis, rank, size)
     names = names_of(len(tensors))
     return fill(Part("local", shape, (rank,), names, tuple(rects)), dict(zip(names, tensors, strict=True)))
 
@@ -129,42 +125,10 @@ CASES: dict[str, tuple[IndexMap, list[Shape], int | None, Torch]] = {
     "rotated behind others": (RotateHalf(7, 4, 3), [(28, 5)], 0, rotate(7, 4, 3)),
     "rotated between others": (RotateHalf(9, 4, 2), [(36, 5)], 0, rotate(9, 4, 2)),
     "rotated held whole": (RotateHalf(6, 2, 1), [(18, 5)], None, lambda t, rank, size: rotate(6, 2, 1)(t, 0, 1)),
-    "transposed": (Transpose(), [(5, 12)], None, lambda t, rank, size: t[0].T),
-    "transposed by rows": (Transpose(), [(5, 12)], 0, lambda t, rank, size: t[0].T.chunk(size)[rank]),
-    "transposed by columns": (Transpose(), [(12, 5)], 1, lambda t, rank, size: t[0].T.chunk(size, 1)[rank]),
-    "transposed and joined": (
-        Transpose(Concat()),
-        [(5, 4), (5, 8)],
-        0,
-        lambda t, rank, size: torch.cat([x.T.chunk(size)[rank] for x in t]),
-    ),
-    "transposed and interleaved": (
-        Transpose(InterleaveQKV(8, 4, 3)),
-        [(5, 24), (5, 12), (5, 12)],
-        0,
-        lambda t, rank, size: interleave(4, 3)([x.T for x in t], rank, size),
-    ),
     "padded": (Pad(8), [(20, 5)], None, lambda t, rank, size: pad(8)(t, 0, 1)),
     "padded by rows": (Pad(8), [(20, 5)], 0, pad(8)),
     "padded for ranks that do not share the multiple": (Pad(3), [(7, 5)], 0, pad(3)),
     "padded beyond the last ranks": (Pad(64), [(20, 5)], 0, pad(64)),
-}
-EXPERTS = 3
-STACKED: dict[str, tuple[IndexMap, list[Shape], int | None, Torch]] = {
-    "copy": (Stack(EXPERTS), [(4, 5)], 0, lambda t, rank, size: t[0].chunk(size)[rank]),
-    "concat": (
-        Stack(EXPERTS, Concat()),
-        [(4, 5), (8, 5)],
-        0,
-        lambda t, rank, size: torch.cat([x.chunk(size)[rank] for x in t]),
-    ),
-    "transposed": (Stack(EXPERTS, Transpose()), [(5, 4)], 0, lambda t, rank, size: t[0].T.chunk(size)[rank]),
-    "transposed by columns": (
-        Stack(EXPERTS, Transpose()),
-        [(4, 5)],
-        1,
-        lambda t, rank, size: t[0].T.chunk(size, 1)[rank],
-    ),
 }
 
 
@@ -177,25 +141,6 @@ def test_a_map_makes_what_torch_cuts_and_joins(case: str, size: int):
         assert torch.equal(local(map, tensors, axis, rank, size), make(tensors, rank, size)), rank
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("case", STACKED)
-def test_a_stack_gives_each_expert_its_own_matrix(case: str, size: int):
-    """A checkpoint tensor [experts, rows, cols] is read as one matrix, in which experts stand below each other."""
-    map, shapes, axis, make = STACKED[case]
-    tensors = numbered([(EXPERTS * rows, cols) for rows, cols in shapes])
-    for expert, rank in itertools.product(range(EXPERTS), range(size)):
-        own = [tensor.chunk(EXPERTS)[expert] for tensor in tensors]
-        assert torch.equal(local(map, tensors, axis, rank, size, index=expert), make(own, rank, size)), (expert, rank)
-
-
-def test_a_transposed_stack_gives_each_expert_its_own_matrix():
-    """A checkpoint tensor in which the experts stand beside each other, transposed as a whole."""
-    tensors = numbered([(5, EXPERTS * 4)])
-    for expert, rank in itertools.product(range(EXPERTS), range(2)):
-        own = tensors[0].chunk(EXPERTS, 1)[expert].T.chunk(2)[rank]
-        assert torch.equal(local(Transpose(Stack(EXPERTS)), tensors, 0, rank, 2, index=expert), own), (expert, rank)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_of_every_map_is_proven_invertible_when_its_table_is_made(case: str):
     map, shapes, axis, _ = CASES[case]
@@ -204,13 +149,9 @@ def test_a_row_of_every_map_is_proven_invertible_when_its_table_is_made(case: st
     Table((Row("row", tuple((f"{n}.{{expert}}", s) for n, s in sources), map, axis),), layers=1, experts=3)
 
 
-def test_stacked_checkpoint_tensors_are_proven_over_all_experts_together():
-    source = (("experts.weight", (3, 4, 5)),)
-    Table((Row("weight{expert}", source, Stack(3)),), layers=1, experts=3)
-    with pytest.raises(SlimxError, match=r"weight table: experts\.weight is not covered at row 8, column 0"):
-        Table((Row("weight{expert}", source, Stack(3)),), layers=1, experts=2)
+def test_experts_that_claim_one_checkpoint_tensor_are_refused():
     with pytest.raises(SlimxError, match=r"weight table: experts\.weight is covered twice at row 0, column 0"):
-        Table((Row("weight{expert}", source, Copy()),), layers=1, experts=2)
+        Table((Row("weight{expert}", (("experts.weight", (3, 4, 5)),), Copy()),), layers=1, experts=2)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -228,9 +169,6 @@ def test_stacked_checkpoint_tensors_are_proven_over_all_experts_together():
         (InterleaveQKV(4, 2, 3), [(12, 6), (6, 6), (6, 6)], 0, 4, "query groups of 2 cannot be split over 4 ranks"),
         (RotateHalf(6, 4), [(18, 6)], 0, 2, "number of heads of 3 cannot be split over 2 ranks"),
         (RotateHalf(6, 4), [(18, 6)], 1, 2, "split over axis 0"),
-        (Transpose(Copy()), [(6, 10)], 0, 4, "10 cannot be split over 4 ranks"),
-        (Transpose(RotateHalf(6, 4)), [(6, 12)], 0, 1, "put it inside that map"),
-        (Transpose(Transpose()), [(6, 12)], 0, 1, "put it inside that map"),
     ],
 )
 def test_a_share_that_does_not_divide_is_refused_with_the_numbers(map, shapes, axis, size, words):
@@ -245,7 +183,7 @@ class Wrong:
     shape: Shape
     rects: tuple[Rect, ...]
 
-    def local(self, shapes, axis, rank, size, index=0):
+    def local(self, shapes, axis, rank, size):
         return self.shape, list(self.rects)
 
 
@@ -296,11 +234,6 @@ WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str]] = {
     "steps beyond the last row": (
         (8, 6),
         (replace(WHOLE, rows=4, step=2), replace(WHOLE, row=2, rows=4, local_row=4, step=2)),
-        "model.weight: a rectangle reaches beyond its 8 x 6",
-    ),
-    "transposed beyond the edge": (
-        (8, 6),
-        (replace(WHOLE, transposed=True),),
         "model.weight: a rectangle reaches beyond its 8 x 6",
     ),
     "no rectangle at all": ((8, 6), (), "local.weight is not covered at row 0, column 0"),

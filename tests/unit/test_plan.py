@@ -15,7 +15,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
-from slimx.layout.maps import Copy, IndexMap, Rect, RotateHalf, Stack, Transpose
+from slimx.layout.maps import Copy, IndexMap, Rect, RotateHalf
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
@@ -48,10 +48,7 @@ def carry_out(plan: Plan, trainers: list[Tensors]) -> list[Tensors]:
         target = targets[m["target"]][m["bucket"]][m["tensor"]]
         source, target = (t.view(-1, 1) if t.dim() == 1 else t.flatten(0, -2) for t in (source, target))
         i, j = torch.arange(m["rows"])[:, None], torch.arange(m["cols"])[None]
-        if m["transposed"]:
-            values = source[m["source_row"] + j, m["source_col"] + i]
-        else:
-            values = source[m["source_row"] + i * m["source_step"], m["source_col"] + j]
+        values = source[m["source_row"] + i * m["source_step"], m["source_col"] + j]
         place = m["row"] + i * m["row_step"], m["col"] + j
         assert not target[place].any(), "written twice"
         target[place] = values
@@ -127,7 +124,7 @@ def has_scales(bucket: Any) -> bool:
     return len(bucket.tensors) > 1 and bucket.tensors[1].scale_of == 0
 
 
-# Layouts that no family has: reordered, transposed and stacked tensors as source and target --------------------------
+# Layouts that no family has: reordered tensors as source and target ---------------------------------------------------
 
 MAPS: list[IndexMap] = [Copy(), RotateHalf(6, 4, 1), RotateHalf(6, 6), RotateHalf(12, 8, 2)]
 WEIGHT = (("a.weight", (24, 8)),)
@@ -150,8 +147,7 @@ def by_hand(parts: Iterable[Part], whole: Tensors, ranks: int) -> list[Tensors]:
             source = whole[part.sources[r.source]].reshape(-1, whole[part.sources[r.source]].shape[-1])
             for i in range(r.rows):
                 for j in range(r.cols):
-                    at = (r.row + j, r.col + i) if r.transposed else (r.row + i * r.step, r.col + j)
-                    local[r.local_row + i, r.local_col + j] = source[at]
+                    local[r.local_row + i, r.local_col + j] = source[r.row + i * r.step, r.col + j]
         for rank in part.ranks:
             out[rank][part.name] = local
     return out
@@ -168,30 +164,6 @@ def test_rotary_orders_meet_in_both_directions(source: IndexMap, target: IndexMa
             carry_out(plan, by_hand(held, whole, here)), by_hand(wanted, whole, there), strict=True
         ):
             assert_same(found, expected, f"{here} to {there} ranks")
-
-
-@pytest.mark.parametrize("axes", [(0, 0), (0, 1), (1, 0), (1, 1), (None, 1)], ids=str)
-@pytest.mark.parametrize("maps", [(Copy(), Transpose()), (Transpose(), Copy()), (Transpose(), Transpose())], ids=str)
-def test_transposed_tensors_meet_whichever_side_transposes(maps: tuple[IndexMap, IndexMap], axes: tuple[int, int]):
-    whole = {"a.weight": VALUES}
-    for here, there in ((1, 4), (4, 2), (2, 2)):
-        held = parts_of(maps[0], axes[0], here if axes[0] is not None else 1)
-        wanted = parts_of(maps[1], axes[1], there)
-        plan = compile_plan(held, wanted, precision=BF16, bucket_bytes=HUGE, ranks=there)
-        for found, expected in zip(
-            carry_out(plan, by_hand(held, whole, 4)), by_hand(wanted, whole, there), strict=True
-        ):
-            assert_same(found, expected, f"{here} to {there} ranks")
-
-
-@pytest.mark.parametrize("inner", [Copy(), Transpose()], ids=str)
-def test_experts_of_one_stacked_checkpoint_tensor_meet_experts_of_their_own(inner: IndexMap):
-    stacked = (("experts.weight", (4, 6, 8)),)
-    whole = {"experts.weight": torch.arange(1, 193).view(4, 6, 8)}
-    held = parts_of(Stack(4, inner), 0, 2, stacked, experts=4)
-    target = [Part("experts.weight", (4, 6, 8), (0,), ("experts.weight",), (Rect(0, 0, 0, 24, 8, 0, 0),))]
-    plan = compile_plan(held, target, precision=BF16, bucket_bytes=HUGE)
-    assert_same(carry_out(plan, by_hand(held, whole, 2))[0], whole, "target 0")
 
 
 # Whose bytes are sent -------------------------------------------------------------------------------------------------
@@ -317,15 +289,6 @@ def test_a_tensor_that_comes_twice_for_a_rank_is_refused_by_name():
 def test_a_target_rank_beyond_the_plan_is_refused_with_the_numbers():
     message = refusal([whole_part("a", 8, 6)], [whole_part("a", 8, 6, ranks=(0, 2))], ranks=2)
     assert "rank 2" in message and "of 2" in message
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(RotateHalf(6, 4), Transpose()), (Transpose(), RotateHalf(6, 4))],
-    ids=str,
-)
-def test_rows_that_are_stepped_over_and_transposed_cannot_meet(source: IndexMap, target: IndexMap):
-    assert "cannot be matched with a transposed one" in refusal(parts_of(source, None, 1), parts_of(target, None, 1))
 
 
 # The same bytes -------------------------------------------------------------------------------------------------------

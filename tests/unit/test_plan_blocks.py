@@ -9,7 +9,7 @@ import pytest
 
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
-from slimx.layout.maps import Blocks, Copy, IndexMap, RotateHalf, Transpose
+from slimx.layout.maps import Blocks, Copy, IndexMap, RotateHalf
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
@@ -135,14 +135,13 @@ def test_the_same_shards_travel_unquantised():
     )
 
 
-@pytest.mark.parametrize("map", [RotateHalf(128, 64), Transpose()], ids=str)
 @pytest.mark.parametrize("side", ["source", "target", "both"])
-def test_a_tensor_that_is_reordered_is_refused_by_name(map: IndexMap, side: str):
+def test_a_tensor_that_is_reordered_is_refused_by_name(side: str):
     def parts(map: IndexMap) -> list[Part]:
         row = Row("local", (("a.weight", (256, 256)),), map, quantised=True)
         return list(MegatronLayout(Table((row,), layers=1, experts=0), Sizes()).parts())
 
-    source, target = (parts(map if side in (own, "both") else Copy()) for own in ("source", "target"))
+    source, target = (parts(RotateHalf(128, 64) if side in (own, "both") else Copy()) for own in ("source", "target"))
     with pytest.raises(SlimxError, match=r"a\.weight is reordered inside its quantisation blocks"):
         compile_plan(source, target, precision=precision((128, 128)), bucket_bytes=1)
 
