@@ -45,7 +45,7 @@ def check_served_teacher(name: str | None, rollout: Rollout) -> None:
     under another distribution than the one they are sampled from."""
     if name is None:
         return
-    if name not in (frozen := [group.name for group in rollout.frozen_engines]):
+    if name not in (frozen := [group.name for group in rollout.engines if group.frozen]):
         have = f"the frozen groups of rollout.engines are {', '.join(frozen)}" if frozen else "no group is frozen"
         raise ValueError(
             f"algorithm.teacher_engine is {name}, and {have}; add a group with this name, frozen: true and the "

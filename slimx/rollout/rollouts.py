@@ -51,7 +51,7 @@ class GroupMaker:
         """`engines`: frozen ones, which hooks may ask, and a teacher among them."""
         self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
         self.engines = engines or {}
-        self._teacher = make_teacher(config.algorithm.teacher_engine, self.engines)
+        self._teacher = make_teacher(config, self.engines)
         self.version = 0
         """Newest published weight version; the loop keeps it."""
         self._slots = Slots(config.rollout.concurrency)

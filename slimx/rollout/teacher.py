@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from slimx.config.schema import Config
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout.frozen import FrozenEngine
@@ -47,9 +48,10 @@ class Teacher:
         trajectory.timings["teacher"] = time.monotonic() - began
 
 
-def make_teacher(name: str | None, engines: Mapping[str, FrozenEngine]) -> Teacher | None:
-    """The teacher that the frozen group `name` serves; None without a name."""
-    return None if name is None else Teacher(engines[name])
+def make_teacher(config: Config, engines: Mapping[str, FrozenEngine]) -> Teacher | None:
+    """The teacher among frozen `engines`; None without one, or where rollouts are replayed, which have its scores."""
+    name = config.algorithm.teacher_engine
+    return None if name is None or config.rollout.replay else Teacher(engines[name])
 
 
 async def check_vocabulary(server: FrozenEngine, tokenizer: Any) -> None:
