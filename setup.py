@@ -1,7 +1,7 @@
 """Builds the native libraries of csrc/ into slimx/_lib; everything else about the package stands in pyproject.toml.
 
 The libraries have a plain C interface (csrc/reshard.h): no Python or torch headers, and one wheel for every Python 3.
-The CPU library is always built, the CUDA library where nvcc is found, on a machine without a GPU too. When building,
+The CPU libraries are always built, the CUDA library where nvcc is found, on a machine without a GPU too. When building,
 SLIMX_CUDA=0 leaves it out and SLIMX_CUDA=1 refuses to go on without it; CXX names the C++ compiler.
 """
 
@@ -19,15 +19,16 @@ from setuptools.command.build_ext import build_ext
 HEADERS = [str(path) for pattern in ("*.h", "*.cuh") for path in sorted(Path("csrc").glob(pattern))]
 WARNINGS = ("-Wall", "-Wextra")  # errors only in tests/unit/test_cuda_build.py: other compilers warn of other things
 
+CPU_FLAGS = [
+    *("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off"),  # no -march: the code picks its loop when it runs
+    *WARNINGS,
+    *("-shared", "-fPIC"),
+]
 CPU = Extension(
-    "slimx._lib.libslimx_cpu",
-    sources=["csrc/reshard_cpu.cpp"],
-    depends=HEADERS,
-    extra_compile_args=[
-        *("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off"),  # no -march: the code picks its loop when it runs
-        *WARNINGS,
-        *("-shared", "-fPIC"),
-    ],
+    "slimx._lib.libslimx_cpu", sources=["csrc/reshard_cpu.cpp"], depends=HEADERS, extra_compile_args=CPU_FLAGS
+)
+EXACT = Extension(
+    "slimx._lib.libslimx_exact", sources=["csrc/exact_cpu.cpp"], depends=HEADERS, extra_compile_args=CPU_FLAGS
 )
 
 # The static CUDA runtime keeps its symbols to itself: torch brings a runtime of its own into the same process.
@@ -58,7 +59,7 @@ def extensions() -> list[Extension]:
         raise SystemExit(f"SLIMX_CUDA is {wanted!r}: set it to 0, 1 or auto")
     if wanted == "1" and find_nvcc() is None:
         raise SystemExit("SLIMX_CUDA is 1 and there is no nvcc: install CUDA 12.8 or later, or set CUDA_HOME")
-    return [CPU, CUDA] if wanted != "0" and find_nvcc() else [CPU]
+    return [CPU, EXACT, CUDA] if wanted != "0" and find_nvcc() else [CPU, EXACT]
 
 
 class Build(build):

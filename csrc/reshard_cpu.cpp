@@ -6,6 +6,7 @@
 #include <new>
 #include <vector>
 
+#include "arithmetic.h"
 #include "cut.h"
 #include "isa.h"
 #include "quantise.h"
@@ -20,22 +21,6 @@ namespace {
 
 // Tiles taken at once: a plan of many small pieces would otherwise spend its time on the shared counter.
 constexpr int kBatch = 4;
-
-// Gives its thread the arithmetic that csrc/numerics.h promises, whatever the program has set: rounding to nearest, and
-// denormals as they are.
-class IeeeArithmetic {
-#if defined(__x86_64__)
- public:
-  IeeeArithmetic() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
-  ~IeeeArithmetic() { _mm_setcsr(saved_); }
-
- private:
-  const unsigned saved_;
-#else
- public:
-  IeeeArithmetic() {}
-#endif
-};
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
 
@@ -166,7 +151,7 @@ SlimxStatus run(const SlimxPiece* pieces, int64_t n, const Output& out, const fl
   }
 #pragma omp parallel num_threads(team)
   {
-    const IeeeArithmetic arithmetic;
+    const IeeeArithmetic arithmetic;  // which csrc/numerics.h promises
     uint8_t* mine = buffers.data() + omp_get_thread_num() * buffer;
 #pragma omp for schedule(dynamic, kBatch)
     for (size_t t = 0; t < tiles.size(); ++t) {

@@ -9,16 +9,10 @@
 
 #include <algorithm>
 
+#include "intrinsics.h"
 #include "reshard.h"
 
 #if defined(__x86_64__)
-// GCC 12 warns inside its own AVX-512 header (GCC bug 105593).
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-
 #define SLIMX_TARGET_AVX2 __attribute__((target("avx2")))
 #define SLIMX_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")))
 #endif

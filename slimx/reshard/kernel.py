@@ -14,7 +14,7 @@ import numpy as np
 import torch  # before the library is loaded: both then share one OpenMP runtime
 
 from slimx.errors import SlimxError
-from slimx.reshard.library import load_library
+from slimx.library import load_library
 from slimx.reshard.record import (
     NONFINITE,
     OP,

@@ -16,7 +16,7 @@ import numpy as np
 import torch  # before the library is loaded, as in kernel.py
 
 from slimx.errors import SlimxError
-from slimx.reshard.library import load_library
+from slimx.library import load_library
 from slimx.reshard.record import NONFINITE, check_destinations, check_ops, check_sources, check_sums
 
 LIBRARY = Path(__file__).parents[1] / "_lib" / "libslimx_cuda.so"

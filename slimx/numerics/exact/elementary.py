@@ -124,7 +124,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
     y = (y * m) * z
     y = y + e * _LN2_LOW
     y = y - 0.5 * z
-    return (m + y) + e * _LN2_HIGH
+    return torch.where(x.isnan(), x, (m + y) + e * _LN2_HIGH)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

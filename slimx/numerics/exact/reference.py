@@ -39,13 +39,13 @@ def linear(
 
 def _chains(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """One leaf: x [M, K], weight [N, K] -> [M, N] fp32."""
+    if not len(x):
+        return x.new_zeros(0, len(weight), dtype=torch.float32)
     x, weight = (
         F.pad(flushed(t.float()), (0, -t.shape[1] % K_BLOCK)).double().view(len(t), -1, K_BLOCK // 2, 2)
         for t in (x, weight)
     )
     out = x.new_zeros(len(x), len(weight), dtype=torch.float32)
-    if not len(x):
-        return out
     for own in torch.arange(len(x)).split(max(1, _MOST // max(weight[:, :, 0].numel(), 1))):
         rows, chain = x[own][:, None], torch.zeros(len(own), *weight[:, :, 0].shape, device=x.device)
         for step in range(K_BLOCK // 2):

@@ -1,0 +1,152 @@
+// exact_vector.h: vectors of kWidth floats, and what the kernels of exact mode do with them.
+//
+// Included once for each instruction set (exact_isa.h), in a namespace where SLIMX_WIDTH, multiply_add and splat are
+// defined: no include guard. Compile with -ffp-contract=off: only multiply_add fuses.
+
+constexpr int kWidth = SLIMX_WIDTH;
+typedef float Floats __attribute__((vector_size(4 * SLIMX_WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * SLIMX_WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * SLIMX_WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * SLIMX_WIDTH)));
+
+// ---- memory: float, or uint16_t for bf16 ----------------------------------------------------------------------------
+
+static inline Floats load(const float* p) {
+  Floats x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+static inline Floats load(const uint16_t* p) {
+  Halves x;
+  memcpy(&x, p, sizeof x);
+  return (Floats)(__builtin_convertvector(x, Words) << 16);
+}
+
+static inline void store(float* p, Floats x) { memcpy(p, &x, sizeof x); }
+
+static inline void store(uint16_t* p, Floats x) {  // to nearest even; NaN becomes 0x7FC0
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const Halves halves = __builtin_convertvector(x == x ? rounded : Words{} + 0x7FC0u, Halves);
+  memcpy(p, &halves, sizeof halves);
+}
+
+// The first n elements, zeros behind them.
+template <class T>
+static inline Floats load_some(const T* p, int64_t n) {
+  if (n >= kWidth) return load(p);
+  T some[kWidth] = {};
+  for (int64_t l = 0; l < n; ++l) some[l] = p[l];
+  return load(some);
+}
+
+template <class T>
+static inline void store_some(T* p, Floats x, int64_t n) {
+  if (n >= kWidth) return store(p, x);
+  T some[kWidth];
+  store(some, x);
+  for (int64_t l = 0; l < n; ++l) p[l] = some[l];
+}
+
+// out[0, n) = x, then zeros up to the next multiple of `unit`, itself a multiple of kWidth.
+template <class T>
+static inline void widen(const T* x, int64_t n, int64_t unit, float* out) {
+  const int64_t end = (n + unit - 1) / unit * unit;
+  for (int64_t i = 0; i < end; i += kWidth) store(out + i, i < n ? load_some(x + i, n - i) : Floats{});
+}
+
+// ---- transposing ----------------------------------------------------------------------------------------------------
+
+template <int kStep, size_t... kLane>
+static inline void exchange(Floats& a, Floats& b, std::index_sequence<kLane...>) {
+  const Floats low = __builtin_shufflevector(a, b, int(kLane & kStep ? kWidth + kLane - kStep : kLane)...);
+  b = __builtin_shufflevector(a, b, int(kLane & kStep ? kWidth + kLane : kLane + kStep)...);
+  a = low;
+}
+
+template <int kStep = 1>
+static inline void transpose(Floats* x) {  // [kWidth][kWidth], in place
+  if constexpr (kStep < kWidth) {
+    for (int i = 0; i < kWidth; ++i)
+      if (!(i & kStep)) exchange<kStep>(x[i], x[i + kStep], std::make_index_sequence<kWidth>());
+    transpose<2 * kStep>(x);
+  }
+}
+
+// ---- sums in lanes --------------------------------------------------------------------------------------------------
+
+constexpr int kParts = SLIMX_LANES / kWidth;
+
+struct Lanes {  // SLIMX_LANES partial sums
+  Floats part[kParts] = {};
+};
+
+// The upper half is added to the lower one until one is left.
+static inline float total(const Lanes& lanes) {
+  float x[SLIMX_LANES];
+  memcpy(x, lanes.part, sizeof x);
+  for (int half = SLIMX_LANES / 2; half; half /= 2)
+    for (int l = 0; l < half; ++l) x[l] += x[l + half];
+  return x[0];
+}
+
+// Sum of f(i) ... over [0, n), n a multiple of SLIMX_LANES; `at` gives a vector of kWidth values from i on.
+template <class At>
+static inline float row_sum(int64_t n, At at) {
+  float sum = 0;
+  for (int64_t block = 0; block < n; block += SLIMX_SUM_BLOCK) {
+    Lanes lanes;
+    const int64_t end = block + SLIMX_SUM_BLOCK < n ? block + SLIMX_SUM_BLOCK : n;
+    for (int64_t i = block; i < end; i += SLIMX_LANES)
+      for (int p = 0; p < kParts; ++p) lanes.part[p] += at(i + p * kWidth);
+    sum += total(lanes);
+  }
+  return sum;
+}
+
+// ---- functions: slimx/numerics/exact/elementary.py says where they come from ----------------------------------------
+
+static inline Floats exp(Floats x) {
+  Floats n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // to a whole number
+  n = n < -127.0f ? splat(-127.0f) : n;
+  n = n > 128.0f ? splat(128.0f) : n;
+  const Floats r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Floats y = splat(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = (y * (r * r) + r) + 1.0f;
+  const Ints whole = __builtin_convertvector(n == n ? n : Floats{}, Ints), low = whole >> 1;
+  y = y * (Floats)((low + 127) << 23) * (Floats)((whole - low + 127) << 23);
+  y = x < -87.3365447505f ? Floats{} : y;
+  y = x > 88.7228391116f ? splat(__builtin_inff()) : y;
+  return x == x ? y : splat(__builtin_nanf(""));
+}
+
+static inline float log(float x) {
+  if (!(x == x)) return x;
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint32_t half = (bits & 0x007FFFFFu) | 0x3F000000u;
+  float m, e = float(int32_t(bits >> 23) - 126);
+  memcpy(&m, &half, 4);
+  if (m < 0.70710678118654752440f) e -= 1.0f, m += m;
+  m -= 1.0f;
+  const float z = m * m;
+  float y = 7.0376836292e-2f;
+  y = y * m + -1.1514610310e-1f;
+  y = y * m + 1.1676998740e-1f;
+  y = y * m + -1.2420140846e-1f;
+  y = y * m + 1.4249322787e-1f;
+  y = y * m + -1.6668057665e-1f;
+  y = y * m + 2.0000714765e-1f;
+  y = y * m + -2.4999993993e-1f;
+  y = y * m + 3.3333331174e-1f;
+  y = (y * m) * z;
+  y = y + e * -2.12194440e-4f;
+  y = y - 0.5f * z;
+  return (m + y) + e * 0.693359375f;
+}

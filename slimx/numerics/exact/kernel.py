@@ -1,0 +1,172 @@
+"""The CPU kernels of exact mode (`csrc/exact.h`) from Python: the functions and the bits of `reference.py`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch  # before the library is loaded: both then share one OpenMP runtime
+
+from slimx.errors import SlimxError
+from slimx.library import load_library
+from slimx.numerics.exact.reference import combine, rotate  # elementwise: torch is as fast
+
+__all__ = [
+    "attend",
+    "combine",
+    "isas",
+    "linear",
+    "log_normaliser",
+    "rms_norm",
+    "rotate",
+    "silu_and_mul",
+]
+
+LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_exact.so"
+ABI = 1
+"""SLIMX_EXACT_ABI in csrc/exact.h."""
+MOST_LEAVES = 64
+"""SLIMX_MOST_LEAVES in csrc/exact.h."""
+_ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
+_WIDE = {torch.float32: 1, torch.bfloat16: 0}
+
+
+class _Group(ctypes.Structure):
+    """SlimxExactGroup."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
+
+
+class _Attention(ctypes.Structure):
+    """SlimxExactAttention."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "index", "begin", "length", "sinks", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "groups", "d", "dv")),
+        ("scale", ctypes.c_float),
+        ("wide", ctypes.c_int32),
+    ]
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    leaves: int,
+    dtype: torch.dtype,
+    *,
+    isa: str = "best",
+) -> torch.Tensor:
+    """As `reference.linear`; `isa`: one of `isas()`, here and below."""
+    if leaves > MOST_LEAVES:
+        raise SlimxError(f"{leaves} leaves are more than the kernels' {MOST_LEAVES}: use fewer")
+    x, held = x.contiguous(), [weight.contiguous() for weight in weights]
+    columns = held[0].shape[0]
+    if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in held):
+        raise SlimxError(f"weights do not all have the shape {[columns, x.shape[1]]} and dtype of x ({x.dtype})")
+    out = x.new_empty(len(x), columns, dtype=dtype)
+    groups = (_Group * len(held))(*((w.data_ptr(), n) for w, n in zip(held, counts, strict=True)))
+    sizes = len(held), columns, x.shape[1], leaves
+    _call("linear", isa, x.data_ptr(), groups, *sizes, _wide(x), out.data_ptr(), _wide(out))
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "best") -> torch.Tensor:
+    """As `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight.float(), eps, isa=isa).to(x.dtype)
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    _call("rms_norm", isa, x.data_ptr(), weight.data_ptr(), *x.shape, ctypes.c_float(eps), _wide(x), out.data_ptr())
+    return out
+
+
+def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
+    """As `reference.silu_and_mul`."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _call("silu_and_mul", isa, x.data_ptr(), *out.shape, _wide(x), out.data_ptr())
+    return out
+
+
+def log_normaliser(
+    logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.log_normaliser`."""
+    logits, temperature = logits.contiguous(), temperature.contiguous()
+    most, log_sum = torch.empty(2, len(logits)).unbind()
+    found = most.data_ptr(), log_sum.data_ptr()
+    _call("log_normaliser", isa, logits.data_ptr(), temperature.data_ptr(), *logits.shape, _wide(logits), *found)
+    return most, log_sum
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    begin: torch.Tensor,
+    length: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    *,
+    isa: str = "best",
+) -> torch.Tensor:
+    """As `reference.attend`; all tensors but `sinks` contiguous."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise SlimxError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype")
+    sinks = None if sinks is None else sinks.float().contiguous()
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    call = _Attention(
+        *(t.data_ptr() for t in (query, key, value, index, begin, length)),
+        None if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        *query.shape[:2],
+        key.shape[1],
+        query.shape[2],
+        value.shape[2],
+        scale,
+        _wide(query),
+    )
+    _call("attend", isa, ctypes.byref(call))
+    return out
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets of this processor that the library has kernels for; empty on other processors than x86-64."""
+    return tuple(name for name, number in _ISAS.items() if load().slimx_exact_has_isa(number) and name != "best")
+
+
+@functools.cache
+def load(path: Path = LIBRARY) -> ctypes.CDLL:
+    """The library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or stale."""
+    library = load_library(
+        path, what="the library of exact mode", version="slimx_exact_abi", abi=ABI, remedy="run `make build`"
+    )
+    address, count, code, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    library.slimx_exact_has_isa.argtypes = [code]
+    library.slimx_exact_linear.argtypes = [address, address, *[count] * 3, code, code, address, code, code, code]
+    library.slimx_exact_rms_norm.argtypes = [address, address, count, count, real, code, address, code, code]
+    library.slimx_exact_silu_and_mul.argtypes = [address, count, count, code, address, code, code]
+    normaliser = [address, address, count, count, code, address, address, code, code]
+    library.slimx_exact_log_normaliser.argtypes = normaliser
+    library.slimx_exact_attend.argtypes = [address, code, code]
+    return library
+
+
+def _wide(t: torch.Tensor) -> int:
+    if t.dtype not in _WIDE or t.device.type != "cpu":
+        raise SlimxError(f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it")
+    return _WIDE[t.dtype]
+
+
+def _call(name: str, isa: str, *arguments: object) -> None:
+    if isa not in _ISAS:
+        raise SlimxError(f"the instruction set {isa!r} is not known: use {', '.join(_ISAS)}")
+    status = getattr(load(), f"slimx_exact_{name}")(*arguments, _ISAS[isa], torch.get_num_threads())
+    if status == 1:
+        raise SlimxError(f"there is no memory for the scratch of exact mode's {name}: use smaller microbatches")
+    if status:
+        raise SlimxError(f"this processor lacks the instruction set {isa}: use one of {', '.join(isas()) or 'none'}")
