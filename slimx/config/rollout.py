@@ -36,6 +36,20 @@ class Sampling(Section):
         return self
 
 
+class Proxy(Section):
+    host: str = Field("127.0.0.1", description="address by which agents reach the run; beyond loopback unencrypted")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="port; 0: any that is free")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Proxy:
+        if self.host in ("0.0.0.0", "::", ""):
+            raise ValueError(
+                f"rollout.proxy.host is {self.host!r}, which is no address that an agent could be told; give the "
+                "driver's own"
+            )
+        return self
+
+
 class Rollout(Section):
     prompts: str = Field(description="JSONL file of prompts: {messages | token_ids, answer, metadata}")
     prompts_per_step: PositiveInt = Field(32, description="prompts (groups) trained per step")
@@ -50,6 +64,7 @@ class Rollout(Section):
     )
     engines: tuple[Engines, ...] = Field((Engines(),), description="groups of servers; empty: no generation (SFT)")
     sampling: Sampling = Sampling()
+    proxy: Proxy = Proxy()
     max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are refused before the run starts")
     concurrency: PositiveInt = Field(256, description="requests of rollouts to the engines in flight, at most")
     max_rollouts: PositiveInt = Field(4096, description="rollouts in flight, at most, those whose tools run included")

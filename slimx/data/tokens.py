@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slimx.data.records import Prompt
 from slimx.errors import SlimxError
@@ -43,34 +43,54 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
     try:
+        return encode_chat(tokenizer, prompt.messages or [])
+    except SlimxError as error:
+        raise SlimxError(f"prompt {prompt.id!r}: {error}; change its messages or give token_ids") from error
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> list[int]:
+    """Token ids of a conversation and of `tools` in the chat template, up to the reply. Raises SlimxError if the
+    template refuses it."""
+    try:
         # return_dict=False: transformers 5 returns a BatchEncoding by default, transformers 4 a list.
-        ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(list(messages), **_given(tools), return_dict=False)
     except Exception as error:  # templates raise what they like, tokenizers raise bare Exception
-        raise SlimxError(
-            f"prompt {prompt.id!r}: the tokenizer or its chat template refuses it ({_first_line(error)}); "
-            "change its messages or give token_ids"
-        ) from error
+        raise SlimxError(f"the tokenizer or its chat template refuses it ({_first_line(error)})") from error
     return [int(token) for token in ids]
 
 
 def encode_turn(tokenizer: PreTrainedTokenizerBase, content: str, *, role: str, after: Sequence[int]) -> list[int]:
-    """Token ids that end the assistant's turn, hold one of `role` and open the assistant's next, for any chat template.
+    """`encode_turns` for one turn of text. Raises SlimxError if the template refuses the role."""
+    try:
+        return encode_turns(tokenizer, [{"role": role, "content": content}], after=after)
+    except SlimxError as error:
+        raise SlimxError(f"a turn of role {role!r}: {error}; use role user") from error
+
+
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    *,
+    after: Sequence[int],
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """Token ids that end the assistant's turn, hold `messages` and open the assistant's next, for any chat template.
 
     The template is asked for a short conversation whose assistant says a marker; what it writes after the marker is
     what stands between an answer and the next one. The end token is left out if `after`, the tokens so far, ends with
-    it: the model sampled it itself. Raises SlimxError if the template refuses the role."""
+    it: the model sampled it itself. Raises SlimxError if the template refuses the messages."""
     marker = "(the answer)"
     conversation = [
         {"role": "user", "content": "(the question)"},
         {"role": "assistant", "content": marker},
-        {"role": role, "content": content},
+        *messages,
     ]
     try:
-        rendered = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(conversation, **_given(tools), tokenize=False)
     except Exception as error:  # templates raise what they like
-        raise SlimxError(
-            f"the chat template refuses a turn of role {role!r} ({_first_line(error)}); use role user"
-        ) from error
+        raise SlimxError(f"the chat template refuses it after an answer ({_first_line(error)})") from error
     ids = tokenizer(rendered.partition(marker)[2], add_special_tokens=False).input_ids
     return ids[1:] if ids[0] == after[-1] else ids
 
@@ -99,6 +119,11 @@ def check_prompts(
                 f"{path}: prompt {prompt.id!r} ({len(ids)} tokens) holds token id {outside[0]}, outside the model's "
                 f"vocabulary of {vocab_size}; use the model's own tokenizer"
             )
+
+
+def _given(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Of the chat template, up to the reply."""
+    return {"add_generation_prompt": True} | ({"tools": tools} if tools else {})
 
 
 def _first_line(error: Exception) -> str:

@@ -40,6 +40,14 @@ def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
     )
 
 
+def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
+    """Tokens of the longest trajectory that the model is made for and trainers of all `layouts` can take: n tokens have
+    n - 1 positions."""
+    limit = config.trainer.max_tokens_per_microbatch
+    positions = min(limit // sizes.sequence_multiple * sizes.sequence_multiple for sizes in layouts)
+    return min(positions + 1, spec.gpt["max_sequence_length"])
+
+
 def make_update_rows(
     config: Config, groups: Sequence[Group], advantages: Callable[[Sequence[Group]], Sequence[float | np.ndarray]]
 ) -> list[list[Row]]:

@@ -26,7 +26,7 @@ from slimx.observability.live import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveT
 from slimx.observability.report import write_report
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import make_tracker
-from slimx.orchestration.batches import make_packer
+from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
@@ -41,6 +41,7 @@ from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.preflight.routing import route_shape
 from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.replay import Replay, check_replay
 from slimx.rollout.rollouts import GroupMaker
 from slimx.trainer.checkpoint.files import MANIFEST
@@ -210,7 +211,11 @@ async def _session(
                 on_lost=engines.members.look,
             )
             await stack.enter_async_context(client)
-        maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client, frozen.clients)
+        layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
+        context = longest_trajectory(config, prepared.spec, *layouts)
+        proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)
+        stack.push_async_callback(proxy.stop)
+        maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client, frozen.clients, proxy)
         run = Run(
             config,
             sizes=prepared.sizes,

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,17 @@ from slimx.rollout.completion import Completion
 from slimx.rollout.draft import Draft
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.stream import TokenStream
+
+if TYPE_CHECKING:
+    from slimx.rollout.proxy import ChatProxy
+
+
+class GivenUp(SlimxError):
+    """Raised by a generate hook that gives its rollout up: counted under `reason`."""
+
+    def __init__(self, reason: str, text: str):
+        super().__init__(text)
+        self.reason = reason
 
 
 class Generator(Protocol):
@@ -104,6 +115,8 @@ class RolloutContext:
     """Frozen groups of `rollout.engines`, by name."""
     address: str = ""
     """URL of the policy's router; "" where there is none. `engine` is the way to tokens that can be trained."""
+    proxy: ChatProxy | None = None
+    """The run's OpenAI-compatible server (slimx.rollout.agent); None where nothing is sampled."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
         """Begin a trajectory with the prompt's tokens; `suffix` tells several trajectories of one rollout apart."""

@@ -22,6 +22,18 @@ Answer = tuple[int, dict[str, Any]]
 """Status and body; status 0 if the connection failed."""
 
 
+class AnswerError(SlimxError):
+    """An answer that is final and not the wanted one."""
+
+    def __init__(self, url: str, status: int, message: str):
+        super().__init__(f"POST {url} answered {status}: {message}")
+        self.url, self.status, self.message = url, status, message
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
+        """As of DeadlineError."""
+        return type(self), (self.url, self.status, self.message)
+
+
 def lost(status: int, answer: dict[str, Any]) -> bool:
     """Whether a request was lost with its engine: the connection failed, or the router lost the engine it had
     chosen."""
@@ -57,7 +69,7 @@ async def send(
 
     `attempt` sends the request to `url` once. One that is lost with its engine is sent again `retries` times, one that
     finds no engine for `retry_s` seconds; `on_lost` is awaited before the first is.
-    Raises SlimxError for another answer, and DeadlineError after `deadline_s` seconds.
+    Raises AnswerError for another answer, and DeadlineError after `deadline_s` seconds.
     """
     give_up, pause, lost_before = time.monotonic() + retry_s, 0.1, 0
     try:
@@ -72,7 +84,7 @@ async def send(
                 else:
                     again = status == NO_ENGINE and time.monotonic() + pause < give_up
                 if not again:
-                    raise SlimxError(f"POST {url} answered {status}: {message_of(answer)}")
+                    raise AnswerError(url, status, message_of(answer))
                 if status != NO_ENGINE:
                     await on_lost()
                 await asyncio.sleep(pause)

@@ -15,7 +15,8 @@ from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.hooks import Generator, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
+from slimx.rollout.hooks import Generator, GivenUp, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
+from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.reward_processes import reward_runner
 from slimx.rollout.slots import Clock, Slots, SlottedClient
 from slimx.rollout.teacher import make_teacher
@@ -47,10 +48,12 @@ class GroupMaker:
         tokenizer: Any,
         client: Generator | None,
         engines: Mapping[str, FrozenEngine] | None = None,
+        proxy: ChatProxy | None = None,
     ):
-        """`engines`: frozen ones, which hooks may ask, and a teacher among them."""
+        """`engines`: frozen ones, which hooks may ask, and a teacher among them. `proxy`: the server through which
+        agents sample."""
         self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
-        self.engines = engines or {}
+        self.engines, self.proxy = engines or {}, proxy
         self._teacher = make_teacher(config, self.engines)
         self.version = 0
         """Newest published weight version; the loop keeps it."""
@@ -109,6 +112,7 @@ class GroupMaker:
             index=index,
             engines=self.engines,
             address=getattr(self.client, "url", ""),
+            proxy=self.proxy,
         )
         hook = self.config.rollout.generate
         try:
@@ -117,7 +121,7 @@ class GroupMaker:
             trajectories = result if isinstance(result, list) else [result]
             self._check(trajectories, ctx)
         except SlimxError as error:
-            return [_failed(ctx, "generate failed", str(error))]
+            return [_failed(ctx, error.reason if isinstance(error, GivenUp) else "generate failed", str(error))]
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
                 text = str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))

@@ -19,7 +19,7 @@ import aiohttp
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.completion import Asked, Completion, Reader, Scores, spans_of
 from slimx.rollout.control import message_of
-from slimx.rollout.requests import Sender
+from slimx.rollout.requests import AnswerError, Sender
 
 Meta = dict[str, Any]
 PER_TOKEN = ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")
@@ -159,7 +159,11 @@ class TokenStream:
                 if line.startswith(b"data:") and data != b"[DONE]":
                     answer = json.loads(data)
                     if "meta_info" not in answer:
-                        raise SlimxError(f"POST {self._sender.url} answered 200: {message_of(answer)}")
+                        error = answer.get("error")
+                        status = error.get("code") if isinstance(error, dict) else None
+                        raise AnswerError(
+                            self._sender.url, status if isinstance(status, int) else 200, message_of(answer)
+                        )
                     yield answer["meta_info"]
 
     def _take(self, meta: Meta, before: int, earlier: list[Meta]) -> Completion | None:

@@ -1,0 +1,102 @@
+"""The generate hook of agents that speak to an OpenAI-compatible server, whatever they are written in.
+
+rollout:
+  generate: slimx.rollout.agent.generate
+  options: {agent: mypackage.agent.solve}        # async def solve(base_url, prompt, **agent_options)
+  # options: {command: [python, agent.py]}       # or a program, see slimx.rollout.agent_process
+
+All that the agent samples through `base_url` becomes the rollout: a trajectory for each of its conversations.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.dotted import load_function
+from slimx.errors import SlimxError
+from slimx.rewards.needs import checked_by
+from slimx.rollout import tool_calls
+from slimx.rollout.agent_process import run_command
+from slimx.rollout.hooks import GivenUp, RolloutContext
+from slimx.rollout.proxy import Limits, Session
+from slimx.rollout.proxy_answer import Reading
+
+
+def check(
+    *,
+    agent: str | None = None,
+    command: list[str] | None = None,
+    agent_options: dict[str, Any] | None = None,
+    tool_parser: str | None = None,
+    sampling: str = "run",
+    **_: Any,
+) -> None:
+    """Refuse an agent that cannot be called, before the run starts."""
+    if (agent is None) == (command is None):
+        raise SlimxError("rollout.options: give either agent, a dotted path, or command, a program and its arguments")
+    if agent is not None:
+        _load(agent, agent_options)
+    if command is not None and (not command or shutil.which(command[0]) is None):
+        raise SlimxError(f"rollout.options.command: there is no program {command[:1]}; give its path")
+    if sampling not in ("run", "strict"):
+        raise SlimxError(f"rollout.options.sampling is {sampling!r}; choose run or strict")
+    if tool_parser is not None:
+        load_function("rollout.options.tool_parser", tool_parser, ("text",), is_async=False)
+
+
+@checked_by(check)
+async def generate(
+    ctx: RolloutContext,
+    prompt: Prompt,
+    *,
+    agent: str | None = None,
+    command: list[str] | None = None,
+    agent_options: dict[str, Any] | None = None,
+    max_context: int | None = None,
+    max_requests: int = 64,
+    max_tokens: int | None = None,
+    sampling: str = "run",
+    tool_parser: str | None = None,
+    separate_reasoning: bool = False,
+) -> list[Trajectory]:
+    """The conversations of one agent with the policy.
+
+    `max_context`: tokens of a conversation; None: what can be trained. `max_requests` and `max_tokens` (sampled, in all
+    answers together) bound the session: further requests are refused, those under way are not. `sampling`: "run" gives
+    an agent that asks for another temperature or top_p the run's, "strict" refuses it. `tool_parser`: see
+    slimx.rollout.tool_calls. `separate_reasoning`: what stands before </think> is not part of an answer's content.
+
+    Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided), `branch` (its number), and
+    `result`, what the agent returned or the program wrote. Raises GivenUp for an agent that fails or asks for nothing.
+    """
+    if ctx.proxy is None:
+        raise SlimxError("agents sample through the run's proxy, and there is none here")
+    parser = (
+        load_function("rollout.options.tool_parser", tool_parser, ("text",), is_async=False) if tool_parser else None
+    )
+    reading = Reading(ctx.tokenizer, parser or tool_calls.hermes, separate_reasoning)
+    context = min(max_context or ctx.proxy.context, ctx.proxy.context)
+    limits = Limits(context=context, requests=max_requests, sampled=max_tokens)
+    session = Session(ctx, reading, limits, strict=sampling == "strict")
+    name = agent or f"command {command[0] if command else ''}"
+    try:
+        async with ctx.proxy.session(session) as base_url:
+            if command is not None:
+                result: Any = await run_command(command, base_url, prompt)
+            else:
+                result = await _load(agent or "", agent_options)(base_url, prompt)
+    except Exception as error:
+        told = f"; it had been told: {session.last_error}" if session.last_error else ""
+        what = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
+        raise GivenUp("agent failed", f"{name} failed ({what}){told}") from error
+    if not (trajectories := session.trajectories({"result": result})):
+        told = f"; it was told: {session.last_error}" if session.last_error else ""
+        raise GivenUp("agent without answers", f"{name} ended without an answer of the policy{told}")
+    return trajectories
+
+
+def _load(agent: str, options: dict[str, Any] | None) -> Any:
+    given = ("rollout.options.agent_options", options or {})
+    return load_function("rollout.options.agent", agent, ("base_url", "prompt"), is_async=True, options=given)

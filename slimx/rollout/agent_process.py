@@ -1,0 +1,64 @@
+"""Agents that are programs: one process per rollout, which ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from typing import IO
+
+from slimx.data.records import Prompt
+from slimx.errors import SlimxError
+
+MAX_OUTPUT = 20_000
+"""Characters that are kept of the end of what a program writes."""
+GRACE_S = 2.0
+"""Seconds that a program gets to end when its rollout is over."""
+
+
+async def run_command(command: Sequence[str], base_url: str, prompt: Prompt) -> str:
+    """Run a program that samples through `base_url`; returns what it wrote to its standard output.
+
+    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, which OpenAI's clients read by themselves, and the
+    prompt as a line of JSON, {"id", "messages", "metadata"}, on its standard input: never the answer. Cancelled, its
+    whole process group is ended. Raises SlimxError, with the end of what it wrote to standard error, if it fails.
+    """
+    environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
+    told = {"id": prompt.id, "messages": prompt.messages, "metadata": prompt.metadata}
+    # Files, so that a program that writes a lot neither waits for a reader nor fills the driver's memory.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            await process.communicate(json.dumps(told).encode() + b"\n")
+        finally:
+            await asyncio.shield(_end(process))
+        if process.returncode:
+            raise SlimxError(f"{command[0]} ended with status {process.returncode}: {_tail(err)}")
+        return _tail(out)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the process and those that it started."""
+    with contextlib.suppress(TimeoutError, ProcessLookupError):
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            await asyncio.wait_for(process.wait(), GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _tail(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
+    return file.read().decode(errors="replace").strip()

@@ -1,0 +1,191 @@
+"""Requests to /v1/chat/completions as the proxy takes them: what is carried out, what is ignored, what is refused.
+
+The names are those of OpenAI's API reference for chat completions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "safety_identifier",
+        "seed",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Parameters that change nothing: they are about OpenAI's service, or (seed) the run has its own."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+}
+"""Parameters of which only these values (and null) can be carried out."""
+RUN = ("temperature", "top_p")
+"""Parameters that the run decides: the trainer has to know them, and one trajectory has one temperature."""
+CARRIED_OUT = frozenset(
+    {
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "model",
+        "stop",
+        "stream",
+        "stream_options",
+        "tools",
+    }
+)
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class ApiError(Exception):
+    """A refusal in the shape in which OpenAI's API tells it. Status 400 is not tried again by its clients."""
+
+    def __init__(self, message: str, *, code: str, status: int = 400, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code = status, code
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One request, checked."""
+
+    messages: list[Message]
+    """As chat templates want them: content is text, a tool call's arguments are an object."""
+    model: str
+    """As the agent calls it; it goes back in the answer and means nothing else."""
+    tools: list[dict[str, Any]] | None = None
+    calls_tools: bool = False
+    """Whether tool calls are looked for in the answer."""
+    max_tokens: int | None = None
+    """Tokens of the answer, at most; None: what the run allows."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end the answer, and are left out of it."""
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with the number of tokens."""
+    logprobs: bool = False
+    overridden: tuple[str, ...] = ()
+    """Parameters of `RUN` that the agent asked for otherwise than the run samples."""
+
+
+def read_request(body: Any, sampling: Mapping[str, Any], *, strict: bool = False) -> ChatRequest:
+    """The request in a JSON body. Raises ApiError for what cannot be carried out.
+
+    `sampling`: the run's parameters. An agent that asks for others gets the run's, or with `strict` is refused.
+    """
+    if not isinstance(body, dict):
+        raise ApiError("the body is no JSON object", code="invalid_json")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in sorted(given.keys() - IGNORED - NEUTRAL.keys() - CARRIED_OUT - set(RUN)):
+        raise ApiError(f"{name} is not supported by this server", code="unsupported_parameter", param=name)
+    for name, allowed in NEUTRAL.items():
+        if given.get(name, allowed[0]) not in allowed:
+            text = f"{name} {json.dumps(given[name])} is not supported; leave it out"
+            raise ApiError(text, code="unsupported_value", param=name)
+    overridden = tuple(name for name in RUN if given.get(name, sampling.get(name, 1.0)) != sampling.get(name, 1.0))
+    if strict and overridden:
+        name = overridden[0]
+        text = f"{name} {given[name]} is not the run's {sampling.get(name, 1.0)}; leave it out"
+        raise ApiError(text, code="unsupported_value", param=name)
+    tools = _list(given, "tools") or None
+    return ChatRequest(
+        messages=_messages(given),
+        model=str(given.get("model", "")),
+        tools=tools,
+        calls_tools=tools is not None and given.get("tool_choice", "auto") == "auto",
+        max_tokens=_max_tokens(given),
+        stop=_stop(given),
+        stream=bool(given.get("stream", False)),
+        usage=bool(given.get("stream_options", {}).get("include_usage", False)),
+        logprobs=bool(given.get("logprobs", False)),
+        overridden=overridden,
+    )
+
+
+def _messages(given: dict[str, Any]) -> list[Message]:
+    messages = [read_message(message, f"messages[{number}]") for number, message in enumerate(_list(given, "messages"))]
+    if not messages or messages[-1]["role"] == "assistant":
+        text = "messages must end with a message that the assistant answers"
+        raise ApiError(text, code="invalid_value", param="messages")
+    return messages
+
+
+def read_message(message: Any, where: str = "the message") -> Message:
+    """A message of the API as chat templates want it; `where` it stands, for errors."""
+    role = message.get("role") if isinstance(message, dict) else None
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        text = f"{where} has no role of {', '.join(ROLES)}"
+        raise ApiError(text, code="invalid_value", param=f"{where}.role")
+    out: Message = {"role": role, "content": _text(message.get("content"), where)}
+    for name in ("name", "tool_call_id"):
+        if message.get(name):
+            out[name] = str(message[name])
+    if message.get("tool_calls"):
+        out["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
+    return out
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    if wrong := [part for part in parts if not isinstance(part, dict) or part.get("type") != "text"]:
+        kind = wrong[0].get("type") if isinstance(wrong[0], dict) else type(wrong[0]).__name__
+        text = f"{where} has content of type {kind}; only text is supported"
+        raise ApiError(text, code="unsupported_value", param=f"{where}.content")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    try:
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+    except (KeyError, TypeError, AttributeError):
+        text = f"{where} has a tool call without function.name"
+        raise ApiError(text, code="invalid_value", param=f"{where}.tool_calls") from None
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # what is no JSON is shown to the model as it wrote it
+            arguments = json.loads(arguments)
+    return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _max_tokens(given: dict[str, Any]) -> int | None:
+    name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    count = given.get(name)
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ApiError(f"{name} is {count!r}; give a positive number", code="invalid_value", param=name)
+    return count
+
+
+def _stop(given: dict[str, Any]) -> list[str]:
+    stop = given.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
+        raise ApiError("stop is a string or a list of up to four", code="invalid_value", param="stop")
+    return stop
+
+
+def _list(given: dict[str, Any], name: str) -> list[Any]:
+    value = given.get(name, [])
+    if not isinstance(value, list):
+        raise ApiError(f"{name} is no list", code="invalid_value", param=name)
+    return value
