@@ -66,15 +66,29 @@ class Attention(MegatronModule):
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         bounds = packed_seq_params.cu_seqlens_q
         lengths = (bounds[1:] - bounds[:-1]).tolist()
-        size, how = self.context.size(), {"window": self.window, "sinks": self.softmax_offset}
+        size = self.context.size()
         if size == 1:
-            return packed_attention(query, key, value, lengths, self.scale, **how).unsqueeze(1)
+            return self.attend(query, key, value, lengths, None).unsqueeze(1)
         held = [torch.from_numpy(zigzag(lengths, size, each)).to(query.device) for each in range(size)]
         order = torch.cat(held).argsort()
         key, value = (
             gather_from_sequence_parallel_region(x.contiguous(), group=self.context)[order] for x in (key, value)
         )
-        return partial_attention(query, key, value, lengths, held[self.context.rank()], self.scale, **how).unsqueeze(1)
+        return self.attend(query, key, value, lengths, held[self.context.rank()]).unsqueeze(1)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: list[int],
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[R, heads * dv], of the queries at places `rows` [R] of the pack, or of all of them (None)."""
+        how = {"window": self.window, "sinks": self.softmax_offset}
+        if rows is None:
+            return packed_attention(query, key, value, lengths, self.scale, **how)
+        return partial_attention(query, key, value, lengths, rows, self.scale, **how)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """Of the sinks, as Transformer Engine's layer writes them."""

@@ -44,6 +44,8 @@ def install() -> bool:
 class Norm(torch.nn.Module):
     """RMSNorm with a `weight` [hidden]."""
 
+    norm = staticmethod(rms_norm)
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
         if config.normalization != "RMSNorm":
@@ -53,11 +55,13 @@ class Norm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.norm(x, self.weight, self.eps)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm and a column-parallel product in one module, with `layer_norm_weight` [hidden] beside `weight`."""
+
+    norm = staticmethod(rms_norm)
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -65,7 +69,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon))
+        return super().forward(self.norm(x, self.layer_norm_weight, self.config.layernorm_epsilon))
 
 
 class GroupedLinear(torch.nn.Module):

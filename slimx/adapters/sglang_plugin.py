@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 
 import slimx
-from slimx.adapters import sglang_cpu
+from slimx.adapters import sglang_cpu, sglang_numerics
 from slimx.adapters.sglang_receiver import receiver_of
 from slimx.errors import SlimxError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the actions and their JSON; the client (slimx.rollout.control) must speak the same."""
 NAME = "slimx"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
@@ -46,8 +46,11 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
+    leaves = sglang_numerics.asked_leaves(sys.argv)
     if is_cpu():
         sglang_cpu.open_choices()
+    if leaves is not None:
+        sglang_numerics.open_choices()
     # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
     # runs. SGLang calls this after a child has imported its own main module, and in the server's process before any of
     # them.
@@ -57,6 +60,8 @@ def register() -> None:
         if is_cpu():
             sglang_cpu.register_hooks(HookRegistry, HookType)
             sglang_cpu.close_gaps()
+        if leaves is not None:
+            sglang_numerics.register(HookRegistry, HookType, leaves)
     elif DETOKENIZER not in sys.modules:
         HookRegistry.register(GENERATE, take_fields, HookType.BEFORE)
         os.memfd_create(LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
@@ -193,6 +198,7 @@ def attest(runner: Any) -> dict[str, Any]:
         for target, hooks in HookRegistry._hooks.items()
         if any(source is not None and source.plugin_name == NAME for _, _, source in hooks)
     }
+    exact = sglang_numerics.installed(HookRegistry)
     return {
         "protocol": PROTOCOL,
         "slimx": slimx.__version__,
@@ -204,6 +210,7 @@ def attest(runner: Any) -> dict[str, Any]:
         "model": type(runner.model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": runner.device,
-        "hooks": ours,
+        "hooks": ours | (exact.in_force(HookRegistry, runner.model) if exact else {}),
+        "numerics": exact.contract(runner.dtype) if exact else None,
         "cpu": sglang_cpu.attest() if is_cpu() else None,
     }

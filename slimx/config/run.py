@@ -33,7 +33,16 @@ class Model(Section):
 
 
 class Numerics(Section):
-    mode: Literal["fast"] = Field("fast", description="fast: stock kernels on both sides, the gap is measured")
+    mode: Literal["fast", "exact"] = Field(
+        "fast",
+        description="fast: stock kernels on both sides, the gap is measured; exact: the same operations in the same "
+        "order on both sides, so that log-probs are equal to the last bit (docs/numerics.md says what is covered)",
+    )
+    leaves: PositiveInt | None = Field(
+        None,
+        description="exact: parts, a power of two, into which the sums of row-parallel products are cut on both sides, "
+        "so that every tensor parallel size of trainer and engines divides them; null: the largest of those sizes",
+    )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of parameters and activations")
     router_dtype: Literal["float32"] = Field("float32", description="dtype of the router's logits and softmax")
 

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from slimx.config.algorithm import Algorithm
 from slimx.config.critic import Critic, CriticLayout
+from slimx.config.exact import exact_problems, tree_leaves
 from slimx.config.reward import Reward
 from slimx.config.rollout import Eval, Rollout
 from slimx.config.run import Cluster, Model, Numerics, Run, Track
@@ -61,6 +62,10 @@ class Config(Section):
                 check()
             except ValueError as error:
                 yield str(error)
+        if self.exact:
+            yield from exact_problems(self.numerics, self.trainer, self.rollout, self.cluster, self.publish)
+        elif self.numerics.leaves is not None:
+            yield "numerics.leaves cuts sums in numerics.mode exact, and the mode is fast; leave it out"
         sampled = self.rollout.sampled
         if self.trainer.moe.replay == "R3" and not (sampled and self.rollout.routed_experts):
             missing = "rollout.routed_experts is false" if sampled else "rollout.engines is empty"
@@ -165,6 +170,16 @@ class Config(Section):
             message = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise ValueError(message.replace("trainer.", "critic.layout.")) from None
         return self.model_copy(update={"trainer": trainer})
+
+    @property
+    def exact(self) -> bool:
+        """Whether trainer and engines compute the same bits (`numerics.mode`)."""
+        return self.numerics.mode == "exact"
+
+    @property
+    def leaves(self) -> int | None:
+        """Leaves of the sums of row-parallel products in exact mode, given or derived; None in fast mode."""
+        return tree_leaves(self.numerics, self.trainer, self.rollout) if self.exact else None
 
     @property
     def initial_weights(self) -> str:

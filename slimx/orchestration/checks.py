@@ -76,7 +76,14 @@ def check_run(config: Config) -> Prepared:
         model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)
         server_args(
             EngineSpec(
-                group.name, model, config.numerics.dtype, device, port=0, sizes=sizes_of_engine, sglang=group.sglang
+                group.name,
+                model,
+                config.numerics.dtype,
+                device,
+                port=0,
+                sizes=sizes_of_engine,
+                exact_leaves=None if group.frozen else config.leaves,
+                sglang=group.sglang,
             )
         )
         if device == "cuda":

@@ -73,6 +73,7 @@ class EngineGroup:
             "sglang": group.sglang,
             "role": group.role,
             "frozen": group.frozen,
+            "exact_leaves": None if group.frozen else config.leaves,
             "sleeps": config.schedule.colocate and not group.frozen,
         }
         cpus = group.threads * group.ranks / group.nodes

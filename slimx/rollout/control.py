@@ -21,7 +21,7 @@ from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.process import ServerProcess
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the plugin's actions that this file speaks."""
 RECEIVER = "slimx.adapters.sglang_receiver.load_staged"
 """The server's custom weight loader, by dotted path."""

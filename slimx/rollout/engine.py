@@ -21,6 +21,7 @@ import psutil
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import EngineSizes
+from slimx.numerics.exact.contract import contract
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.rollout.control import EngineControl, Forms, Json, PauseMode, Staging, Tag
@@ -124,8 +125,20 @@ class Engine:
             raise SlimxError(
                 f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}"
             )
+        self._check_numerics()
         if (sizes := EngineSizes(**self.attestation[0]["sizes"])) != self.spec.sizes:
             raise SlimxError(f"engine {self.spec.name} runs as {sizes}, the configuration asks for {self.spec.sizes}")
+
+    def _check_numerics(self) -> None:
+        """Refuse a server whose ranks compute by another contract than the trainer does."""
+        leaves = self.spec.exact_leaves
+        wanted = None if leaves is None else contract(leaves=leaves, dtype=self.spec.dtype)
+        for number, rank in enumerate(self.attestation):
+            if (attested := rank["numerics"]) != wanted:
+                raise SlimxError(
+                    f"engine {self.spec.name} rank {number} computes by {_said(attested)}, the trainer by "
+                    f"{_said(wanted)}; start it with the --exact-leaves of the run, or set numerics.mode to what it has"
+                )
 
     def _check_own(self) -> None:
         """Refuse the answer of somebody else's server, which may have taken the port before ours could listen on it.
@@ -297,3 +310,8 @@ class Engine:
             with contextlib.suppress(SlimxError):
                 await self.abort()
             raise
+
+
+def _said(numerics: Json | None) -> str:
+    """A contract of exact mode, or its absence, in words."""
+    return "no contract (numerics.mode fast)" if numerics is None else f"the exact contract {numerics}"

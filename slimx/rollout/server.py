@@ -1,4 +1,5 @@
-"""Process entry of an engine, a stock SGLang server: `python -m slimx.rollout.server [--parent PID] -- ARGUMENTS`.
+"""Process entry of an engine, a stock SGLang server: `python -m slimx.rollout.server [--parent PID] [--exact-leaves N]
+-- ARGUMENTS`.
 
 SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as `__mp_main__`:
 what must stand before `import sglang` stands at the top level here, and stays cheap.
@@ -59,6 +60,12 @@ if __name__ == "__mp_main__":
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m slimx.rollout.server", description=__doc__.splitlines()[0])
     parser.add_argument("--parent", type=int, help="end when this process, the direct parent, ends")
+    parser.add_argument(
+        "--exact-leaves",
+        type=int,
+        metavar="N",
+        help="compute by the contract of numerics.mode=exact, with sums of N leaves; read by the plugin",
+    )
     parser.add_argument("sglang", nargs=argparse.REMAINDER, help="-- and then arguments of sglang.launch_server")
     options = parser.parse_args()
     if options.parent is not None:

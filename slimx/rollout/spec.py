@@ -13,6 +13,9 @@ from slimx.ports import address
 from slimx.rollout.arguments import check_server_args, command_line
 from slimx.rollout.control import RECEIVER
 
+EXACT_ATTENTION = "slimx_exact"
+"""Attention backend of exact mode, registered by the plugin."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
@@ -40,6 +43,8 @@ class EngineSpec:
     """CPU threads of the server (CPU only)."""
     max_total_tokens: int | None = None
     """KV-cache room in tokens; None: SGLang decides."""
+    exact_leaves: int | None = None
+    """Leaves of row-parallel sums where it computes the trainer's bits (numerics.mode exact); None: fast mode."""
     sizes: EngineSizes = EngineSizes()
     """How the server splits the model over its ranks."""
     seed: int = 1
@@ -97,10 +102,14 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         # SGLang decides by itself, on GPUs and for some models only; the publication plan has to know.
         defaults["disable_shared_experts_fusion"] = True
     if spec.device == "cpu":
-        # Without the radix cache, as in SGLang's own deterministic mode with this attention.
-        ours |= {"attention_backend": "torch_native", "disable_cuda_graph": True, "disable_radix_cache": True}
+        ours |= {"disable_cuda_graph": True}
+        if spec.exact_leaves is None:
+            # Without the radix cache, as in SGLang's own deterministic mode with this attention.
+            ours |= {"attention_backend": "torch_native", "disable_radix_cache": True}
         # An idle server would otherwise poll at full speed on a core that the trainer needs.
         defaults["sleep_on_idle"] = True
+    if spec.exact_leaves is not None:
+        ours |= {"attention_backend": EXACT_ATTENTION}
     check_server_args(spec.sglang)
     if taken := sorted(ours.keys() & spec.sglang.keys()):
         raise SlimxError(
@@ -122,7 +131,8 @@ def policy_args(spec: EngineSpec) -> dict[str, Any]:
 
 def server_argv(spec: EngineSpec) -> list[str]:
     """The command that runs the server in this environment's Python."""
-    return [sys.executable, "-m", "slimx.rollout.server", "--", *command_line(server_args(spec))]
+    exact = [] if spec.exact_leaves is None else ["--exact-leaves", str(spec.exact_leaves)]
+    return [sys.executable, "-m", "slimx.rollout.server", *exact, "--", *command_line(server_args(spec))]
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:

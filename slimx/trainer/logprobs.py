@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slimx.data.support import Support
+from slimx.numerics import exact as exact_ops
 from slimx.trainer.transfer import to_device
 
 CHUNK_BYTES = 256 * 2**20
@@ -68,7 +69,13 @@ def chunk_tokens(configured: int | None, vocabulary: int) -> int:
 
 
 def label_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, *, group: dist.ProcessGroup | None, chunk: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: Targets,
+    *,
+    group: dist.ProcessGroup | None,
+    chunk: int,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every label and entropy of its distribution: softmax(hidden @ weight^T / temperature) over the
     support.
@@ -76,19 +83,22 @@ def label_logprobs(
     hidden [T, h] and weight [V / TP, h] in the model's dtype; `group`: the tensor-parallel ranks, which hold equal
     shares of the vocabulary in order (None: one rank). Returns two fp32 tensors [T], both differentiable with respect
     to hidden and weight and equal on all ranks. The gradient of hidden is this rank's part of a sum over the group.
+    `exact`: log-probs (not entropies) by the contract of exact mode, for which every rank gathers whole rows of logits.
     """
-    return _LabelLogprobs.apply(hidden, weight, targets, group, chunk)
+    return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, exact)
 
 
 class _LabelLogprobs(torch.autograd.Function):
     """Forward: statistics of each chunk on each rank, then two collectives for all chunks together."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, group, chunk):
-        head = _Head(weight, targets, group, chunk)
+    def forward(ctx, hidden, weight, targets, group, chunk, exact):
+        head = _Head(weight, targets, group, chunk, exact)
         count = len(hidden)
-        top, total, weighted, label = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(4))
+        top, total, weighted, label, whole = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(5))
         for part, logits in head.chunks(hidden):
+            if exact:
+                whole[part] = head.whole_logprobs(logits, part)
             top[part] = logits.amax(1)
             label[part] = head.at_labels(logits, part)
             logits -= top[part, None]
@@ -107,10 +117,10 @@ class _LabelLogprobs(torch.autograd.Function):
             total, weighted, label = sums
         else:
             label = label - top
-        logprobs = label - total.log()
+        logprobs = whole if exact else label - total.log()
         entropy = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, top, total, entropy)
-        ctx.targets, ctx.group, ctx.chunk = targets, group, chunk
+        ctx.targets, ctx.group, ctx.chunk, ctx.exact = targets, group, chunk, exact
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -119,8 +129,8 @@ class _LabelLogprobs(torch.autograd.Function):
         hidden, weight, top, total, entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         if logprob_grad is None and entropy_grad is None:
-            return None, None, None, None, None
-        head = _Head(weight, ctx.targets, ctx.group, ctx.chunk)
+            return None, None, None, None, None, None
+        head = _Head(weight, ctx.targets, ctx.group, ctx.chunk, ctx.exact)
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         # fp32: a sum over chunks in bf16 would lose what a single product keeps.
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
@@ -142,14 +152,18 @@ class _LabelLogprobs(torch.autograd.Function):
                 hidden_grad[part] = grad @ weight
             if weight_grad is not None:
                 weight_grad += grad.t() @ hidden[part]
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
+        of_weight = None if weight_grad is None else weight_grad.to(weight.dtype)
+        return hidden_grad, of_weight, None, None, None, None
 
 
 class _Head:
     """One rank's share of the output layer, over one pack of tokens."""
 
-    def __init__(self, weight: torch.Tensor, targets: Targets, group: dist.ProcessGroup | None, chunk: int):
-        self.weight, self.targets, self.chunk = weight, targets, chunk
+    def __init__(
+        self, weight: torch.Tensor, targets: Targets, group: dist.ProcessGroup | None, chunk: int, exact: bool
+    ):
+        self.weight, self.targets, self.chunk, self._group = weight, targets, chunk, group
+        self._product = exact_ops.linear if exact else torch.nn.functional.linear
         self.size = group.size() if group is not None else 1
         first = len(weight) * (group.rank() if group is not None else 0)
         self.vocabulary = range(first, first + len(weight))
@@ -161,12 +175,20 @@ class _Head:
         """Runs of positions with their scaled fp32 logits [C, V / TP], which the caller may change."""
         for first in range(0, len(hidden), self.chunk):
             part = slice(first, min(first + self.chunk, len(hidden)))
-            logits = (hidden[part] @ self.weight.t()).float()
+            logits = self._product(hidden[part], self.weight).float()
             if self.targets.temperature is not None:
                 logits /= self.targets.temperature[part, None]
             if self.targets.support is not None:
                 self.targets.support.mask_(logits, first, self.vocabulary)
             yield part, logits
+
+    def whole_logprobs(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+        """[C]: log-probs of the labels, from the whole rows of the scaled logits [C, V / TP]."""
+        if self.size > 1:
+            shares = [torch.empty_like(logits) for _ in range(self.size)]
+            dist.all_gather(shares, logits, group=self._group)
+            logits = torch.cat(shares, dim=1)
+        return exact_ops.token_logprobs(logits, self.targets.labels[part])
 
     def at_labels(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """[C]: each label's logit; where another rank holds it, something that is not used."""

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
-from slimx.adapters import megatron_attention
+from slimx.adapters import megatron_attention, megatron_exact
 from slimx.config.schema import Config
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.patterns import select
@@ -40,10 +40,17 @@ def build_model(
     """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded; more than one
     with virtual pipeline stages only. What `trainer.freeze` matches has no gradient."""
     transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
-    options = {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens} if kind is PolicyModel else {}
+    options = (
+        {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens, "exact": config.exact}
+        if kind is PolicyModel
+        else {}
+    )
     make = partial(kind, **options)
     virtual = config.trainer.virtual_pipeline
-    chunks = [_build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device) for chunk in range(virtual)]
+    chunks = [
+        _build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, config.leaves)
+        for chunk in range(virtual)
+    ]
     _freeze(chunks, spec, config)
     # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
     # round the fp32 value head of a bf16 critic and mix up its elements.
@@ -77,13 +84,20 @@ def _build_chunk(
     transformer: TransformerConfig,
     chunk: int | None,
     device: torch.device,
+    leaves: int | None,
 ) -> torch.nn.Module:
+    """`leaves`: of exact mode; None in fast mode."""
     layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
-    router.install(layers)
+    router.install(layers, router.PolicyRouter if leaves is None else router.ExactRouter)
     if spec.normalises_projections:
         projection_norm.install(layers, transformer)
     if transformer.softmax_type == "learnable":
         megatron_attention.install_for_sinks(layers)
+    gpt = spec.gpt
+    if leaves is not None:
+        turning = gpt["position_embedding_type"] == "rope" and not transformer.multi_latent_attention
+        megatron_exact.install(layers, leaves=leaves, rotary_base=gpt["rotary_base"] if turning else None)
+        gpt = gpt | ({"position_embedding_type": "none"} if turning else {})
     mtp = None
     if transformer.mtp_num_layers:
         mtp = with_prediction_layers(
@@ -96,7 +110,7 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         vp_stage=chunk,
-        **spec.gpt,
+        **gpt,
     ).to(device)
     if not transformer.bf16:
         return model

@@ -29,11 +29,20 @@ class Known(NamedTuple):
 class ForwardPasses:
     """Scores under several sets of weights, which take turns in the memory of the policy's parameters."""
 
-    def __init__(self, pipeline: Pipeline, routing: Routing, weights: Weights, algorithm: Algorithm, replay: Replay):
-        """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`:
-        `trainer.moe.replay`."""
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        routing: Routing,
+        weights: Weights,
+        algorithm: Algorithm,
+        replay: Replay,
+        *,
+        known: bool = False,
+    ):
+        """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`: `trainer.moe.replay`.
+        `known`: the engines' log-probs are the policy's own before each step, to the last bit."""
         self._pipeline, self._routing, self._weights, self._replay = pipeline, routing, weights, replay
-        self._recompute = algorithm.old_logprobs == "recompute"
+        self._recompute = algorithm.old_logprobs == "recompute" and not known
         self._copies: dict[str, HostCopy] = {}
         if algorithm.reference:
             self._copies["reference"] = weights.snapshot()

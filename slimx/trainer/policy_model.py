@@ -26,10 +26,11 @@ class PolicyModel(GPTModel):
     Written for megatron-core 0.16.1.
     """
 
-    def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, **kwargs: Any):
-        """`logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`."""
+    def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, exact: bool = False, **kwargs: Any):
+        """`logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`. `exact`: by the contract
+        of exact mode."""
         super().__init__(*args, **kwargs)
-        self._chunk = logprob_chunk_tokens
+        self._chunk, self._exact = logprob_chunk_tokens, exact
 
     def _postprocess(
         self,
@@ -86,4 +87,5 @@ class PolicyModel(GPTModel):
             whole = gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             whole = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk_tokens(self._chunk, len(head)))
+        chunk = chunk_tokens(self._chunk, len(head))
+        return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk, exact=self._exact)

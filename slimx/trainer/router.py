@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.algorithms.router_terms import LayerTally
 from slimx.errors import SlimxError
+from slimx.numerics import exact
 
 
 @dataclass(slots=True)
@@ -141,9 +142,43 @@ class PolicyRouter(TopKRouter):
         """Nothing: the tally counts."""
 
 
-def install(block: Any) -> None:
-    """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with PolicyRouter."""
+class _ExactRouting(TopKRouter):
+    """The arithmetic of exact mode: fp32 logits, the lower id where two experts are equal."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [t, 1, experts] of input [t, 1, hidden]."""
+        return exact.linear(input.float(), self.weight.float())
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As upstream's."""
+        config, flat = self.config, logits.view(-1, self.config.num_moe_experts)
+        weights, experts = exact.route(
+            flat,
+            self.topk,
+            score=self.score_function,
+            bias=self.expert_bias,
+            groups=config.moe_router_num_groups or 1,
+            top_groups=config.moe_router_group_topk or 1,
+            renormalise=self.topk > 1 if self.score_function == "sigmoid" else not config.moe_router_pre_softmax,
+            factor=config.moe_router_topk_scaling_factor or 1.0,
+        )
+        if self.router_replay is not None:  # it records the choice, and in exact mode replays none
+            self.router_replay.get_replay_topk(
+                flat, self.topk, default_compute_topk=lambda *_, **__: (weights, experts)
+            )
+        probs = torch.zeros_like(flat).scatter(1, experts, weights)
+        return probs, torch.zeros_like(flat, dtype=torch.bool).scatter(1, experts, True)
+
+
+class ExactRouter(PolicyRouter, _ExactRouting):
+    """PolicyRouter in exact mode."""
+
+
+def install(block: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
+    """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with routers of `kind`."""
     for layer in block.layer_specs:
         experts = getattr(layer.submodules.mlp, "submodules", None)
         if isinstance(experts, MoESubmodules):
-            experts.router = PolicyRouter
+            experts.router = kind

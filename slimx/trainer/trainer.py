@@ -56,7 +56,13 @@ class Trainer:
         self.routing = Routing(modules, parallel, config.trainer.moe)
         self.pipeline = Pipeline(self.chunks, parallel.device, self.routing, self.context.sequence_sum)
         self.passes = ForwardPasses(
-            self.pipeline, self.routing, self.weights, config.algorithm, config.trainer.moe.replay
+            self.pipeline,
+            self.routing,
+            self.weights,
+            config.algorithm,
+            config.trainer.moe.replay,
+            # Without staleness every token was sampled by the weights that the step begins with.
+            known=config.exact and config.schedule.max_staleness == 0,
         )
         self.saver = Saver(
             rank=parallel.rank,

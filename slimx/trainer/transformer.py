@@ -78,6 +78,8 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         # parallel, and the gradient norm would count the shards of one TP rank only.
         "use_cpu_initialization": cpu,
         **_fusion_fields(spec, backends),
+        # The slot of a layer's spec into which exact mode puts its own activation.
+        "use_te_activation_func": config.exact,
     }
     check_megatron_fields(trainer.megatron, kind)
     if fields.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):

@@ -1,0 +1,280 @@
+"""Exact mode in the trainer: megatron-core's modules with the operations of `slimx.numerics.exact`.
+
+The modules are those of `megatron_layers` and megatron-core with other arithmetic: names, shapes and checkpoint keys of
+parameters stay. `install` puts them into a layer's spec. Written for megatron-core 0.16.1.
+
+Tensor parallelism: partial sums of row-parallel products stay fp32, every rank gathers them and adds them in the order
+of the tree, and the sum is rounded once. A reduction by the communication library would add in its own order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from slimx.adapters.megatron_attention import Attention
+from slimx.adapters.megatron_layers import (
+    ColumnGroupedLinear,
+    Norm,
+    NormColumnParallelLinear,
+    RowGroupedLinear,
+)
+from slimx.errors import SlimxError
+from slimx.layout.zigzag import zigzag
+from slimx.numerics import exact
+
+
+def install(block: Any, *, leaves: int, rotary_base: float | None) -> None:
+    """Have the layers of a decoder's spec (TransformerBlockSubmodules) built for exact mode.
+
+    `leaves`: of row-parallel sums. `rotary_base`: of the rotary embedding that the attention applies itself; None where
+    megatron-core applies it (MLA). Raises SlimxError for a module without an exact counterpart.
+    """
+    parts = {
+        ColumnParallelLinear: ModuleSpec(ExactColumn),
+        NormColumnParallelLinear: ModuleSpec(ExactNormColumn),
+        RowParallelLinear: ModuleSpec(ExactRow, params={"leaves": leaves}),
+        Linear: ModuleSpec(ExactLinear),
+        Norm: ModuleSpec(ExactNorm),
+        Attention: ModuleSpec(ExactAttention, params={"rotary_base": rotary_base}),
+        ColumnGroupedLinear: ModuleSpec(ExactColumnGrouped),
+        RowGroupedLinear: ModuleSpec(ExactRowGrouped, params={"leaves": leaves}),
+        TEGroupedMLP: ModuleSpec(ExactExperts),
+        MoELayer: ModuleSpec(ExactMoe),
+    }
+    for layer in block.layer_specs:
+        _replace(layer, parts)
+    block.layer_norm = ExactNorm
+
+
+def _replace(spec: ModuleSpec, parts: dict[type, ModuleSpec]) -> None:
+    """Exchange what `spec` and its submodules name, in place."""
+    if (other := parts.get(spec.module)) is not None:
+        spec.module, spec.params = other.module, {**spec.params, **other.params}
+    if spec.submodules is None:
+        return
+    for field in dataclasses.fields(spec.submodules):
+        value = getattr(spec.submodules, field.name)
+        if isinstance(value, ModuleSpec):
+            _replace(value, parts)
+        elif isinstance(value, type) and value in parts:
+            setattr(spec.submodules, field.name, parts[value])
+    if isinstance(spec.submodules, MLPSubmodules):
+        spec.submodules.activation_func = ExactSwiGLU
+
+
+# Norms, linear layers, activation ----------------------------------------------------------------------------------
+
+
+class ExactNorm(Norm):
+    norm = staticmethod(exact.rms_norm)
+
+
+class _Column:
+    """The product of a column-parallel layer."""
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        sequence_parallel: bool = False,
+        allreduce_dgrad: bool = False,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        return exact.linear(input, weight, bias=bias)
+
+
+class ExactColumn(_Column, ColumnParallelLinear):
+    pass
+
+
+class ExactNormColumn(_Column, NormColumnParallelLinear):
+    norm = staticmethod(exact.rms_norm)
+
+
+class ExactLinear(Linear):
+    """A layer that all ranks of TP have whole."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return exact.linear(x, self.weight, bias=self.bias), None
+
+
+class _TreeSum(torch.autograd.Function):
+    """fp32 partial sums of all ranks, added as the upper levels of the tree; each rank's part gets the whole gradient,
+    which is the same on all."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return exact.combine_leaves(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return gradient, None
+
+
+class ExactRow(RowParallelLinear):
+    """A row-parallel layer outside of experts."""
+
+    def __init__(self, *args: Any, leaves: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.leaves = leaves // self.tp_group.size()
+        if self.bias is not None:
+            raise SlimxError("a bias of a row-parallel layer has no place in exact mode; set numerics.mode=fast")
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if self.tp_group.size() == 1:
+            return exact.linear(x, self.weight, self.leaves), None
+        total = _TreeSum.apply(exact.linear_partial(x, self.weight, self.leaves), self.tp_group).to(x.dtype)
+        if self.sequence_parallel:
+            total = scatter_to_sequence_parallel_region(total, group=self.tp_group)
+        return total, None
+
+
+class _OfFirstRank(torch.autograd.Function):
+    """The dispatcher adds the ranks of expert tensor parallelism, so all but the first give zeros. In the backward pass
+    it brings every rank the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return x.clone() if group.rank() == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return gradient, None
+
+
+class ExactSwiGLU(torch.nn.Module):
+    """The activation of a spec (`use_te_activation_func`)."""
+
+    def __init__(self, config: Any = None, **_: Any):
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return exact.silu_and_mul(x)
+
+
+# Attention ---------------------------------------------------------------------------------------------------------
+
+
+class ExactAttention(Attention):
+    """Core attention; with a `rotary_base` it turns queries and keys itself, by an fp32 table."""
+
+    def __init__(self, config: Any, *args: Any, rotary_base: float | None = None, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.rotary_base = rotary_base
+        self._table = torch.empty(0, 0)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        if self.rotary_base is not None:
+            query, key = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key))
+            bounds = packed_seq_params.cu_seqlens_q
+            query, key = exact.rope(query, key, *self._turns((bounds[1:] - bounds[:-1]).tolist(), query))
+        return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _turns(self, lengths: list[int], query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table, and the positions of this rank's tokens in their sequences."""
+        if max(lengths) > len(self._table):
+            frequencies = exact.rope_frequencies(query.shape[-1], self.rotary_base)
+            self._table = exact.rope_table(frequencies, 1 << (max(lengths) - 1).bit_length()).to(query.device)
+        places = torch.from_numpy(zigzag(lengths, self.context.size(), self.context.rank()))
+        sizes = torch.tensor(lengths)
+        starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return self._table, (places - starts[places]).to(query.device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: list[int],
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        how = {"rows": rows, "window": self.window, "sinks": self.softmax_offset}
+        return exact.attention(query, key, value, bounds, self.scale, **how).flatten(1)
+
+
+# Experts -----------------------------------------------------------------------------------------------------------
+
+
+class _Grouped:
+    """The products of all local experts in one call."""
+
+    own_leaves = 1
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
+        weights = [expert.weight for expert in self.experts]
+        return exact.grouped_linear(x, weights, list(tokens_per_expert), self.own_leaves), None
+
+
+class ExactColumnGrouped(_Grouped, ColumnGroupedLinear):
+    pass
+
+
+class ExactRowGrouped(_Grouped, RowGroupedLinear):
+    def __init__(self, *args: Any, leaves: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.own_leaves = leaves // self.groups.expt_tp.size()
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
+        group = self.groups.expt_tp
+        if group.size() == 1:
+            return super().forward(x, tokens_per_expert)
+        weights, counts = [expert.weight for expert in self.experts], list(tokens_per_expert)
+        part = exact.grouped_linear(x, weights, counts, self.own_leaves, dtype=torch.float32)
+        return _OfFirstRank.apply(_TreeSum.apply(part, group).to(x.dtype), group), None
+
+
+class ExactExperts(TEGroupedMLP):
+    """Outputs of experts without the router's weights, which meet them in `ExactMoe`."""
+
+    def forward(
+        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        counts = tokens_per_expert.tolist()
+        inner, _ = self.linear_fc1(hidden, counts)
+        return self.linear_fc2(exact.silu_and_mul(inner), counts)
+
+
+class ExactMoe(MoELayer):
+    """Adds a token's experts in ascending order of id, in fp32."""
+
+    def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
+        self._routed = probs, routing_map
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """output: one row for each token and expert, sorted by expert and then token."""
+        probs, routing_map = self._routed
+        self._routed = None
+        dispatcher, choices = self.token_dispatcher, self.config.moe_router_topk
+        by_token = dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True)
+        rows = output[by_token].view(-1, choices, output.shape[-1])
+        weights = probs[routing_map].view(-1, choices)
+        shared = None if shared_expert_output is None else shared_expert_output.flatten(0, -2)
+        return exact.moe_combine(rows, weights, shared).view(dispatcher.hidden_shape)

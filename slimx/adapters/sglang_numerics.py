@@ -1,0 +1,329 @@
+"""Exact mode in an SGLang server: the operations of `slimx.numerics.exact` in the place of SGLang's own.
+
+Written for sglang 0.5.23. Active only in a server that was started with `--exact-leaves` (slimx.rollout.server).
+Loading of weights, scheduling, the KV cache and sampling stay SGLang's. What is replaced are the functions that round:
+norms, linear layers, rotary embedding, SwiGLU, attention, top-k, experts, output layer and log_softmax. A model that
+has anything else with parameters is refused, because it would round by another rule.
+
+With tensor parallelism every rank gathers the others' partial sums, adds them in the order of the tree, and all but the
+first return zeros: the sum over ranks, which SGLang makes wherever it likes, is then the first rank's value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slimx.errors import SlimxError
+from slimx.numerics import exact
+
+OPTION = "--exact-leaves"
+ATTENTION = "slimx_exact"
+"""Name of the attention backend."""
+
+
+def asked_leaves(argv: Sequence[str]) -> int | None:
+    """Leaves that the command line of `slimx.rollout.server` asks for; None: fast mode. Children of a server have the
+    same `sys.argv`."""
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    return int(own[own.index(OPTION) + 1]) if OPTION in own else None
+
+
+def open_choices() -> None:
+    """Have SGLang's arguments accept the attention backend, in deterministic mode too and with a radix cache."""
+    from sglang.srt.arg_groups import choices
+
+    for listed in (
+        choices.ATTENTION_BACKEND_CHOICES,
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        if ATTENTION not in listed:
+            listed.append(ATTENTION)
+
+
+def register(registry: Any, kinds: Any, leaves: int) -> None:
+    """Register the operations with SGLang's HookRegistry (`kinds`: its HookType), and the attention backend."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    room = ExactServer(leaves)
+    for target, hook in room.replacements().items():
+        registry.register(target, hook, kinds.REPLACE)
+    registry.register(LOG_SOFTMAX, room.log_softmax, kinds.AROUND)
+    register_attention_backend(ATTENTION)(room.attention_backend)
+
+
+def installed(registry: Any) -> ExactServer | None:
+    """The operations registered in this process; None in fast mode."""
+    owners = (getattr(hook, "__self__", None) for hooks in registry._hooks.values() for _, hook, _ in hooks)
+    return next((owner for owner in owners if isinstance(owner, ExactServer)), None)
+
+
+NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
+ACTIVATION = "sglang.srt.layers.activation.SiluAndMul.forward_native"
+ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native"
+LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
+HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+TOP_K = "sglang.srt.layers.moe.topk.fused_topk_native"
+EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+LOG_SOFTMAX = "torch.nn.functional.log_softmax"
+"""The sampler and the scoring of prompts take their log-probs from it."""
+
+
+class ExactServer:
+    """The operations of one server process, and how often each was called."""
+
+    def __init__(self, leaves: int):
+        self.leaves = leaves
+        self.calls: Counter[str] = Counter()
+        self._gates: set[int] = set()
+        """Linear layers (by id) whose output is a router's logits: those stay fp32."""
+        self._tables: dict[tuple[float, int], torch.Tensor] = {}
+
+    def replacements(self) -> dict[str, Callable[..., Any]]:
+        """What SGLang's HookRegistry replaces, by target."""
+        return {
+            NORM: self.rms_norm,
+            ACTIVATION: self.silu_and_mul,
+            ROTARY: self.rotary,
+            LINEAR: self.linear,
+            HEAD: self.head,
+            TOP_K: self.top_k,
+            EXPERTS: self.experts,
+        }
+
+    def contract(self, dtype: torch.dtype) -> dict[str, int | str]:
+        return exact.contract(leaves=self.leaves, dtype=str(dtype).removeprefix("torch."))
+
+    def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
+        """By target whether it is replaced and, if the model needs it to generate, has been called: a server is asked
+        after its first token."""
+        kinds = {type(module).__name__ for module in model.modules()}
+        idle = {LOG_SOFTMAX}  # greedy health checks ask for no log-probs
+        idle |= set() if "FusedMoE" in kinds else {TOP_K, EXPERTS}
+        idle |= set() if "SiluAndMul" in kinds else {ACTIVATION}
+        return {
+            target: target in registry._patched and (target in idle or self.calls[target] > 0)
+            for target in (*self.replacements(), LOG_SOFTMAX)
+        } | {ATTENTION: self.calls[ATTENTION] > 0}
+
+    # Operations, with the signatures of what they replace -----------------------------------------------------------
+
+    def rms_norm(self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
+        self.calls[NORM] += 1
+        if residual is None:
+            return exact.rms_norm(x, norm.weight, norm.variance_epsilon)
+        return exact.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+    def silu_and_mul(self, _: Any, x: torch.Tensor) -> torch.Tensor:
+        self.calls[ACTIVATION] += 1
+        return exact.silu_and_mul(x)
+
+    def rotary(
+        self,
+        rotary: Any,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls[ROTARY] += 1
+        positions = (positions if offsets is None else positions + offsets).flatten()
+        table = self._table(rotary.base, rotary.rotary_dim, rotary.max_position_embeddings)
+        heads = (x.reshape(len(positions), -1, rotary.head_size) for x in (query, key))
+        turned = exact.rope(*heads, table, positions)
+        return turned[0].reshape(query.shape), turned[1].reshape(key.shape)
+
+    def _table(self, base: float, dim: int, positions: int) -> torch.Tensor:
+        key = float(base), dim
+        if key not in self._tables:
+            self._tables[key] = exact.rope_table(exact.rope_frequencies(dim, base), positions)
+        return self._tables[key]
+
+    def linear(self, _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        from sglang.srt.layers.linear import RowParallelLinear
+
+        self.calls[LINEAR] += 1
+        if id(layer) in self._gates:
+            return exact.linear(x, layer.weight, dtype=torch.float32)
+        if isinstance(layer, RowParallelLinear):
+            size = layer.tp_group.world_size if layer.tp_group is not None else 1
+            if size > 1:
+                part = exact.linear_partial(x, layer.weight, self.leaves // size)
+                return self._of_first_rank(exact.combine_leaves(_gathered(part, layer.tp_group), x.dtype))
+            return exact.linear(x, layer.weight, leaves=self.leaves)
+        return exact.linear(x, layer.weight, bias=bias)
+
+    def head(self, _: Any, hidden: torch.Tensor, head: Any, *__: Any, **___: Any) -> torch.Tensor:
+        self.calls[HEAD] += 1
+        return exact.linear(hidden.to(head.weight.dtype), head.weight)
+
+    def top_k(
+        self,
+        hidden_states: torch.Tensor,
+        gating_output: torch.Tensor,
+        topk: int,
+        renormalize: bool,
+        correction_bias: torch.Tensor | None = None,
+        scoring_func: str = "softmax",
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls[TOP_K] += 1
+        weights, ids = exact.route(gating_output, topk, renormalise=renormalize)
+        return weights, ids.to(torch.int32)
+
+    def experts(self, layer: Any, x: torch.Tensor, choice: Any, config: Any) -> torch.Tensor:
+        """x [tokens, hidden]; the weights w13 [experts, 2 n, hidden] and w2 [experts, hidden, n] of this rank."""
+        from sglang.srt.runtime_context import get_parallel
+
+        self.calls[EXPERTS] += 1
+        weights, ids = choice.topk_weights, choice.topk_ids.long()
+        ids, ascending = ids.sort(dim=1)
+        weights = weights.gather(1, ascending)
+        order = ids.flatten().argsort(stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=len(layer.w13_weight)).tolist()
+        inner = exact.silu_and_mul(exact.grouped_linear(x[order // ids.shape[1]], list(layer.w13_weight), counts))
+        size = layer.moe_tp_size
+        if size == 1:
+            out = exact.grouped_linear(inner, list(layer.w2_weight), counts, self.leaves)
+        else:
+            part = exact.grouped_linear(inner, list(layer.w2_weight), counts, self.leaves // size, dtype=torch.float32)
+            out = exact.combine_leaves(_gathered(part, get_parallel().tp_group), x.dtype)
+        by_token = torch.empty_like(out)
+        by_token[order] = out
+        mixed = exact.moe_combine(by_token.view(*ids.shape, -1), weights)
+        return mixed if size == 1 else self._of_first_rank(mixed)
+
+    def log_softmax(self, original: Callable[..., Any], x: torch.Tensor, dim: int | None = None, **options: Any) -> Any:
+        self.calls[LOG_SOFTMAX] += 1
+        if x.dim() != 2 or dim not in (-1, 1) or options:
+            return original(x, dim=dim, **options)
+        return exact.log_softmax(x.float())
+
+    def _of_first_rank(self, x: torch.Tensor) -> torch.Tensor:
+        from sglang.srt.runtime_context import get_parallel
+
+        return x if get_parallel().tp_rank == 0 else torch.zeros_like(x)
+
+    # Attention ------------------------------------------------------------------------------------------------------
+
+    def attention_backend(self, runner: Any) -> Any:
+        """SGLang's factory of the backend, called once the model is there. Raises SlimxError for a model that has more
+        than these operations."""
+        if problems := list(uncovered(runner.model)):
+            raise SlimxError(f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}")
+        self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}
+        return _attention_class()(runner, self)
+
+
+def _gathered(part: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Every rank's `part`, in the order of ranks."""
+    parts = [torch.empty_like(part) for _ in range(group.world_size)]
+    dist.all_gather(parts, part.contiguous(), group=group.device_group)
+    return parts
+
+
+def _attention_class() -> type:
+    """SGLang's torch backend with another kernel: where keys and values are, and when they are written, is its own."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    class ExactAttention(TorchNativeAttnBackend):
+        def __init__(self, runner: Any, room: ExactServer):
+            super().__init__(runner)
+            self.room = room
+
+        def _run_sdpa_forward_extend(
+            self,
+            query: torch.Tensor,
+            output: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+            table: torch.Tensor,
+            requests: torch.Tensor,
+            lengths: torch.Tensor,
+            before: torch.Tensor,
+            added: torch.Tensor,
+            *_: Any,
+            scaling: float,
+            **__: Any,
+        ) -> torch.Tensor:
+            """query, output [tokens, heads, d]; keys, values [slots, groups, d]; table [requests, places] of slots;
+            of every request: its row in the table, its length, how much of that was there before, and is added."""
+            added = added.long()
+            first = (added.cumsum(0) - added).repeat_interleave(added)
+            seen = before.long().repeat_interleave(added) + torch.arange(len(query)) - first + 1
+            rows = requests.long().repeat_interleave(added)
+            return self._attend(query, output, keys, values, table, rows, seen, scaling)
+
+        def _run_sdpa_forward_decode(
+            self,
+            query: torch.Tensor,
+            output: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+            table: torch.Tensor,
+            requests: torch.Tensor,
+            lengths: torch.Tensor,
+            *_: Any,
+            scaling: float,
+            **__: Any,
+        ) -> torch.Tensor:
+            """As above, with one token of each request."""
+            return self._attend(query, output, keys, values, table, requests.long(), lengths.long(), scaling)
+
+        def _attend(self, query, output, keys, values, table, rows, seen, scale) -> torch.Tensor:
+            self.room.calls[ATTENTION] += 1
+            begin = rows * table.shape[1]
+            return output.copy_(exact.gathered_attention(query, keys, values, table.int(), begin, seen, scale))
+
+    return ExactAttention
+
+
+# What a model may be made of ---------------------------------------------------------------------------------------
+
+
+def uncovered(model: torch.nn.Module) -> Iterator[str]:
+    """What of a model these operations do not compute, a phrase each."""
+    for name, module in model.named_modules():
+        if why := _problem(module):
+            yield f"{name or 'the model'} ({type(module).__name__}) {why}"
+
+
+def _problem(module: torch.nn.Module) -> str | None:
+    """Why the rounding of a module's own arithmetic would not be the contract's; None if it is, or has none."""
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.linear import LinearBase, RowParallelLinear
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.moe.topk import TopK
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, LinearBase):
+        if not isinstance(module.quant_method, UnquantizedLinearMethod):
+            return "holds quantised weights"
+        return "has a bias" if isinstance(module, RowParallelLinear) and module.bias is not None else None
+    if isinstance(module, FusedMoE):
+        if not isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+            return "holds quantised weights"
+        plain = module.moe_runner_config.activation == "silu" and module.moe_runner_config.gemm1_alpha is None
+        return None if plain and getattr(module, "w13_weight_bias", None) is None else "is no plain SwiGLU"
+    if isinstance(module, RMSNorm):
+        special = module.cast_x_before_out_mul or module.fp32_residual or module.variance_size_override
+        return "normalises in another way" if special else None
+    if isinstance(module, TopK):
+        plain = not module.topk_config.use_grouped_topk and module.topk_config.scoring_func == "softmax"
+        return None if plain and module.topk_config.correction_bias is None else "chooses experts by another rule"
+    if isinstance(module, RadixAttention):
+        special = (module.sliding_window_size or -1) > -1 or module.logit_cap or module.is_cross_attention
+        return "attends to a window or caps its logits" if special else None
+    if isinstance(module, RotaryEmbedding):
+        return None if type(module) is RotaryEmbedding and module.is_neox_style else "rotates in another way"
+    known = isinstance(module, VocabParallelEmbedding)
+    return "is unknown" if not known and next(module.parameters(recurse=False), None) is not None else None

@@ -1,0 +1,92 @@
+"""What `numerics.mode: exact` asks of the other sections, as far as the configuration alone can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.config.engines import Engines
+from slimx.config.rollout import Rollout
+from slimx.config.run import Cluster, Numerics
+from slimx.config.schedule import Publish
+from slimx.config.trainer import Trainer
+
+SERVER_ARGUMENTS = (
+    "attention_backend",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "speculative_algorithm",
+    "enable_lora",
+    "lora_paths",
+    "enable_torch_compile",
+    "enable_fp32_lm_head",
+    "rl_on_policy_target",
+    "json_model_override_args",
+)
+"""Of SGLang's arguments, those that would change what an engine computes."""
+MEGATRON_FIELDS = (
+    "fp8",
+    "fp4",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_shared_expert_overlap",
+    "moe_latent_size",
+    "moe_router_dtype",
+    "moe_token_dispatcher_type",
+    "use_te_activation_func",
+    "layernorm_zero_centered_gamma",
+    "rotary_interleaved",
+    "mtp_num_layers",
+)
+"""Of megatron-core's fields, those that would change what the trainer computes."""
+
+
+def tree_leaves(numerics: Numerics, trainer: Trainer, rollout: Rollout) -> int:
+    """Leaves of the binary tree of row-parallel sums: as given, or the largest tensor parallel size that takes part."""
+    return numerics.leaves or max(_tensor_sizes(trainer, rollout).values())
+
+
+def _tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
+    sizes = {"trainer.tensor": trainer.tensor, "trainer.expert_tensor": trainer.expert_tensor_size}
+    return sizes | {f"tensor of rollout.engines group {each.name}": each.tensor for each in rollout.policy_engines}
+
+
+def exact_problems(
+    numerics: Numerics, trainer: Trainer, rollout: Rollout, cluster: Cluster, publish: Publish
+) -> Iterator[str]:
+    """What exact mode cannot do, a sentence each."""
+    mode, leaves = "numerics.mode is exact", tree_leaves(numerics, trainer, rollout)
+    if leaves & (leaves - 1):
+        yield f"numerics.leaves is {leaves}, which makes no binary tree; set a power of two"
+    for name, size in _tensor_sizes(trainer, rollout).items():
+        if leaves % size:
+            yield f"{name} {size} does not divide the {leaves} leaves of numerics.leaves; set it to a common multiple"
+    if cluster.device == "cuda":
+        yield f"{mode}, which is proven on the CPU only, and cluster.device is cuda; set numerics.mode=fast"
+    if trainer.moe.replay != "none":
+        yield f"{mode}, where both sides choose the same experts: set trainer.moe.replay=none"
+    if trainer.moe.dispatcher != "alltoall":
+        yield f"{mode}, whose experts meet their tokens by trainer.moe.dispatcher=alltoall; set it"
+    if field := next((name for name in MEGATRON_FIELDS if trainer.megatron.get(name)), None):
+        yield f"{mode}, and trainer.megatron.{field} would change what the trainer computes; leave it out"
+    sampling = rollout.sampling
+    if sampling.top_p < 1 or sampling.top_k != -1:
+        yield (
+            f"{mode}, whose log-probs are over the whole vocabulary: set rollout.sampling.top_p=1 and "
+            "rollout.sampling.top_k=-1"
+        )
+    if publish.quantise is not None:
+        yield f"{mode}, where engines hold the trainers' own weights: set publish.quantise=null"
+    for group in rollout.policy_engines:
+        yield from _engine_problems(group, mode)
+
+
+def _engine_problems(group: Engines, mode: str) -> Iterator[str]:
+    where = f"rollout.engines group {group.name}"
+    for key in ("expert", "pipeline", "dp_attention"):
+        if getattr(group, key) > 1:
+            yield f"{mode}, which engines have for tensor parallelism only: set {key}=1 in {where}"
+    if group.role != "regular":
+        yield f"{mode}, and {where} has the role {group.role}; set role=regular"
+    if argument := next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None):
+        yield f"{mode}, and {where} sets sglang.{argument}, which would change what the engine computes; leave it out"
