@@ -19,6 +19,7 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.models.megatron_directory import check_fit, is_megatron
 from slimx.orchestration.cluster import device_of
 from slimx.preflight.constraints import batch_problems
+from slimx.preflight.exact import check_exact
 from slimx.preflight.layout import check_critic_layout, check_layout, critic_keys
 from slimx.preflight.probe import try_hooks
 from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
@@ -63,6 +64,7 @@ def check_run(config: Config) -> Prepared:
     spec = configured_model(config)
     sizes = check_layout(config, spec)
     check_routing(config, spec)
+    check_exact(config, spec, device)
     backends = choose_backends(config.trainer, device=device, packages=installed())
     _check_transformer(config, spec, backends, device)
     _check_weights(Path(config.initial_weights), spec)

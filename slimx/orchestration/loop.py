@@ -31,7 +31,7 @@ import time
 from slimx.orchestration.advantages import estimate_advantages
 from slimx.orchestration.batches import batch_metrics
 from slimx.orchestration.evaluation import evaluate
-from slimx.orchestration.measure import group_metrics, probe_gap, staleness_metrics
+from slimx.orchestration.measure import check_gap, group_metrics, probe_gap, staleness_metrics
 from slimx.orchestration.ppo import train_step
 from slimx.orchestration.reference import refresh_reference
 from slimx.orchestration.run import Run
@@ -74,6 +74,7 @@ async def train(run: Run) -> None:
         if run.engines is not None and not metrics["gap/tokens"]:
             with run.phase("probe"):
                 metrics |= await run.watched(probe_gap(run, batch.groups))
+        check_gap(config, metrics, run.step)
         if run.due(config.eval.every) or run.step == schedule.steps:
             metrics |= await evaluate(run)
         await run.rollouts_kept()

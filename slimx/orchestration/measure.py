@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from slimx.config.schema import Config
 from slimx.data.batch import make_rows
 from slimx.data.records import Group
+from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
 from slimx.rollout.manager import Batch
 
@@ -51,3 +53,13 @@ async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
         row.support = None  # an engine scores over the whole vocabulary
         row.versions = np.where(row.loss_weight > 0, scores.version, -1).astype(np.int64)
     return await run.trainers.measure_gap(run.packer(rows), version=run.version)
+
+
+def check_gap(config: Config, metrics: dict[str, float], step: int) -> None:
+    """Raises SlimxError where numerics.mode promises that there is no gap and one was measured."""
+    if config.exact and metrics.get("gap/tokens") and metrics["gap/max"] != 0.0:
+        raise SlimxError(
+            f"step {step}: numerics.mode is exact, but log-probs of trainer and engines differ by up to "
+            f"{metrics['gap/max']:.1e} on {metrics['gap/tokens']:.0f} tokens of one weight version; weights "
+            "or operations are not the same on both sides (docs/numerics.md); numerics.mode=fast goes on with a gap"
+        )
