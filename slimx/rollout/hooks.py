@@ -29,6 +29,7 @@ from slimx.rewards import needs
 from slimx.rewards.mixture import Mixture, Part
 from slimx.rollout.completion import Completion
 from slimx.rollout.draft import Draft
+from slimx.rollout.environment_processes import Environments
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.stream import TokenStream
 
@@ -117,6 +118,8 @@ class RolloutContext:
     """URL of the policy's router; "" where there is none. `engine` is the way to tokens that can be trained."""
     proxy: ChatProxy | None = None
     """The run's OpenAI-compatible server (slimx.rollout.agent); None where nothing is sampled."""
+    environments: Environments = field(default_factory=Environments)
+    """Makes environments, in the driver or in processes."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
         """Begin a trajectory with the prompt's tokens; `suffix` tells several trajectories of one rollout apart."""

@@ -3,6 +3,8 @@
 rollout:
   generate: slimx.rollout.multi_turn.generate
   options: {environment: slimx.environments.python_tool.PythonTool, max_turns: 6}
+
+An environment that computes (a simulator, a compiler, a game) belongs in a process: environment_processes: 8.
 """
 
 from __future__ import annotations
@@ -12,14 +14,24 @@ from typing import Any
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
-from slimx.environments.base import Environment
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import SlimxError
 from slimx.rewards.needs import checked_by
 from slimx.rollout.hooks import RewardContext, RolloutContext
 
 
-def check(*, environment: str, environment_options: dict[str, Any] | None = None, **_: Any) -> None:
+def check(
+    *, environment: str, environment_options: dict[str, Any] | None = None, environment_processes: int = 0, **_: Any
+) -> None:
     """Refuse an environment that cannot be made, or whose own `check` refuses the machine."""
+    if (
+        isinstance(environment_processes, bool)
+        or not isinstance(environment_processes, int)
+        or environment_processes < 0
+    ):
+        raise SlimxError(
+            f"rollout.options.environment_processes is {environment_processes!r}; give the number of environment calls "
+            "that may compute at once, or 0 for the driver's event loop"
+        )
     options = environment_options or {}
     kind = imported("rollout.options.environment", environment)
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(kind, name, None))]
@@ -43,16 +55,24 @@ async def generate(
     environment_options: dict[str, Any] | None = None,
     max_turns: int = 8,
     turn_deadline: float = 60.0,
+    environment_processes: int = 0,
 ) -> Trajectory:
     """One trajectory of at most `max_turns` turns of the model; what the environment says is not trained.
 
     A turn that was cut off (no end token) ends the rollout. Metadata: `rewards` of each turn, `turns`, `ended` (done,
     turns or length) and the last step's `info`. Raises DeadlineError for a step that takes longer than `turn_deadline`
-    seconds."""
-    world: Environment = imported("rollout.options.environment", environment)(**(environment_options or {}))
+    seconds. `environment_processes`: environment calls that compute at once, in a process for each environment; 0: in
+    the driver's event loop."""
+    world = ctx.environments.make(
+        environment,
+        environment_options or {},
+        deadline_s=turn_deadline,
+        rollout=f"{ctx.group_id}/{ctx.index}",
+        processes=environment_processes,
+    )
     draft, rewards, info, ended = ctx.draft(prompt), [], {}, "turns"
     try:
-        begun = await _within(turn_deadline, world.reset(prompt, ctx.seed), ctx, environment)
+        begun = await world.reset(prompt, ctx.seed)
         if begun:
             draft.add_inserted(ctx.turn(begun, after=draft.token_ids))
         for turn in range(max_turns):
@@ -62,7 +82,7 @@ async def generate(
                 ended = "length"
                 break
             text = ctx.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-            step = await _within(turn_deadline, world.step(text), ctx, environment)
+            step = await world.step(text)
             rewards.append(float(step.reward))
             info = step.info
             if step.done:
@@ -77,11 +97,3 @@ async def generate(
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
     """The sum of what the environment gave to the turns."""
     return float(sum(trajectory.metadata["rewards"]))
-
-
-async def _within(seconds: float, call: Any, ctx: RolloutContext, environment: str) -> Any:
-    try:
-        async with asyncio.timeout(seconds):
-            return await call
-    except TimeoutError:
-        raise DeadlineError(f"a step of rollout {ctx.group_id}/{ctx.index}", seconds, environment) from None

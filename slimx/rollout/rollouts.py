@@ -14,6 +14,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.environment_processes import Environments
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Generator, GivenUp, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
 from slimx.rollout.proxy import ChatProxy
@@ -60,6 +61,7 @@ class GroupMaker:
         self._slots = Slots(config.rollout.concurrency)
         self._places = asyncio.Semaphore(config.rollout.max_rollouts)
         self._rewards = reward_runner(config.reward, hooks.reward, config.model.path) if hooks.reward else None
+        self._environments = Environments()
 
     async def make(self, prompt: Prompt, *, group_id: str, number: int, evaluation: bool = False) -> Outcome:
         """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
@@ -81,9 +83,10 @@ class GroupMaker:
         return self._filtered(group) if self.hooks.keep and not evaluation else Outcome(group)
 
     def close(self) -> None:
-        """Let the reward threads or processes end."""
+        """Let the threads and processes of rewards and environments end."""
         if self._rewards:
             self._rewards.close()
+        self._environments.close()
 
     def _filtered(self, group: Group) -> Outcome:
         try:
@@ -113,6 +116,7 @@ class GroupMaker:
             engines=self.engines,
             address=getattr(self.client, "url", ""),
             proxy=self.proxy,
+            environments=self._environments,
         )
         hook = self.config.rollout.generate
         try:
