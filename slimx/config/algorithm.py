@@ -140,6 +140,11 @@ class Algorithm(Section):
         "the weights before the step (one more forward pass)",
     )
     correction: Correction = Correction()
+    mask_stale_tokens: bool = Field(
+        False,
+        description="of a trajectory that several weight versions sampled, train only the tokens of the newest; the "
+        "older ones are context",
+    )
     sapo_tau_positive: PositiveFloat = Field(1.0, description="sapo: temperature where the advantage is positive")
     sapo_tau_negative: PositiveFloat = Field(1.05, description="sapo: temperature where it is not")
     cov_share: Share = Field(2e-4, description="clip_cov, kl_cov: share of an update's trained tokens that is selected")
@@ -302,6 +307,7 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
         lambda a: a.loss != "sft" and a.advantages != "dpo",
         "is what the ratio compares with, and there is none",
     ),
+    "mask_stale_tokens": (lambda a: a.loss != "sft" and a.advantages != "dpo", "leaves tokens of a policy out"),
     "correction": (_policy_gradient, "weighs the policy-gradient losses"),
 }
 """Where each key has an effect, and how that is said."""

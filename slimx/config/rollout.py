@@ -53,6 +53,17 @@ class Proxy(Section):
 class Rollout(Section):
     prompts: str = Field(description="JSONL file of prompts: {messages | token_ids, answer, metadata}")
     prompts_per_step: PositiveInt = Field(32, description="prompts (groups) trained per step")
+    over_sampling: float | None = Field(
+        None,
+        ge=1,
+        description="groups in flight while a step waits for its own, over prompts_per_step, rounded up; null: "
+        "max_staleness + 1 - window, as many as can be trained in time. Those that cannot are generated anew",
+    )
+    partial: bool = Field(
+        False,
+        description="engines rest while trainers train: unfinished rollouts are interrupted, keep their tokens, and go "
+        "on in the next step; needs schedule.max_staleness",
+    )
     group_size: PositiveInt = Field(8, description="rollouts per prompt")
     generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `generate`")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -18,8 +18,15 @@ class Schedule(Section):
         description="optimizer updates per step, each on prompts_per_step / updates_per_step whole groups; the ratio "
         "of the loss stays that to the policy that sampled",
     )
-    max_staleness: Annotated[int, Field(ge=0, le=1)] = Field(
-        0, description="versions a trajectory may be behind: 0 synchronous, 1 one step off"
+    max_staleness: Count = Field(
+        0,
+        description="versions that the oldest token of a trajectory may be behind when it is trained: 0 synchronous, 1 "
+        "one step off, more: fully asynchronous",
+    )
+    window: Count = Field(
+        0,
+        description="batches of groups by which a finished group may overtake an unfinished older one, at most "
+        "max_staleness; 0: groups are trained in the order of their prompts",
     )
     colocate: bool = Field(False, description="trainers and engines share devices: sleep and wake in turns")
     step_deadline: PositiveFloat = Field(3600, description="seconds to wait for a step's rollouts")

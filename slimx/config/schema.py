@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from slimx.config.algorithm import Algorithm
 from slimx.config.critic import Critic, CriticLayout
 from slimx.config.exact import exact_problems, tree_leaves
+from slimx.config.flow import flow_problems
 from slimx.config.reward import Reward
 from slimx.config.rollout import Eval, Rollout
 from slimx.config.run import Cluster, Model, Numerics, Run, Track
@@ -82,11 +83,7 @@ class Config(Section):
                 "of them"
             )
         yield from self._replay_problems()
-        if self.schedule.colocate and self.schedule.max_staleness:
-            yield (
-                "schedule.colocate and schedule.max_staleness exclude each other: engines that sleep while trainers "
-                "train cannot generate ahead; set one of them to its default"
-            )
+        yield from flow_problems(self.rollout, self.schedule, self.algorithm)
         if self.schedule.colocate and self.publish.transport == "nccl":
             yield (
                 "schedule.colocate and publish.transport=nccl exclude each other: NCCL connects no GPU with itself; "

@@ -6,7 +6,7 @@ L is the number of tokens of a trajectory, prompt included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -158,6 +158,13 @@ class Trajectory:
             if span.version is not None:
                 out[span.start : span.stop] = span.version
         return out
+
+    def newest_only(self) -> Trajectory:
+        """A copy in which only those sampled tokens are trained that the newest of its versions sampled. Trained tokens
+        that no engine sampled stay so."""
+        versions = self.versions()
+        stale = (versions >= 0) & (versions < versions.max(initial=-1))
+        return replace(self, loss_mask=np.where(stale, 0, self.loss_mask).astype(np.uint8))
 
     def sampled_ids(self) -> np.ndarray:
         """int32: the sampled tokens, in order."""

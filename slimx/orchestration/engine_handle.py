@@ -124,6 +124,10 @@ class EngineHandle:
     async def state(self) -> State:
         return State(await self._call("its state", self._living.state.remote()))
 
+    async def interrupt(self) -> None:
+        """End all requests of the server now; each brings what it has."""
+        await self._call("the interruption", self._living.call.remote("interrupt"))
+
     async def sleep(self) -> None:
         """Release the memory of weights and KV cache (nothing on the CPU)."""
         if await self.state() is State.READY:

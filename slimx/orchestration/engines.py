@@ -108,6 +108,10 @@ class EngineGroup:
         self.router.start()
         await asyncio.gather(self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines))
 
+    async def interrupt(self) -> None:
+        """End all requests now; each brings what it has. An engine that cannot is quarantined."""
+        await asyncio.gather(*(self._or_quarantine(engine, engine.interrupt()) for engine in self.members.members()))
+
     async def sleep(self) -> None:
         """Release the memory of the engines' weights and KV cache. One that cannot is quarantined."""
         await asyncio.gather(*(self._or_quarantine(engine, engine.sleep()) for engine in self.members.candidates()))

@@ -10,7 +10,7 @@ from slimx.data.batch import make_rows
 from slimx.data.records import Group
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
-from slimx.rollout.manager import Batch
+from slimx.rollout.tickets import Batch
 
 
 def group_metrics(batch: Batch) -> dict[str, float]:
@@ -18,6 +18,7 @@ def group_metrics(batch: Batch) -> dict[str, float]:
     trajectories = [t for group in batch.groups for t in group.trajectories]
     metrics = {f"dropped/{reason.replace(' ', '_')}": float(count) for reason, count in batch.dropped.items()}
     metrics["dropped/total"] = float(batch.dropped.total())
+    metrics["rollout/regenerated"] = float(batch.regenerated)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     if rewards:
         metrics |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
@@ -31,9 +32,17 @@ def group_metrics(batch: Batch) -> dict[str, float]:
 
 
 def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Trainer version minus each trajectory's oldest sampled version."""
-    ages = [version - t.oldest_version for group in groups for t in group.trajectories if t.oldest_version is not None]
-    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
+    """Trainer version minus each trajectory's oldest sampled version, and the share that several versions sampled."""
+    sampled = [t for group in groups for t in group.trajectories if t.oldest_version is not None]
+    if not sampled:
+        return {}
+    ages = [version - t.oldest_version for t in sampled]
+    mixed = [len({span.version for span in t.spans if span.version is not None}) > 1 for t in sampled]
+    return {
+        "staleness/mean": float(np.mean(ages)),
+        "staleness/max": float(max(ages)),
+        "staleness/mixed": float(np.mean(mixed)),
+    }
 
 
 async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:

@@ -18,8 +18,8 @@ from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.observability.jsonl import load_records
 from slimx.orchestration.saves import Saves, read_state
-from slimx.rollout.manager import SavedTicket
 from slimx.rollout.show import Decode, Json, group_lines, group_values, prompt_line, prompt_values
+from slimx.rollout.tickets import SavedTicket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,9 +40,10 @@ from slimx.reshard.manifest import Encoding
 from slimx.reshard.parties import Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.client import GenerationClient
-from slimx.rollout.manager import Batch, RolloutManager
+from slimx.rollout.manager import RolloutManager
 from slimx.rollout.replay import Replay
 from slimx.rollout.rollouts import GroupMaker, Outcome
+from slimx.rollout.tickets import Batch
 
 T = TypeVar("T")
 
@@ -99,8 +100,9 @@ class Run:
         self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
         self.packer, self.critic = packer, critic
         self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
+        abort = {} if engines is None else {"abort": engines.interrupt}
         self.rollouts = (
-            source if isinstance(source, Replay) else RolloutManager(config, source, maker, on_drop=self._drop)
+            source if isinstance(source, Replay) else RolloutManager(config, source, maker, on_drop=self._drop, **abort)
         )
         self.eval_prompts, self.tokenizer, self.records = eval_prompts, tokenizer, records
         self.checkpoints = Checkpoints(
@@ -170,9 +172,9 @@ class Run:
             await asyncio.gather(task, leaving, return_exceptions=True)
 
     async def leave(self) -> None:
-        """Write a checkpoint of the present step, with the groups that are complete by now, and raise Preempted."""
+        """Write a checkpoint of the present step, with all that was sampled by now, and raise Preempted."""
         self.records.table.note(f"SIGUSR1: saving step {self.step}, then the run ends")
-        await self.rollouts.stop()
+        await self.rollouts.rest()
         await self.save()
         await self.finish_save()
         raise Preempted(self.step, self.config.schedule.steps)

@@ -27,7 +27,7 @@ from slimx.data.codec import decode, encode
 from slimx.durable import sync_directory
 from slimx.errors import SlimxError
 from slimx.models.megatron_directory import TRACKER, iteration_name
-from slimx.rollout.manager import SavedTicket
+from slimx.rollout.tickets import SavedTicket
 from slimx.trainer.checkpoint.files import MANIFEST, REPORTS, FileRecord, write, write_manifest
 
 _NAME = re.compile(r"iter_(\d{7,})")

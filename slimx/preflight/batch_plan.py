@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
+from slimx.config.flow import batches_in_flight
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.preflight.plan_record import BatchPlan
@@ -35,7 +36,7 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
         tokens_per_context_rank=ceil(limit / sizes.context),
         microbatches_per_update=microbatches,
         bubble=round(bubble, 4),
-        requests_in_flight=min(rollout.concurrency, rollouts * (1 + config.schedule.max_staleness))
+        requests_in_flight=min(rollout.concurrency, ceil(rollouts * batches_in_flight(rollout, config.schedule)))
         if rollout.policy_engines
         else 0,
     )

@@ -95,8 +95,15 @@ class Reader:
 
     def completion(self, meta: dict[str, Any], asked: Asked, seconds: float) -> Completion:
         """What a request brought. Raises SlimxError where something that was asked for is missing."""
-        sampled = meta["output_token_logprobs"]
+        reason = (meta["finish_reason"] or {"type": "abort"})["type"]
+        if reason == "abort" and asked.routed and not meta.get("routed_experts"):
+            # Aborted while it waited in the engine's queue, perhaps not for the first time: its routes are forgotten.
+            sampled = []
+        else:
+            sampled = meta.get("output_token_logprobs") or []
         count = len(sampled)
+        if reason == "abort" and count == 0:
+            return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), [], reason, None, 0, seconds)
         support, logprobs = None, [entry[0] for entry in sampled]
         if asked.restricted:
             support, logprobs = self._support(meta, count)
@@ -104,9 +111,9 @@ class Reader:
             token_ids=np.array([entry[1] for entry in sampled], np.int32),
             logprobs=np.array(logprobs, np.float32),
             versions=self._versions(meta, count),
-            finish_reason=(meta["finish_reason"] or {"type": "abort"})["type"],
+            finish_reason=reason,
             routed_experts=self.experts(meta, asked.prompt + count - 1) if asked.routed else None,
-            cached_tokens=meta["cached_tokens"],
+            cached_tokens=meta.get("cached_tokens", 0),
             seconds=seconds,
             temperature=asked.temperature,
             support=support,

@@ -196,6 +196,10 @@ class Engine:
         await self.control.resume()
         self.move(State.READY)
 
+    async def interrupt(self) -> None:
+        """End every request now; each brings what it has, with finish reason "abort"."""
+        await self.control.abort_all()
+
     async def sleep(self, tags: tuple[Tag, ...] = ("kv_cache", "weights")) -> None:
         """Release the memory of `tags`."""
         self.require("sleep", State.PAUSED)

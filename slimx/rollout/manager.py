@@ -1,54 +1,39 @@
-"""Keeps the right number of groups in flight and hands them out in the order of their prompts.
+"""Keeps the right number of groups in flight and hands them out, step by step, none of them too old.
 
-Every admitted prompt gets a ticket with a number. Step s trains the s-th `prompts_per_step` kept groups in ticket
-order, so that which group is trained when does not depend on timing, and staleness is bounded by admission alone: a
-ticket that will be trained at step c is admitted at step c - max_staleness at the earliest.
+Every admitted prompt gets a ticket with a number, and tickets are trained in that order (as far as `schedule.window`
+says), so that which group is trained when does not depend on timing. `slimx/rollout/tickets.py` has the rules of
+admission and selection that keep every trajectory within `schedule.max_staleness` versions.
+
+    next_batch: open the gate --> admit, drop, wait, ... --> select --> rest, if engines rest while trainers train
+
+Engines rest where nothing could be generated ahead (max_staleness 0), or where `rollout.partial` says so: requests are
+then interrupted, with their tokens kept. Otherwise they go on, and a publication in between gives later tokens of the
+same trajectory a newer version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slimx.config.schema import Config
 from slimx.data.prompts import DataSource
-from slimx.data.records import Group, Prompt
+from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.progress import Progress
 from slimx.rollout.rollouts import GroupMaker, Outcome
+from slimx.rollout.tickets import Batch, Rules, SavedTicket, Ticket
 
 STOP_S = 10.0
 """Seconds that cancelled rollouts get to end."""
+REST_S = 30.0
+"""Seconds that interrupted requests get to come back with their tokens."""
 
 
-@dataclass(slots=True)
-class Ticket:
-    """One admitted prompt."""
-
-    number: int
-    prompt: Prompt
-    outcome: Outcome | None = None
-    task: asyncio.Task[None] | None = None
-
-
-@dataclass(slots=True)
-class Batch:
-    """The groups of one step, and what was dropped while they were waited for."""
-
-    groups: list[Group]
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Groups by reason."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SavedTicket:
-    """A ticket as a checkpoint keeps it: with its group if that is complete, else to be generated again."""
-
-    number: int
-    prompt: Prompt
-    group: Group | None
+async def _nothing() -> None: ...
 
 
 class RolloutManager:
@@ -60,53 +45,61 @@ class RolloutManager:
         source: DataSource,
         maker: GroupMaker,
         on_drop: Callable[[Outcome], None] = lambda outcome: None,
+        abort: Callable[[], Awaitable[None]] = _nothing,
     ):
-        """`on_drop` is told of every group that is not trained, with its reason."""
-        self.config, self.source, self.maker, self.on_drop = config, source, maker, on_drop
+        """`on_drop` is told of every group that is not trained, with its reason. `abort` has all engines end their
+        requests, which then bring what they have."""
+        self.config, self.source, self.maker, self.on_drop, self.abort = config, source, maker, on_drop, abort
+        self.rules = Rules.of(config)
+        self.rests = config.schedule.max_staleness == 0 or config.rollout.partial
+        """Whether engines rest while trainers train."""
+        self.waiting_since: float | None = None
+        """Of `time.time()`, while a batch is waited for."""
         self._tickets: list[Ticket] = []
         self._next = 0
+        self._dropped: Counter[str] = Counter()
+        self._failures: list[Outcome] = []
+        self._regenerated = 0
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
     @property
+    def tickets(self) -> Sequence[Ticket]:
+        """Of all prompts that were admitted and neither trained nor dropped, by number."""
+        return self._tickets
+
+    @property
     def in_flight(self) -> int:
         """Groups that are being generated."""
-        return sum(ticket.outcome is None for ticket in self._tickets)
-
-    def admit(self) -> None:
-        """Start as many groups as the staleness bound allows: (max_staleness + 1) batches waiting or in flight."""
-        room = (self.config.schedule.max_staleness + 1) * self.config.rollout.prompts_per_step
-        while len(self._tickets) < room:
-            self._start(Ticket(self._next, self.source.next()))
-            self._next += 1
+        return sum(ticket.running for ticket in self._tickets)
 
     async def next_batch(self) -> Batch:
-        """The next `prompts_per_step` groups in ticket order, waiting for the oldest ones.
+        """The next `prompts_per_step` groups, waiting for them.
 
         A dropped group is replaced by a new prompt. Raises SlimxError when more than `rollout.max_failed_share` of a
-        batch failed, and DeadlineError when `schedule.step_deadline` passes.
+        batch failed, and DeadlineError when `schedule.step_deadline` passes. Cancelled, it has taken nothing.
         """
-        want, deadline = self.config.rollout.prompts_per_step, self.config.schedule.step_deadline
-        dropped: Counter[str] = Counter()
-        failures: list[Outcome] = []
+        deadline = self.config.schedule.step_deadline
+        self.waiting_since = time.time()
+        self.maker.gate.open()
         try:
             async with asyncio.timeout(deadline):
-                while True:
-                    self._changed.clear()
-                    self._drop(dropped, failures)
-                    self.admit()
-                    head = self._tickets[:want]
-                    if all(ticket.outcome is not None for ticket in head):
-                        self._tickets = self._tickets[want:]
-                        return Batch([ticket.outcome.group for ticket in head], dropped)
-                    await self._changed.wait()
+                taken = await self._selected()
         except TimeoutError:
-            waiting = [ticket.prompt.id for ticket in self._tickets[:want] if ticket.outcome is None]
-            raise DeadlineError(
-                f"{len(waiting)} of {want} groups of this step (first: prompt {waiting[0]})",
-                deadline,
-                self.config.rollout.generate,
-            ) from None
+            raise DeadlineError(self._awaited(), deadline, self.config.rollout.generate) from None
+        finally:
+            self.waiting_since = None
+        if self.rests:
+            await self.rest()
+        return self._hand_out(taken)
+
+    async def rest(self) -> None:
+        """Interrupt what is in flight until the next batch is waited for. No token of it is lost."""
+        await self.maker.gate.close(self.abort, REST_S)
+
+    def admit(self) -> None:
+        """Start as many groups as may be open while a batch is waited for."""
+        self._admit(self.rules.room)
 
     async def stop(self) -> None:
         """Cancel what is in flight and wait until it has ended; a hook that will not be cancelled is left to itself."""
@@ -119,57 +112,138 @@ class RolloutManager:
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs: the source's cursor and every ticket that is not trained yet."""
-        tickets = [
-            SavedTicket(
-                number=t.number, prompt=t.prompt, group=t.outcome.group if t.outcome and not t.outcome.reason else None
-            )
-            for t in self._tickets
-        ]
-        return {"source": self.source.state(), "next": self._next, "tickets": tickets}
+        return {"source": self.source.state(), "next": self._next, "tickets": [_saved(t) for t in self._tickets]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`: complete groups are kept, the others are generated again with the same seeds."""
+        """Continue from `state`: complete groups are kept; of the others what was sampled is kept, and the rest is
+        generated with the same seeds, as soon as a batch is waited for."""
         self.source.restore(state["source"])
         self._next = state["next"]
         for saved in state["tickets"]:
-            ticket = Ticket(saved.number, saved.prompt)
+            ticket = Ticket(saved.number, saved.prompt, saved.born, progress=Progress.restore(saved.rollouts))
             if saved.group is not None:
                 ticket.outcome = Outcome(saved.group)
-                self._tickets.append(ticket)
-            else:
+            self._tickets.append(ticket)
+
+    # Tickets ----------------------------------------------------------------------------------------------------------
+
+    async def _selected(self) -> list[Ticket]:
+        while True:
+            self._changed.clear()
+            self._settle()
+            self._check_failures()
+            self.admit()
+            taken = self.rules.select(self._tickets, self.maker.version)
+            if taken is not None and not self._too_old(taken):
+                return taken
+            if taken is None:
+                await self._changed.wait()
+
+    def _admit(self, room: int) -> None:
+        """Start what waits and new prompts, up to `room` tickets in all."""
+        for ticket in self._tickets[:room]:
+            if ticket.waits:
                 self._start(ticket)
+        while len(self._tickets) < room:
+            ticket = Ticket(self._next, self.source.next())
+            self._next += 1
+            self._tickets.append(ticket)
+            self._start(ticket)
 
     def _start(self, ticket: Ticket) -> None:
-        ticket.task = asyncio.create_task(self._run(ticket))
-        self._tickets.append(ticket)
+        if not ticket.progress.begun:
+            ticket.born = self.maker.version
+        ticket.since = time.time()
+        ticket.task = asyncio.create_task(self._run(ticket, ticket.progress))
 
-    async def _run(self, ticket: Ticket) -> None:
+    async def _run(self, ticket: Ticket, progress: Progress) -> None:
         try:
-            ticket.outcome = await self.maker.make(ticket.prompt, group_id=f"g{ticket.number}", number=ticket.number)
+            ticket.outcome = await self.maker.make(
+                ticket.prompt, group_id=f"g{ticket.number}", number=ticket.number, progress=progress
+            )
         except Exception as error:
             # Not a rollout's failure (those are outcomes): a mistake of ours must reach the loop, not vanish in a task.
             self._error = error
         self._changed.set()
+        if self.waiting_since is None and not self.rests and self._error is None:
+            # While trainers train: what takes the place of a dropped group is for one of the batches after the next
+            # publication, and is begun by the version before.
+            self._settle()
+            self._admit(self.rules.room - self.rules.size)
 
-    def _drop(self, dropped: Counter[str], failures: list[Outcome]) -> None:
+    def _settle(self) -> None:
+        """Drop the groups that were not kept, and say why."""
         if self._error is not None:
             raise self._error
-        kept = []
-        for ticket in self._tickets:
-            outcome = ticket.outcome
-            if outcome is None or outcome.reason is None:
-                kept.append(ticket)
-                continue
-            dropped[outcome.reason] += 1
-            self.on_drop(outcome)
-            if outcome.failed:
-                failures.append(outcome)
-        self._tickets = kept
+        for ticket in [t for t in self._tickets if t.outcome is not None and t.outcome.reason is not None]:
+            self._tickets.remove(ticket)
+            self._dropped[ticket.outcome.reason] += 1
+            self.on_drop(ticket.outcome)
+            if ticket.outcome.failed:
+                self._failures.append(ticket.outcome)
+
+    def _check_failures(self) -> None:
         limit = self.config.rollout.max_failed_share * self.config.rollout.prompts_per_step
-        if len(failures) > limit:
-            last = failures[-1]
+        if len(self._failures) > limit:
+            last = self._failures[-1]
             raise SlimxError(
-                f"{len(failures)} groups of this step failed, more than rollout.max_failed_share="
+                f"{len(self._failures)} groups of this step failed, more than rollout.max_failed_share="
                 f"{self.config.rollout.max_failed_share} of {self.config.rollout.prompts_per_step} allows; "
                 f"the last one: {last.reason}: {last.detail}"
             )
+
+    def _too_old(self, taken: Sequence[Ticket]) -> bool:
+        """Whether a group of `taken` is beyond the bound: it is dropped, named, and its prompt generated anew.
+
+        Admission and selection allow none; one comes from a checkpoint of a run with other rules."""
+        version, bound = self.maker.version, self.config.schedule.max_staleness
+        old = [(t, trajectory) for t in taken if (trajectory := _oldest(t.outcome.group, version - bound)) is not None]
+        for ticket, trajectory in old:
+            detail = (
+                f"trajectory {trajectory.id} was begun by version {trajectory.oldest_version} and would be trained by "
+                f"version {version}, beyond schedule.max_staleness={bound}"
+            )
+            self._dropped["too old"] += 1
+            self.on_drop(Outcome(ticket.outcome.group, "too old", detail))
+            self._regenerate(ticket)
+        return bool(old)
+
+    def _hand_out(self, taken: list[Ticket]) -> Batch:
+        chosen = {ticket.number for ticket in taken}
+        self._tickets = [ticket for ticket in self._tickets if ticket.number not in chosen]
+        for ticket in self._tickets:
+            if self.rules.late(ticket, self.maker.version + 1):
+                self._regenerate(ticket)
+                self._regenerated += 1
+        batch = Batch([ticket.outcome.group for ticket in taken], self._dropped, self._regenerated)
+        self._dropped, self._failures, self._regenerated = Counter(), [], 0
+        return batch
+
+    def _regenerate(self, ticket: Ticket) -> None:
+        """Forget what was made of `ticket`: it is begun again, with the same seeds, when a batch is waited for."""
+        if ticket.task is not None:
+            ticket.task.cancel()
+        ticket.task = ticket.outcome = None
+        ticket.progress = Progress()
+
+    def _awaited(self) -> str:
+        """What a batch that does not come waits for."""
+        want = self.rules.size
+        waiting = [ticket.prompt.id for ticket in self._tickets[:want] if ticket.outcome is None]
+        return f"{len(waiting)} of {want} groups of this step (first: prompt {waiting[0]})"
+
+
+def _saved(ticket: Ticket) -> SavedTicket:
+    group = ticket.outcome.group if ticket.outcome is not None and ticket.outcome.reason is None else None
+    return SavedTicket(
+        number=ticket.number,
+        prompt=ticket.prompt,
+        group=group,
+        born=ticket.born,
+        rollouts=ticket.progress.save() if group is None else [],
+    )
+
+
+def _oldest(group: Group, bound: int) -> Trajectory | None:
+    """A trajectory with a token of a version before `bound`."""
+    return next((t for t in group.trajectories if t.oldest_version is not None and t.oldest_version < bound), None)

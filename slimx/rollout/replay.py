@@ -12,7 +12,7 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.data.step_files import DIRECTORY, Origin, read_step, read_step_about, step_files
 from slimx.errors import SlimxError
 from slimx.rollout.hooks import Hooks, RolloutContext
-from slimx.rollout.manager import Batch
+from slimx.rollout.tickets import Batch
 
 
 class Replay:
@@ -32,6 +32,9 @@ class Replay:
         about, groups = await asyncio.to_thread(read_step, step_path(self.run, self.done + 1))
         self.done += 1
         return Batch(groups, Counter(about.dropped))
+
+    async def rest(self) -> None:
+        """Nothing is in flight."""
 
     async def stop(self) -> None:
         """Nothing is in flight."""

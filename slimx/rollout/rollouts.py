@@ -17,6 +17,8 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.environment_processes import Environments
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Generator, GivenUp, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
+from slimx.rollout.interruption import Gate, Interruptible
+from slimx.rollout.progress import Progress
 from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.reward_processes import reward_runner
 from slimx.rollout.slots import Clock, Slots, SlottedClient
@@ -58,18 +60,30 @@ class GroupMaker:
         self._teacher = make_teacher(config, self.engines)
         self.version = 0
         """Newest published weight version; the loop keeps it."""
+        self.gate = Gate()
+        """Closed while rollouts that are trained may ask no engine; an evaluation may."""
         self._slots = Slots(config.rollout.concurrency)
-        self._places = asyncio.Semaphore(config.rollout.max_rollouts)
+        # An evaluation has places of its own: rollouts that wait behind the closed gate keep theirs.
+        self._places = {kind: asyncio.Semaphore(config.rollout.max_rollouts) for kind in ("train", "eval")}
         self._rewards = reward_runner(config.reward, hooks.reward, config.model.path) if hooks.reward else None
         self._environments = Environments()
 
-    async def make(self, prompt: Prompt, *, group_id: str, number: int, evaluation: bool = False) -> Outcome:
+    async def make(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str,
+        number: int,
+        evaluation: bool = False,
+        progress: Progress | None = None,
+    ) -> Outcome:
         """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
-        run."""
+        run. `progress`: what is done of them already; it is kept up to date."""
+        progress = Progress() if progress is None else progress
         size = self.config.eval.samples if evaluation else self.config.rollout.group_size
-        rollouts = [self._rollout(prompt, group_id, number, index, evaluation) for index in range(size)]
+        rollouts = [self._rollout(prompt, group_id, number, index, evaluation, progress) for index in range(size)]
         if self.config.algorithm.advantages == "remax" and not evaluation:
-            rollouts.append(self._rollout(prompt, group_id, number, size, evaluation, greedy=True))
+            rollouts.append(self._rollout(prompt, group_id, number, size, evaluation, progress, greedy=True))
         results = await asyncio.gather(*rollouts)
         greedy = results.pop() if len(results) > size else []
         trajectories = [trajectory for result in results for trajectory in result]
@@ -98,15 +112,30 @@ class GroupMaker:
         return Outcome(group, None if verdict else "filter")
 
     async def _rollout(
-        self, prompt: Prompt, group_id: str, number: int, index: int, evaluation: bool, *, greedy: bool = False
+        self,
+        prompt: Prompt,
+        group_id: str,
+        number: int,
+        index: int,
+        evaluation: bool,
+        progress: Progress,
+        *,
+        greedy: bool = False,
     ) -> list[Trajectory]:
+        if (done := progress.done.get(index)) is not None:
+            return done
         sampling = self._sampling(evaluation=evaluation, greedy=greedy)
         seed = seed_of(self.config.run.seed, number, index)
         routed = self.config.rollout.routed_experts and not (evaluation or greedy)
         limit = self.config.rollout.rollout_deadline
         clock = Clock(limit)
+        client = self._client(group_id, index)
+        if client is not None and evaluation:
+            client = SlottedClient(client, self._slots, clock)
+        elif client is not None:
+            client = Interruptible(client, self._slots, clock, self.gate, progress.journal(index))
         ctx = RolloutContext(
-            engine=RolloutEngine(self._client(clock, group_id, index), sampling, seed, routed),
+            engine=RolloutEngine(client, sampling, seed, routed),
             tokenizer=self.tokenizer,
             version=self.version,
             evaluation=evaluation,
@@ -120,29 +149,30 @@ class GroupMaker:
         )
         hook = self.config.rollout.generate
         try:
-            async with self._places, clock:
+            async with self._places["eval" if evaluation else "train"], clock:
                 result = await self.hooks.generate(ctx, prompt)
             trajectories = result if isinstance(result, list) else [result]
             self._check(trajectories, ctx)
         except SlimxError as error:
-            return [_failed(ctx, error.reason if isinstance(error, GivenUp) else "generate failed", str(error))]
+            reason = error.reason if isinstance(error, GivenUp) else "generate failed"
+            trajectories = [_failed(ctx, reason, str(error))]
         except Exception as error:
+            reason, text = "generate failed", f"{hook} raised {type(error).__name__}: {error}"
             if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
-                text = str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
-                return [_failed(ctx, "generate deadline", text)]
-            return [_failed(ctx, "generate failed", f"{hook} raised {type(error).__name__}: {error}")]
-        work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories]
-        if self._teacher is not None and not (evaluation or greedy):
-            work += [self._teach(trajectory) for trajectory in trajectories]
-        await asyncio.gather(*work)
+                reason, text = "generate deadline", str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
+            trajectories = [_failed(ctx, reason, text)]
+        else:
+            work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories]
+            if self._teacher is not None and not (evaluation or greedy):
+                work += [self._teach(trajectory) for trajectory in trajectories]
+            await asyncio.gather(*work)
+        progress.finish(index, trajectories)
         return trajectories
 
-    def _client(self, clock: Clock, group_id: str, index: int) -> SlottedClient | None:
-        if self.client is None:
-            return None
+    def _client(self, group_id: str, index: int) -> Generator | None:
         keys = {"group": group_id, "rollout": f"{group_id}/{index}"}
         key = keys.get(self.config.rollout.affinity)
-        return SlottedClient(self.client if key is None else self.client.sticky(key), self._slots, clock)
+        return self.client if self.client is None or key is None else self.client.sticky(key)
 
     def _sampling(self, *, evaluation: bool, greedy: bool) -> dict[str, Any]:
         options, held_out = self.config.rollout.sampling, self.config.eval

@@ -20,7 +20,7 @@ class Clock:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._deadline = asyncio.timeout(seconds)
+        self._seconds, self._deadline = seconds, asyncio.timeout(None)
         self._waiting = 0
         self._left = 0.0
         """Seconds that remained when the clock stopped."""
@@ -32,6 +32,8 @@ class Clock:
 
     async def __aenter__(self) -> Clock:
         await self._deadline.__aenter__()
+        # From here on: a rollout may have waited for its place, which is no fault of its own.
+        self._deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
         self._running = True
         return self
 

@@ -17,8 +17,8 @@ import psutil
 import yaml
 
 from slimx.data.codec import decode
-from slimx.rollout.manager import SavedTicket
 from slimx.rollout.process import shared_memory_inodes
+from slimx.rollout.tickets import SavedTicket
 
 MARK = "SLIMX_TEST_RUN"
 """Every process of a run inherits this variable: what a run leaves behind is found by it."""

@@ -17,8 +17,9 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout import single_turn
 from slimx.rollout.client import Completion
 from slimx.rollout.hooks import Generate, Hooks, Keep, Reward, RewardContext
-from slimx.rollout.manager import Batch, RolloutManager
+from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import GroupMaker, Outcome
+from slimx.rollout.tickets import Batch
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "quickstart" / "make_model.py"
 

@@ -16,7 +16,7 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import Generate, RolloutContext, seed_of
-from slimx.rollout.manager import SavedTicket
+from slimx.rollout.tickets import SavedTicket
 
 
 def stuck(*tickets: int) -> Generate:

@@ -1,0 +1,226 @@
+"""Whatever the timing, the failures, the filter, the schedule and the moment of a kill: no trajectory is too old, no
+prompt is lost, none is trained twice; and in strict order the groups are those of a synchronous run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from flow_stand import TURN_TOKENS, Flow, expected_tokens, kept, run_virtually
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_stand import config_of
+
+from slimx.config.schema import Config
+from slimx.data.prompts import PromptSource
+from slimx.data.records import Group, Prompt
+from slimx.rollout.manager import REST_S
+
+STEPS, SIZE = 7, 4
+PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7]) for n in range(23)]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    staleness = draw(st.integers(0, 4))
+    window = draw(st.integers(0, staleness))
+    over_sampling = draw(st.sampled_from([None, 1.0, 1.3, 1.5, 2.0, 3.0]))
+    if window and (over_sampling or staleness + 1 - window) <= 1:
+        over_sampling = 1.5
+    return config_of(
+        prompts_per_step=SIZE,
+        over_sampling=over_sampling,
+        partial=draw(st.booleans()) if staleness else False,
+        concurrency=draw(st.sampled_from([3, 1000])),
+        max_failed_share=1.0,
+        sampling={"max_new_tokens": TURN_TOKENS},
+        schedule__max_staleness=staleness,
+        schedule__window=window,
+    )
+
+
+class Driver:
+    """A run of `STEPS` steps with random durations. With `kills` it ends at random moments and goes on from its last
+    checkpoint, also written at random moments; what was trained after that is forgotten with it."""
+
+    def __init__(self, config: Config, seed: int, kills: bool) -> None:
+        self.config, self.kills, self.random = config, kills, np.random.default_rng(seed)
+        self.flow = Flow(config, self.random, PROMPTS)
+        self.batches: list[list[Group]] = []
+        self.earlier: list[int] = []
+        """Tickets that were dropped before the process that runs now was started."""
+        self.regenerated = 0
+        self.checkpoint = self.flow.saved(), 0, list[int]()
+
+    @property
+    def dropped(self) -> list[int]:
+        return self.earlier + [int(outcome.group.id[1:]) for outcome in self.flow.dropped]
+
+    async def run(self) -> None:
+        while len(self.batches) < STEPS:
+            self.flow.publish(len(self.batches))
+            if self.kills and self.random.random() < 0.3:
+                await self.be_killed()
+                continue
+            batch = await self.flow.manager.next_batch()
+            self.regenerated += batch.regenerated
+            self.check(batch.groups)
+            self.batches.append(batch.groups)
+            await asyncio.sleep(self.random.uniform(0, 12))  # training
+            self.check_nothing_lost()
+            if self.random.random() < 0.5:
+                self.save()
+        await self.flow.manager.stop()
+
+    def save(self) -> None:
+        self.checkpoint = self.flow.saved(), len(self.batches), self.dropped
+
+    async def be_killed(self) -> None:
+        """While a batch is waited for; half of the time after a last checkpoint."""
+        waiting = asyncio.ensure_future(self.flow.manager.next_batch())
+        await asyncio.wait({waiting}, timeout=self.random.uniform(0, 20))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        if waiting.cancelled() and self.random.random() < 0.5:
+            await self.flow.manager.rest()
+            assert self.flow.engine.out == 0
+            self.save()
+        await self.flow.manager.stop()
+        state, steps, self.earlier = self.checkpoint
+        self.batches = self.batches[:steps]
+        self.flow = Flow(self.config, self.random, PROMPTS)
+        self.flow.publish(steps)
+        self.flow.manager.restore(state)
+
+    def check(self, groups: list[Group]) -> None:
+        """A batch, at the moment when it is trained."""
+        version, config = len(self.batches), self.config
+        assert len(groups) == SIZE
+        for trajectory in (t for group in groups for t in group.trajectories):
+            assert 0 <= version - trajectory.oldest_version <= config.schedule.max_staleness
+            versions = trajectory.versions()[trajectory.versions() >= 0].tolist()
+            assert versions == sorted(versions), "later tokens come from later versions"
+            assert trajectory.sampled_ids().tolist() == expected_tokens(trajectory)
+        if self.flow.manager.rests:
+            assert self.flow.engine.out == 0, "engines rest while trainers train"
+        assert not any(outcome.reason == "too old" for outcome in self.flow.dropped)
+
+    def check_nothing_lost(self) -> None:
+        """Every admitted prompt was trained, was dropped, or is on its way: one of the three, once."""
+        trained = [int(group.id[1:]) for groups in self.batches for group in groups]
+        coming = [ticket.number for ticket in self.flow.manager.tickets]
+        state = self.flow.manager.state()
+        assert sorted(trained + self.dropped + coming) == list(range(state["next"]))
+        source = PromptSource(PROMPTS, 1)
+        order = [source.next().id for _ in range(state["next"])]
+        assert source.state() == state["source"]
+        groups = [group for groups in self.batches for group in groups]
+        assert all(group.prompt.id == order[int(group.id[1:])] for group in groups)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(configs(), st.integers(0, 2**32), st.booleans())
+def test_no_trajectory_is_too_old_no_prompt_is_lost_and_none_is_trained_twice(config, seed, kills):
+    driver = Driver(config, seed, kills)
+    run_virtually(driver.run())
+    trained = [int(group.id[1:]) for groups in driver.batches for group in groups]
+    window = config.schedule.window
+    if window == 0:
+        # In strict order the schedule does not matter: these are the groups of a synchronous run.
+        assert trained == list(itertools.islice((n for n in itertools.count() if kept(config, n)), STEPS * SIZE))
+    assert len(set(trained)) == len(trained)
+    for place, number in enumerate(trained):
+        older_later = [later for later in trained[place + 1 :] if later < number]
+        assert all(number - later <= window * SIZE for later in older_later)
+    surplus = (config.rollout.over_sampling or 1) > config.schedule.max_staleness + 1
+    assert surplus or driver.regenerated == 0, "within the bound nothing is generated in vain"
+
+
+# Interruptions --------------------------------------------------------------------------------------------------------
+
+
+def one_step(**options: object) -> Config:
+    return config_of(prompts_per_step=SIZE, max_failed_share=1.0, sampling={"max_new_tokens": TURN_TOKENS}, **options)
+
+
+def test_a_run_that_leaves_in_the_middle_of_a_step_samples_no_token_twice():
+    config = one_step()
+    sampled: Counter[tuple[int, int]] = Counter()
+
+    async def interrupted(seconds: float) -> int:
+        """Leave after `seconds` and go on; tokens that were there at that moment."""
+        first = Flow(config, np.random.default_rng(1), PROMPTS)
+        waiting = asyncio.ensure_future(first.manager.next_batch())
+        await asyncio.wait({waiting}, timeout=seconds)
+        waiting.cancel()
+        await first.manager.rest()
+        state = first.saved()
+        await first.manager.stop()
+        second = Flow(config, np.random.default_rng(2), PROMPTS)
+        second.manager.restore(state)
+        groups = (await second.manager.next_batch()).groups
+        assert all(t.sampled_ids().tolist() == expected_tokens(t) for g in groups for t in g.trajectories)
+        sampled.clear()
+        sampled.update(first.engine.sampled)
+        sampled.update(second.engine.sampled)
+        return sum(first.engine.sampled.values())
+
+    moments = [run_virtually(interrupted(seconds)) for seconds in (0.5, 2, 4, 6, 9)]
+    assert moments == sorted(set(moments)), "the moments are different ones"
+    for seconds in (0.5, 2, 4, 6, 9):
+        run_virtually(interrupted(seconds))
+        assert set(sampled.values()) == {1}
+
+
+def test_an_evaluation_and_its_slots_are_free_while_rollouts_are_interrupted():
+    config = one_step(concurrency=2, max_rollouts=8, partial=True, schedule__max_staleness=2, rollout_deadline=200)
+
+    async def work() -> None:
+        flow = Flow(config, np.random.default_rng(1), PROMPTS)
+        await flow.manager.next_batch()
+        assert flow.manager.in_flight and flow.engine.out == 0
+        outcome = await flow.maker.make(PROMPTS[0], group_id="eval0", number=1 << 30, evaluation=True)
+        assert not outcome.failed
+        await asyncio.sleep(10 * config.rollout.rollout_deadline)
+        batch = await flow.manager.next_batch()
+        assert "generate deadline" not in batch.dropped, "the time between two steps is not a rollout's fault"
+        await flow.manager.stop()
+
+    run_virtually(work())
+
+
+def test_an_abort_that_nobody_asked_for_fails_the_rollout():
+    async def work() -> None:
+        flow = Flow(one_step(), np.random.default_rng(1), PROMPTS)
+        asyncio.get_running_loop().call_later(2, lambda: asyncio.ensure_future(flow.engine.abort()))
+        batch = await flow.manager.next_batch()
+        assert batch.dropped["generate failed"] and any(
+            "aborted by the engine" in (o.detail or "") for o in flow.dropped
+        )
+        await flow.manager.stop()
+
+    run_virtually(work())
+
+
+def test_engines_that_bring_nothing_back_are_not_waited_for_for_ever():
+    async def work() -> None:
+        flow = Flow(one_step(partial=True, schedule__max_staleness=1), np.random.default_rng(1), PROMPTS)
+        flow.manager.abort = asyncio.Event().wait
+        loop = asyncio.get_running_loop()
+        await flow.manager.next_batch()
+        flow.engine.slowest = 1e4
+        waiting = asyncio.ensure_future(flow.manager.next_batch())
+        await asyncio.wait({waiting}, timeout=30)
+        waiting.cancel()
+        began = loop.time()
+        await flow.manager.rest()
+        assert REST_S <= loop.time() - began < REST_S + 1 and flow.engine.out == 0
+        flow.engine.slowest = 1.0
+        batch = await flow.manager.next_batch()
+        assert all(t.sampled_ids().tolist() == expected_tokens(t) for g in batch.groups for t in g.trajectories)
+        await flow.manager.stop()
+
+    run_virtually(work())
