@@ -8,7 +8,6 @@ import itertools
 from collections import Counter
 
 import numpy as np
-import pytest
 from flow_stand import TURN_TOKENS, Flow, expected_tokens, kept, run_virtually
 from hypothesis import given, settings
 from hypothesis import strategies as st
