@@ -43,3 +43,19 @@ def family(host: str) -> socket.AddressFamily:
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the address `host`."""
     return ipaddress.ip_address(host).is_loopback
+
+
+def is_own(host: str) -> bool:
+    """Whether the name or address `host` is one of this machine's: only to these can a socket be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for kind, *_, where in found:
+        with socket.socket(kind) as probe:
+            try:
+                probe.bind(where)
+            except OSError:
+                continue
+            return True
+    return False

@@ -71,6 +71,11 @@ class Publish(Section):
         """Whether buckets are packed in the memory of a GPU."""
         return self.transport in ("cuda_ipc", "nccl")
 
+    @property
+    def one_machine(self) -> bool:
+        """Whether engines must be on the publisher's machine."""
+        return self.transport in ("memory", "cuda_ipc")
+
 
 class Checkpoint(Section):
     every: Count = Field(0, description="steps between checkpoints; 0: only at the end")

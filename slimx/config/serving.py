@@ -21,7 +21,7 @@ def check_serving(rollout: Rollout, schedule: Schedule, publish: Publish) -> Non
                 f"schedule.colocate with {where}, which has urls: slimx knows no place of servers that run already; "
                 "let slimx start them, or set schedule.colocate=false"
             )
-        if group.nodes > 1 and publish.transport in ("memory", "cuda_ipc"):
+        if group.nodes > 1 and publish.one_machine:
             raise ValueError(
                 f"publish.transport {publish.transport} reaches one machine, and a server of {where} spans "
                 f"{group.nodes}; set it to gloo, nccl or disk"

@@ -110,6 +110,13 @@ class ModelSpec:
         """Why SGLang cannot serve the model on the CPU (the family's NO_CPU_ENGINE); None if it can."""
         return getattr(self.family, "NO_CPU_ENGINE", None)
 
+    def unfused(self, *, cpu: bool, expert: int) -> str | None:
+        """Why SGLang leaves shared experts apart although it is asked to fuse them, in an engine of expert parallel
+        size `expert`; None if it does not (the family's FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM, if it has one)."""
+        if not getattr(self.family, "FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM", False):
+            return None
+        return "on the CPU" if cpu else f"with expert parallelism ({expert})" if expert > 1 else None
+
     def engine_table(self, *, fused_shared_experts: bool = False) -> Table:
         """Where SGLang holds every checkpoint tensor."""
         return self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)

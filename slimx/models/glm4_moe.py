@@ -13,6 +13,9 @@ from slimx.models.rows import Attention, Layer, embedding, head
 from slimx.models.sigmoid_router import engine_moe_rows, moe_fields, moe_rows, unsupported_router
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
+FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
+"""SGLang 0.5.23 fuses the shared expert with the others there only, whatever is asked for
+(`shared_experts_fusion_disable_reason` in `sglang.srt.models.glm4_moe`)."""
 
 
 def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +54,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.glm4_moe`); its router weighs in fp32.
-
-    SGLang fuses the shared expert only where experts are not spread over ranks (EP 1), whatever is asked for."""
+    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.glm4_moe`); its router weighs in fp32."""
     layers, dense, hidden = hf["num_hidden_layers"], hf["first_k_dense_replace"], hf["hidden_size"]
     first, rest = engine_rows.layer(range(dense)), engine_rows.layer(range(dense, layers))
     rows = (

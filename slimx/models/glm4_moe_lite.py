@@ -12,6 +12,8 @@ from slimx.models.deepseek_v3 import transformer_config as transformer_config
 from slimx.models.deepseek_v3 import weight_table as weight_table
 
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
+FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
+"""As GLM-4.5's (`slimx.models.glm4_moe`)."""
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:

@@ -34,6 +34,7 @@ from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.loop import train
+from slimx.orchestration.reach import check_reach
 from slimx.orchestration.reference import restore_reference
 from slimx.orchestration.roster import Roster
 from slimx.orchestration.run import Records, Run, summary
@@ -190,7 +191,7 @@ async def _session(
             moe = prepared.spec.experts > 0
             engines = EngineGroup(config, device, logs, moe=moe, note=table.note, shared=shared)
             stack.push_async_exit(_stopping(engines.stop, table))
-            starting.append(engines.start())
+            starting += [check_reach(config, trainers, engines), engines.start()]
         await _together(starting)
         await frozen.check_teacher(prepared.tokenizer)
         Roster(directory / "engines.json").add([*([engines] if engines is not None else []), *frozen.groups.values()])

@@ -114,6 +114,12 @@ def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
                     f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r} for "
                     f"{spec.family.ARCHITECTURE}: SGLang would else hold weights in a layout that cannot be published"
                 )
+        where = spec.unfused(cpu=device == "cpu", expert=group.expert)
+        if where is not None and group.sglang.get("enforce_shared_experts_fusion"):
+            raise SlimxError(
+                f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name}: SGLang 0.5.23 fuses no "
+                f"shared expert of {spec.family.ARCHITECTURE} {where}, whatever is asked for; leave it out"
+            )
     if (spec.hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         raise SlimxError(
             f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from slimx.config.engines import Engines
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.ports import is_own
 
 TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}
 """By value of SGLang's disaggregation_transfer_backend the package that moves the KV."""
 
 
 def check_devices(config: Config, device: str) -> None:
-    """Raise SlimxError for groups that cannot run on `device`, or share too few GPUs with trainers."""
+    """Raise SlimxError for groups that cannot run on `device`, share too few GPUs with trainers, or run already where a
+    publication would not reach them."""
     for group in config.rollout.policy_engines:
         if group.role != "regular" and device == "cpu":
             raise SlimxError(
@@ -27,6 +30,22 @@ def check_devices(config: Config, device: str) -> None:
             f"schedule.colocate: the servers of rollout.engines have {ranks} ranks, a GPU each, and share those of "
             f"{config.trainer.world_size} trainer ranks (trainer.world_size); lower count, or their sizes"
         )
+    if config.publish.one_machine and config.cluster.ray_address is None:  # trainers are here
+        for name, host in external_hosts(config).items():
+            if not is_own(host):
+                raise SlimxError(
+                    f"publish.transport {config.publish.transport} reaches the trainers' machine only, and engine "
+                    f"{name} runs at {host}, which is no address of it; set publish.transport=disk"
+                )
+
+
+def external_hosts(config: Config) -> dict[str, str]:
+    """By engine of the policy that runs already its host."""
+    return {
+        f"{group.name}-{number}": urlsplit(url).hostname or ""
+        for group in config.rollout.policy_engines
+        for number, url in enumerate(group.urls)
+    }
 
 
 def server_problems(config: Config, per_node: int) -> Iterator[str]:

@@ -19,9 +19,10 @@ from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
 from slimx.orchestration.engine_nodes import Place, share_of
-from slimx.ports import free_port
+from slimx.orchestration.reach import refuse
+from slimx.ports import free_port, is_own
 from slimx.preflight import serving
-from slimx.preflight.serving import check_devices, check_transfer
+from slimx.preflight.serving import check_devices, check_transfer, external_hosts
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rewards import judge
 from slimx.rollout import control
@@ -103,6 +104,21 @@ def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytes
     monkeypatch.setattr(serving, "TRANSFER_PACKAGES", {"mooncake": "no_such_package"})
     with pytest.raises(SlimxError, match="whose KV mooncake moves, and the package no_such_package is not installed"):
         check_transfer(group)
+
+
+def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine() -> None:
+    """192.0.2.1 is nobody's (RFC 5737). With a Ray cluster only the publisher's machine knows whether it is its own."""
+    assert is_own("127.0.0.1") and is_own("localhost") and not is_own("192.0.2.1") and not is_own("no.such.invalid")
+    check_devices(config_of(**{"rollout.engines": [{"urls": ["http://127.0.0.1:8000"]}]}), "cpu")
+    far: dict[str, Any] = {"rollout.engines": [{"urls": ["http://127.0.0.1:8000", "http://192.0.2.1:8000"]}]}
+    with pytest.raises(SlimxError, match="engine actor-1 runs at 192.0.2.1, which is no address of it; set publish"):
+        check_devices(config_of(**far), "cpu")
+    check_devices(config_of(**far, **{"publish.transport": "disk"}), "cpu")
+    check_devices(config_of(**far, **{"cluster.ray_address": "auto"}), "cpu")
+    assert external_hosts(config_of(**far)) == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
+    refuse("memory", "10.0.0.1", {})
+    with pytest.raises(SlimxError, match="is on 10.0.0.1, engine actor-1 on 10.0.0.2; set it to gloo, nccl or disk"):
+        refuse("memory", "10.0.0.1", {"actor-1": "10.0.0.2"})
 
 
 # Arguments ----------------------------------------------------------------------------------------------------------

@@ -279,6 +279,31 @@ def test_what_an_engine_holds_in_fp32_is_published_in_fp32(tmp_path: Path, famil
     assert {dtype for name, dtype in sent.items() if name not in exact} == {"bfloat16"}
 
 
+@pytest.mark.parametrize(
+    ("family", "hf"), [(glm4_moe, AIR), (glm4_moe_lite, FLASH)], ids=["GLM-4.5-Air", "GLM-4.7-Flash"]
+)
+@pytest.mark.parametrize(
+    ("device", "expert", "where"),
+    [("cuda", 1, None), ("cuda", 2, "with expert parallelism (2)"), ("cpu", 1, "on the CPU")],
+)
+def test_a_fusion_that_sglang_would_not_make_is_refused(tmp_path: Path, family, hf, device, expert, where):
+    spec = read(tmp_path, hf | {"num_hidden_layers": 2, "quantization_config": None})
+    sglang = {"enforce_shared_experts_fusion": True}
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path)},
+            "model": {"path": str(tmp_path)},
+            "rollout": {"prompts": "p", "engines": [{"tensor": 2, "expert": expert, "sglang": sglang}]},
+        }
+    )
+    if where is None:
+        assert publication_plan(config, spec, Sizes(), device).encoding == "local"
+        return
+    with pytest.raises(SlimxError) as refused:
+        publication_plan(config, spec, Sizes(), device)
+    assert f"fuses no shared expert of {family.ARCHITECTURE} {where}, whatever is asked for" in str(refused.value)
+
+
 # Files in fp8 -----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,61 @@
+"""Whether the engines are where `publish.transport` reaches them: told as soon as Ray has placed them, before a weight
+is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.orchestration.engine_nodes import place_of
+from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.ranks import RankGroup
+from slimx.orchestration.waiting import gather
+from slimx.ports import is_own
+from slimx.preflight.serving import external_hosts
+from slimx.reshard.gather import PUBLISHER
+
+
+async def check_reach(config: Config, trainers: RankGroup, engines: EngineGroup) -> None:
+    """Raise SlimxError naming an engine on another machine than the publisher if the transport reaches one machine."""
+    if not config.publish.one_machine:
+        return
+    hosts, deadline_s = external_hosts(config), config.cluster.start_deadline
+    started = [engine for engine in engines.engines if engine.name not in hosts]
+    (publisher,) = await gather(
+        [trainers.actors[PUBLISHER].__ray_call__.remote(_look, list(hosts.values()))],
+        what="the look for the publisher's machine",
+        holders=[f"trainer rank {PUBLISHER}"],
+        deadline_s=deadline_s,
+        logs=trainers.logs[PUBLISHER : PUBLISHER + 1],
+    )
+    places = await gather(
+        [engine.actor.__ray_call__.remote(place_of) for engine in started],
+        what="the look for the engines' machines",
+        holders=[f"engine {engine.name}" for engine in started],
+        deadline_s=deadline_s,
+        logs=[engine.log for engine in started],
+    )
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    here, others = publisher
+    found = {engine.name: place.node for engine, place in zip(started, places, strict=True)}
+    elsewhere = {name: addresses.get(node, node) for name, node in found.items() if node != here}
+    elsewhere |= {name: host for name, host in hosts.items() if host in others}
+    refuse(config.publish.transport, addresses.get(here, here), elsewhere)
+
+
+def refuse(transport: str, here: str, elsewhere: Mapping[str, str]) -> None:
+    """Raise SlimxError if there are engines `elsewhere` (address by name) than at the publisher's address `here`."""
+    for name, where in elsewhere.items():
+        raise SlimxError(
+            f"publish.transport {transport} reaches one machine, and trainer rank {PUBLISHER}, which packs the weights,"
+            f" is on {here}, engine {name} on {where}; set it to gloo, nccl or disk, or keep the run on one machine"
+        )
+
+
+def _look(actor: Any, hosts: Sequence[str]) -> tuple[str, list[str]]:
+    """Ray's id of this machine, and which of `hosts` are no addresses of it."""
+    return place_of(actor).node or "", [host for host in hosts if not is_own(host)]
