@@ -25,7 +25,7 @@ async def train_step(run: Run, rows: Sequence[Sequence[Row]], batches: list[Trai
 
 async def _policy_step(run: Run, batches: list[TrainBatch]) -> dict[str, float]:
     if run.step < run.config.critic.warmup_steps:
-        return await run.trainers.measure_gap(batches[0], version=run.version)
+        return await run.trainers.measure_gap(batches[0], version=run.version, mismatch=True)
     return await run.trainers.train_step(batches, step=run.step, version=run.version)
 
 

@@ -80,11 +80,11 @@ class TrainerGroup(RankGroup):
         arguments = self.same(None if path is None else str(path))
         await self.call("refresh_reference", arguments, "the refresh of the reference")
 
-    async def measure_gap(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
-        """The log-prob gap of `batch` under the present weights; nothing is trained."""
-        results = await self.call(
-            "measure_gap", self.sharded(batch.shards, version), "the measurement of the log-prob gap"
-        )
+    async def measure_gap(self, batch: TrainBatch, *, version: int, mismatch: bool = False) -> dict[str, float]:
+        """The log-prob gap of `batch` under the present weights, and with `mismatch` that of all its tokens; nothing is
+        trained."""
+        arguments = self.sharded(batch.shards, version, mismatch)
+        results = await self.call("measure_gap", arguments, "the measurement of the log-prob gap")
         return self.metrics_of(results)
 
     async def save(self, path: Path, *, step: int) -> None:

@@ -149,13 +149,14 @@ class Trainer:
         """Log-prob of every label, one array [T] per micro-batch (last stage only), as `scores`."""
         return [scores["logprobs"] for scores in self.scores(batches, under=under)]
 
-    def measure_gap(self, batches: list[MicroBatch], *, version: int) -> dict[str, float]:
-        """The gap metrics of `batches` under the present weights, without training on them."""
+    def measure_gap(self, batches: list[MicroBatch], *, version: int, mismatch: bool = False) -> dict[str, float]:
+        """The gap metrics of `batches` under the present weights, without training on them; with `mismatch` also those
+        of all their trained tokens, whatever their version."""
         batches = self._local(batches)
         replay = self.routing.from_engine(batches) if self.config.trainer.moe.replay == "R3" else None
         with self.routing.forward(batches, replay=replay):
             scores = self.pipeline.scores(batches)
-        return self._metrics(batches, [({}, each.logprobs) for each in scores], version)
+        return self._metrics(batches, [({}, each.logprobs) for each in scores], version, mismatch=mismatch)
 
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after step `step` and start writing this rank's part of it into `path`."""
@@ -209,9 +210,11 @@ class Trainer:
         whole = self.context.whole(differs.to(torch.uint8), lengths)
         return self.context.part(within_sequence(whole, lengths), lengths)
 
-    def _metrics(self, batches: list[MicroBatch], results: list, version: int | None) -> dict[str, float]:
-        """Sums over micro-batches and ranks; route differences are collected from every pipeline
-        stage."""
+    def _metrics(
+        self, batches: list[MicroBatch], results: list, version: int | None, *, mismatch: bool = True
+    ) -> dict[str, float]:
+        """Sums over micro-batches and ranks; route differences are collected from every pipeline stage. `mismatch`: not
+        where the gap alone is measured, on other tokens than a step's."""
         device = self.parallel.device
         differs = self.routing.differing(batches)
         if self.parallel.sizes.pipeline > 1:
@@ -228,7 +231,7 @@ class Trainer:
             for name in ("loss_weight", "versions", "rollout_logprobs")
         )
         logprobs = torch.cat([logprobs for _, logprobs in results])
-        if values:  # not where the gap alone is measured, on other tokens than a step's
+        if mismatch:
             values |= mismatch_sums(logprobs, rollout, weight > 0)
         if version is None:
             return mismatch_metrics(reduce(values, self.parallel.token_group))

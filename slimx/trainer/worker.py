@@ -119,10 +119,10 @@ class TrainerWorker:
         else:
             self._trainer.passes.load_reference(path)
 
-    def measure_gap(self, batches: Any, version: int) -> dict[str, float]:
+    def measure_gap(self, batches: Any, version: int, mismatch: bool) -> dict[str, float]:
         with self._memory.phase("probe"):
             self._resident(training=False)
-            return self._trainer.measure_gap(batches, version=version)
+            return self._trainer.measure_gap(batches, version=version, mismatch=mismatch)
 
     def save(self, path: str, step: int) -> None:
         with self._memory.phase("save"):

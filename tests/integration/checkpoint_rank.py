@@ -8,7 +8,6 @@ It writes RANK.json: by layout, what trainers saved, restored and said.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.packing import pack
 from slimx.data.weights import loss_weights
 from slimx.trainer.checkpoint import files
+from tests.integration import rank_start
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import demonstrations
 
@@ -35,22 +35,12 @@ class Rank:
 
     def enter(self, name: str) -> None:
         """Join the other rank under layout `name`."""
-        import torch
-
-        from slimx.layout.ranks import sizes_of
         from slimx.models.families import read_model
-        from slimx.trainer.parallel import ParallelState
 
-        self.name, self.sizes = name, sizes_of(self.config(name).trainer)
-        self.spec = read_model(self.job["model"])
-        self.parallel = ParallelState(
-            self.sizes,
-            rank=self.rank,
-            init_method=f"tcp://127.0.0.1:{self.job['ports'][name]}",
-            device=torch.device("cpu"),
-            deadline_s=60,
-            seed=1,
-        )
+        where = f"tcp://127.0.0.1:{self.job['ports'][name]}"
+        self.name, self.spec = name, read_model(self.job["model"])
+        self.parallel = rank_start.enter(self.config(name).trainer, self.rank, where)
+        self.sizes = self.parallel.sizes
 
     def config(self, name: str, load: str | None = None) -> Config:
         return Config.model_validate(
@@ -94,7 +84,7 @@ class Rank:
         self.said.setdefault(self.name, {})[key] = value
 
     def leave(self) -> None:
-        self.parallel.destroy()
+        rank_start.leave(self.parallel)
 
     # What is asked ----------------------------------------------------------------------------------------------------
 
@@ -142,14 +132,8 @@ class Rank:
 
 
 def main() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank = Rank(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
-    from slimx.trainer.worker import install_adapters
-
-    install_adapters()
-    import torch
-
-    torch.set_num_threads(1)
+    rank_start.prepare()
     first = rank.out / "DP2"
     for name in rank.job["layouts"]:
         rank.enter(name)

@@ -9,7 +9,6 @@ all together `gradients.safetensors` of a step of one update.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.codec import load_groups
 from slimx.data.weights import loss_weights
 from slimx.orchestration.batches import make_packer
+from tests.integration import rank_start
 from tests.integration.gathering import write_tensors
 
 HOLDERS = ("policy", "reference", "teacher")
@@ -32,17 +32,6 @@ class Rank:
     def __init__(self, job: dict[str, Any], rank: int):
         self.job, self.rank, self.out = job, rank, Path(job["out"])
         self.said: dict[str, Any] = {}
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        from slimx.trainer.worker import install_adapters
-
-        install_adapters()
-        import torch
-
-        torch.set_num_threads(1)
-        from slimx.layout.ranks import sizes_of
-        from slimx.models.families import read_model
-        from slimx.trainer.parallel import ParallelState
-
         self.config = Config.model_validate(
             {
                 "run": {"dir": job["out"]},
@@ -65,16 +54,10 @@ class Rank:
                 },
             }
         )
-        self.sizes = sizes_of(self.config.trainer)
-        self.spec = read_model(job["reference"])
-        self.parallel = ParallelState(
-            self.sizes,
-            rank=rank,
-            init_method=job["init_method"],
-            device=torch.device("cpu"),
-            deadline_s=60,
-            seed=1,
-        )
+        self.parallel = rank_start.join(self.config.trainer, rank, job["init_method"])
+        from slimx.models.families import read_model
+
+        self.spec, self.sizes = read_model(job["reference"]), self.parallel.sizes
 
     @property
     def reports(self) -> bool:
@@ -152,8 +135,7 @@ class Rank:
     def finish(self) -> None:
         if self.reports:
             (self.out / "said.json").write_text(json.dumps(self.said))
-        self.parallel.host_group.barrier().wait()
-        self.parallel.destroy()
+        rank_start.leave(self.parallel)
 
 
 def main() -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 
 def join(trainer: Any, rank: int, init_method: str) -> Any:
-    """Adapters first, then torch, then the other ranks; `trainer`: the section of the configuration."""
+    """`prepare`, then the other ranks; `trainer`: the section of the configuration."""
+    prepare()
+    return enter(trainer, rank, init_method)
+
+
+def prepare() -> None:
+    """Adapters first, then torch."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from slimx.trainer.worker import install_adapters
 
@@ -15,11 +21,10 @@ def join(trainer: Any, rank: int, init_method: str) -> Any:
     import torch
 
     torch.set_num_threads(1)
-    return enter(trainer, rank, init_method)
 
 
 def enter(trainer: Any, rank: int, init_method: str) -> Any:
-    """Join other ranks, or the same under another layout, in a process that has joined before and left."""
+    """Join other ranks, or the same under another layout, in a prepared process that has left what it joined before."""
     import torch
 
     from slimx.layout.ranks import sizes_of

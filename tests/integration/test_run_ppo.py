@@ -52,6 +52,7 @@ def test_a_ppo_run_learns_values_and_resumes_bit_for_bit(tiny_model, task, tmp_p
     assert rows[3]["kl/reward"] == pytest.approx(0, abs=1e-5)
     for row in rows.values():
         assert row["value/loss"] > 0 and row["critic/grad_norm"] > 0 and row["gap/mean"] <= 1e-5
+        assert 0.9 < row["mismatch/ess"] <= 1 + 1e-9 and row["mismatch/max"] >= row["mismatch/mean"] > 0
     # A zero head says 0 everywhere: every return is its reward, and nothing is explained.
     assert rows[1]["value/explained_variance"] == pytest.approx(0, abs=1e-9)
     assert rows[1]["return/mean"] == pytest.approx(rows[1]["advantage/mean"])

@@ -418,6 +418,8 @@ def test_measuring_the_gap_without_training_gives_what_the_step_then_reports(lab
     measured, step = laboratory[name].last["gap"], laboratory[name].last["grpo_step"]
     assert measured == {key: step[key] for key in step if key.startswith(("gap/", "routes/"))}
     assert len(measured) == 7
+    mismatch = {key: step[key] for key in step if key.startswith("mismatch/")}
+    assert laboratory[name].last["mismatch"] == measured | mismatch and len(mismatch) == 5
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -26,6 +26,7 @@ from slimx.data.codec import load_groups
 from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
 from slimx.data.weights import loss_weights
+from tests.integration import rank_start
 from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save
 
@@ -81,28 +82,11 @@ class Rank:
         self.arrays: dict[str, np.ndarray] = {}
 
     def start(self) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        from slimx.trainer.worker import install_adapters
-
-        install_adapters()
-        import torch
-
-        torch.set_num_threads(1)
-
-        from slimx.layout.ranks import sizes_of
+        settings = self.config(algorithm="sft").trainer
+        self.parallel = rank_start.join(settings, self.rank, self.job["init_method"])
         from slimx.models.families import read_model
-        from slimx.trainer.parallel import ParallelState
 
-        self.spec = read_model(self.job["model"])
-        self.sizes = sizes_of(self.config(algorithm="sft").trainer)
-        self.parallel = ParallelState(
-            self.sizes,
-            rank=self.rank,
-            init_method=self.job["init_method"],
-            device=torch.device("cpu"),
-            deadline_s=60,
-            seed=1,
-        )
+        self.spec, self.sizes = read_model(self.job["model"]), self.parallel.sizes
 
     def config(self, *, algorithm: str, optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
         grpo = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.3, "reference": True, "kl_coef": 0.5}
@@ -178,6 +162,7 @@ class Rank:
         advantages = [value for group in groups for value in group_advantages(config.algorithm, group)]
         batches = self.shard([t for group in groups for t in group.trajectories], advantages)
         self.said["gap"] = trainer.measure_gap(batches, version=VERSION)
+        self.said["mismatch"] = trainer.measure_gap(batches, version=VERSION, mismatch=True)
         self.said["grpo_step"] = trainer.train_step(batches, step=0, version=VERSION)
         self.write_tensors("grpo_gradients", self.gradients(trainer))
 
@@ -243,7 +228,7 @@ class Rank:
         }
         (self.out / f"{self.rank}.json").write_text(json.dumps(self.said))
         np.savez(self.out / f"{self.rank}.npz", **self.arrays)
-        self.parallel.destroy()
+        rank_start.leave(self.parallel)
 
 
 def main() -> None:
