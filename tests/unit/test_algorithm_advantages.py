@@ -132,13 +132,20 @@ def test_order_changes_nothing_and_empty_comparisons_teach_nothing(name):
 # Rewards per token ----------------------------------------------------------------------------------------------------
 
 
-def reinforce(
-    rewards: list[float], logprobs: list[list[float]], reference: list[list[float]], gamma: float, coef: float
-) -> list[list[float]]:
+PENALTIES = {
+    "k1": lambda p, q: p - q,
+    "k2": lambda p, q: (p - q) ** 2 / 2,
+    "k3": lambda p, q: math.exp(q - p) - 1 - (q - p),
+    "low_variance": lambda p, q: min(math.exp(min(q - p, 20)) - 1 - min(q - p, 20), 10),
+}
+"""Of KL(policy || reference) at one token, from its log-probs."""
+
+
+def reinforce(rewards: list[float], penalties: list[list[float]], gamma: float, coef: float) -> list[list[float]]:
     """REINFORCE++ by its definition: discounted sums of score at the end minus KL at every token, whitened."""
     sums = []
-    for score, lp, ref in zip(rewards, logprobs, reference, strict=True):
-        each = [-coef * (p - q) for p, q in zip(lp, ref, strict=True)]
+    for score, kl in zip(rewards, penalties, strict=True):
+        each = [-coef * x for x in kl]
         each[-1] += score
         sums.append([sum(gamma ** (k - t) * each[k] for k in range(t, len(each))) for t in range(len(each))])
     every = [x for s in sums for x in s]
@@ -148,13 +155,16 @@ def reinforce(
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
-def test_reinforce_with_kl_in_every_tokens_reward(name):
+@pytest.mark.parametrize("estimator", PENALTIES)
+def test_reinforce_with_kl_in_every_tokens_reward(estimator, name):
+    """One token is so unlikely under the policy that `low_variance` is at its bound."""
     random = np.random.default_rng(0)
     groups = [group("a", [1.0, 0.0, 0.5]), group("b", [2.0, 1.5])]
     for t in (t for g in groups for t in g.trajectories):
         t.logprobs[2:] = -random.random(3)
+    groups[0].trajectories[1].logprobs[3] = -4.0
     reference = [-random.random(4).astype(np.float32) for _ in range(5)]
-    algorithm = Algorithm(name=name, reference=True, kl_reward_coef=0.2, gamma=0.9)
+    algorithm = Algorithm(name=name, reference=True, kl_reward_coef=0.2, kl_reward_estimator=estimator, gamma=0.9)
     rows = rows_of(algorithm, groups)
     metrics = finish_advantages(algorithm, groups, [rows[:3], rows[3:]], reference=reference, seed=(0, 0))
     rewards = [1.0, 0.0, 0.5, 2.0, 1.5]
@@ -162,11 +172,12 @@ def test_reinforce_with_kl_in_every_tokens_reward(name):
         rewards = [0.5, -0.5, 0.0, 0.25, -0.25]
     lp = [row.rollout_logprobs[1:].tolist() for row in rows]
     ref = [each[1:].tolist() for each in reference]
-    for row, wanted in zip(rows, reinforce(rewards, lp, ref, 0.9, 0.2), strict=True):
+    kl = [[PENALTIES[estimator](p, q) for p, q in zip(one, two, strict=True)] for one, two in zip(lp, ref, strict=True)]
+    assert (max(map(max, kl)) == 10) == (estimator == "low_variance")
+    for row, wanted in zip(rows, reinforce(rewards, kl, 0.9, 0.2), strict=True):
         assert row.advantages[0] == 0 and row.advantages[1:].tolist() == pytest.approx(wanted, abs=1e-5)
         assert row.values is None and row.returns is None
-    kl = [p - q for each, other in zip(lp, ref, strict=True) for p, q in zip(each, other, strict=True)]
-    assert metrics["kl/reward"] == pytest.approx(np.mean(kl), abs=1e-6)
+    assert metrics["kl/reward"] == pytest.approx(np.mean(sum(kl, [])), rel=1e-5)
 
 
 # GiGPO ----------------------------------------------------------------------------------------------------------------
