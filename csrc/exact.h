@@ -26,6 +26,7 @@ typedef enum {
   SLIMX_EXACT_SCALAR = 1,
   SLIMX_EXACT_AVX2 = 2,
   SLIMX_EXACT_AVX512 = 3,
+  SLIMX_EXACT_AMX = 4,  // bf16 linears; the rest is AVX-512's
 } SlimxExactIsa;
 
 // The rows of one expert, after those of the experts before it, and its weight [N][K].

@@ -1,7 +1,10 @@
 // exact_cpu.cpp: the kernels of exact mode on the CPU: which instruction set computes, and which thread computes what.
+#include <cpuid.h>
 #include <math.h>
 #include <omp.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -25,14 +28,25 @@ struct LinearShape {
   int64_t padded() const { return leaves * padded_leaf; }
 };
 
+// Rows as Linear::prepare left them: all of a group with few rows, or up to kRowsOfTask of another.
+struct RowBlock {
+  const float* at;
+  int64_t count;
+  bool few;
+};
+
+struct Linear {
+  int few;  // groups with fewer rows have a layout of their own
+  int64_t (*tile_columns)(const LinearShape&);
+  int64_t (*prepared_size)(int64_t rows, bool few, const LinearShape&);  // floats that `prepare` writes
+  int64_t (*scratch)(const LinearShape&);                                // floats for a tile
+  void (*prepare)(const void* x, int64_t rows, const LinearShape&, float* out);
+  void (*tile)(const RowBlock&, const void* weight, int64_t columns, const LinearShape&, float* scratch, void* out);
+};
+
 // What an instruction set offers; each function computes the same bits.
 struct Kernels {
-  int width;
-  int64_t (*prepared_size)(int64_t rows, const LinearShape&);
-  int64_t (*linear_scratch)(int64_t rows, const LinearShape&);
-  void (*prepare)(const void* x, int64_t rows, const LinearShape&, float* out);
-  void (*tile)(const float* rows, int64_t n_rows, const void* weight, int64_t columns, const LinearShape&,
-               float* scratch, void* out);
+  Linear linear;
   void (*rms_norm)(const void* x, const void* weight, int64_t n, float eps, bool wide, float* scratch, void* out);
   void (*silu_and_mul)(const void* x, int64_t n, bool wide, void* out);
   void (*log_normaliser)(const void* logits, int64_t n, float temperature, bool wide, float* scratch, float* most,
@@ -79,23 +93,41 @@ static inline __m512 multiply_add(__m512 a, __m512 b, __m512 c) { return _mm512_
 #undef SLIMX_WIDTH
 }  // namespace avx512
 #pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512,amx-tile,amx-bf16")
+namespace amx {
+#include "exact_amx.h"
+}  // namespace amx
+#pragma GCC pop_options
 #endif
 
 namespace {
 
+// nullptr where the processor lacks the instruction set.
 const Kernels* kernels_for(SlimxExactIsa isa) {
   if (!slimx_exact_has_isa(isa)) return nullptr;
 #ifdef SLIMX_HAS_KERNELS
-  if (isa == SLIMX_EXACT_BEST)
-    isa = slimx_exact_has_isa(SLIMX_EXACT_AVX512) ? SLIMX_EXACT_AVX512
-          : slimx_exact_has_isa(SLIMX_EXACT_AVX2) ? SLIMX_EXACT_AVX2
-                                                  : SLIMX_EXACT_SCALAR;
-  if (isa == SLIMX_EXACT_AVX512) return &avx512::kernels;
+  static const SlimxExactIsa best = slimx_exact_has_isa(SLIMX_EXACT_AVX512) ? SLIMX_EXACT_AVX512
+                                    : slimx_exact_has_isa(SLIMX_EXACT_AVX2) ? SLIMX_EXACT_AVX2
+                                                                            : SLIMX_EXACT_SCALAR;
+  if (isa == SLIMX_EXACT_BEST) isa = best;
+  if (isa == SLIMX_EXACT_AVX512 || isa == SLIMX_EXACT_AMX) return &avx512::kernels;
   if (isa == SLIMX_EXACT_AVX2) return &avx2::kernels;
   return &scalar::kernels;
 #else
   return nullptr;
 #endif
+}
+
+// Of kernels_for(isa), or the tiles of AMX for bf16, unless another instruction set was asked for.
+const Linear* linear_for(SlimxExactIsa isa, bool wide) {
+#ifdef SLIMX_HAS_KERNELS
+  const bool may = isa == SLIMX_EXACT_BEST || isa == SLIMX_EXACT_AMX;
+  if (may && !wide && slimx_exact_has_isa(SLIMX_EXACT_AMX)) return &amx::linear;
+#endif
+  const Kernels* kernels = kernels_for(isa);
+  return kernels ? &kernels->linear : nullptr;
 }
 
 // Starting a thread costs as much as this many steps of a reduction.
@@ -135,11 +167,19 @@ SlimxExactStatus for_each(int64_t tasks, int team, int64_t floats, Task task) {
   return SLIMX_EXACT_OK;
 }
 
-struct Group {  // of a linear: its rows, and its tiles among all
+// Rows of a linear that are computed at once with a tile's weights.
+constexpr int64_t kRowsOfTask = 256;
+
+struct Group {  // of a linear
   const char *x, *weight;
   char* out;
+  int64_t rows;
+  bool few;
   float* prepared;
-  int64_t rows, first_tile;
+};
+
+struct Task {
+  int64_t group, row, column;
 };
 
 }  // namespace
@@ -151,6 +191,10 @@ int slimx_exact_abi(void) { return SLIMX_EXACT_ABI; }
 
 int slimx_exact_has_isa(SlimxExactIsa isa) {
 #ifdef SLIMX_HAS_KERNELS
+  if (isa == SLIMX_EXACT_AMX) {
+    static const bool has = slimx_exact_has_isa(SLIMX_EXACT_AVX512) && amx::available();
+    return has;
+  }
   if (isa == SLIMX_EXACT_AVX512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
@@ -165,42 +209,43 @@ int slimx_exact_has_isa(SlimxExactIsa isa) {
 SlimxExactStatus slimx_exact_linear(const void* x, const SlimxExactGroup* groups, int64_t n_groups, int64_t columns,
                                     int64_t width, int leaves, int wide, void* out, int wide_out, SlimxExactIsa isa,
                                     int threads) {
-  const Kernels* kernels = kernels_for(isa);
-  if (!kernels) return SLIMX_EXACT_NO_SUCH_ISA;
-  const LinearShape s = {columns,   width,        leaves, width / leaves, rounded_up(width / leaves, SLIMX_K_BLOCK),
-                         wide != 0, wide_out != 0};
-  const int64_t tiles = (columns + kernels->width - 1) / kernels->width;
+  const Linear* linear = linear_for(isa, wide);
+  if (!linear) return SLIMX_EXACT_NO_SUCH_ISA;
+  const int64_t leaf = width / leaves, item = wide ? 4 : 2, item_out = wide_out ? 4 : 2;
+  const LinearShape s = {columns, width, leaves, leaf, rounded_up(leaf, SLIMX_K_BLOCK), wide != 0, wide_out != 0};
+  const int64_t tile = linear->tile_columns(s);
   std::vector<Group> held;
-  int64_t prepared = 0, scratch = 0, row = 0;
+  std::vector<Task> tasks;
+  int64_t row = 0, prepared = 0;
   try {
-    for (int64_t g = 0; g < n_groups; row += groups[g++].rows)
-      if (groups[g].rows) {
-        held.push_back({static_cast<const char*>(x) + row * width * (wide ? 4 : 2),
-                        static_cast<const char*>(groups[g].weight),
-                        static_cast<char*>(out) + row * columns * (wide_out ? 4 : 2), nullptr, groups[g].rows,
-                        int64_t(held.size()) * tiles});
-        prepared += kernels->prepared_size(groups[g].rows, s);
-        scratch = std::max(scratch, kernels->linear_scratch(groups[g].rows, s));
-      }
+    for (int64_t g = 0; g < n_groups; row += groups[g++].rows) {
+      const int64_t rows = groups[g].rows;
+      if (!rows) continue;
+      for (int64_t column = 0; column < columns; column += tile)
+        for (int64_t r = 0; r < rows; r += kRowsOfTask) tasks.push_back({int64_t(held.size()), r, column});
+      held.push_back({static_cast<const char*>(x) + row * width * item, static_cast<const char*>(groups[g].weight),
+                      static_cast<char*>(out) + row * columns * item_out, rows, rows < linear->few, nullptr});
+      prepared += linear->prepared_size(rows, held.back().few, s);
+    }
   } catch (const std::bad_alloc&) {
     return SLIMX_EXACT_NO_MEMORY;
   }
   const Memory memory(prepared);
   if (!memory.get()) return SLIMX_EXACT_NO_MEMORY;
   float* at = memory.get();
-  for (Group& group : held) group.prepared = at, at += kernels->prepared_size(group.rows, s);
-  const int64_t tasks = int64_t(held.size()) * tiles, steps = (row + int64_t(held.size())) * columns * width / 16;
-  const int team = team_for(tasks, steps, threads);
-  const auto ready =
-      for_each<true>(int64_t(held.size()), std::min<int>(team, std::max<int>(held.size(), 1)), 0,
-                     [&](int64_t g, float*) { kernels->prepare(held[g].x, held[g].rows, s, held[g].prepared); });
-  if (ready != SLIMX_EXACT_OK) return ready;
-  return for_each<true>(tasks, team, scratch, [&](int64_t k, float* mine) {
-    const Group& group = held[k / tiles];
-    const int64_t column = k % tiles * kernels->width, left = std::min<int64_t>(columns - column, kernels->width);
-    kernels->tile(group.prepared, group.rows, group.weight + column * width * (wide ? 4 : 2), left, s, mine,
-                  group.out + column * (wide_out ? 4 : 2));
-  });
+  for (Group& group : held) group.prepared = at, at += linear->prepared_size(group.rows, group.few, s);
+  const int team = team_for(int64_t(tasks.size()), (row + 8 * int64_t(held.size())) * columns * width / 16, threads);
+  const auto prepare = [&](int64_t g, float*) { linear->prepare(held[g].x, held[g].rows, s, held[g].prepared); };
+  const auto compute = [&](int64_t k, float* scratch) {
+    const Task& task = tasks[k];
+    const Group& group = held[task.group];
+    const RowBlock rows = {group.prepared + linear->prepared_size(task.row, group.few, s),
+                           std::min(group.rows - task.row, kRowsOfTask), group.few};
+    linear->tile(rows, group.weight + task.column * width * item, std::min(columns - task.column, tile), s, scratch,
+                 group.out + (task.row * columns + task.column) * item_out);
+  };
+  const auto ready = for_each<true>(int64_t(held.size()), std::min(team, int(held.size())), 0, prepare);
+  return ready == SLIMX_EXACT_OK ? for_each<true>(int64_t(tasks.size()), team, linear->scratch(s), compute) : ready;
 }
 
 SlimxExactStatus slimx_exact_rms_norm(const void* x, const void* weight, int64_t rows, int64_t width, float eps,

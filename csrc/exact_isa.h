@@ -13,9 +13,9 @@ static void prepare(const void* x, int64_t rows, const LinearShape& s, float* ou
          : prepare_rows(static_cast<const uint16_t*>(x), rows, s, out);
 }
 
-static void tile(const float* rows, int64_t n_rows, const void* weight, int64_t columns, const LinearShape& s,
-                 float* scratch, void* out) {
-  const auto run = [&](auto* typed, auto* to) { linear_tile(rows, n_rows, typed, columns, s, scratch, to); };
+static void tile(const RowBlock& rows, const void* weight, int64_t columns, const LinearShape& s, float* scratch,
+                 void* out) {
+  const auto run = [&](auto* typed, auto* to) { linear_tile(rows, typed, columns, s, scratch, to); };
   const auto with = [&](auto* to) {
     s.wide ? run(static_cast<const float*>(weight), to) : run(static_cast<const uint16_t*>(weight), to);
   };
@@ -49,5 +49,9 @@ static int64_t attention_scratch(const SlimxExactAttention& a, int64_t longest) 
   return AttentionScratch(a, longest, nullptr).size();
 }
 
-static const Kernels kernels = {kWidth,   prepared_size, linear_scratch, prepare, tile,
-                                rms_norm, silu_and_mul,  log_normaliser, attend,  attention_scratch};
+static const Kernels kernels = {{kFew, tile_columns, prepared_size, linear_scratch, prepare, tile},
+                                rms_norm,
+                                silu_and_mul,
+                                log_normaliser,
+                                attend,
+                                attention_scratch};

@@ -8,6 +8,12 @@ constexpr int kFew = kWidth / 2;              // from so many rows on vectors li
 constexpr int kBroad = kWidth == 16 ? 8 : 4;  // columns at once: two chains and a sum for each fit the registers
 static_assert(SLIMX_K_BLOCK % kWidth == 0 && kWidth % kBroad == 0, "the tiles below have no remainders in these");
 
+// Columns of a tile: a multiple of kWidth, so many that their weights as floats stay in a cache of 256 KiB.
+static int64_t tile_columns(const LinearShape& s) {
+  const int64_t fit = 65536 / s.padded() / kWidth * kWidth;
+  return fit < kWidth ? kWidth : fit > 64 ? 64 : fit;
+}
+
 // The rows of one group as tiles read them. Few rows: [rows][padded], many: [row / kWidth][padded][kWidth].
 template <class T>
 static void prepare_rows(const T* x, int64_t rows, const LinearShape& s, float* out) {
@@ -29,7 +35,24 @@ static void prepare_rows(const T* x, int64_t rows, const LinearShape& s, float* 
   }
 }
 
-// sums[j] = the leaf's dot products of kWidth rows, [n][kWidth], with the column weight[j] [n].
+// Where a tile's weights are as floats: column j, leaf l at at + j * column + l * leaf.
+struct Weights {
+  const float* at;
+  int64_t column, leaf;
+};
+
+// In place, where they are floats and a leaf is whole blocks, else in `room`.
+template <class T>
+static Weights as_weights(const T* weight, int64_t columns, const LinearShape& s, float* room) {
+  if constexpr (sizeof(T) == 4)
+    if (s.leaf == s.padded_leaf) return {weight, s.width, s.leaf};
+  for (int64_t j = 0; j < columns; ++j)
+    for (int leaf = 0; leaf < s.leaves; ++leaf)
+      widen(weight + j * s.width + leaf * s.leaf, s.leaf, SLIMX_K_BLOCK, room + j * s.padded() + leaf * s.padded_leaf);
+  return {room, s.padded(), s.padded_leaf};
+}
+
+// sums[j] = one leaf's dot products of kWidth rows, [n][kWidth], with the column weight[j] [n].
 static inline void chains_across_rows(const float* rows, const float* const* weight, int64_t n, Floats* sums) {
   Floats sum[kBroad] = {};
   for (int64_t k = 0; k < n; k += SLIMX_K_BLOCK) {
@@ -47,58 +70,50 @@ static inline void chains_across_rows(const float* rows, const float* const* wei
 }
 
 // Leaves in a binary tree, parts [leaves][n]; the result is parts[0]. Denormals count here.
-static inline void join_leaves(Floats* parts, int leaves, int n) {
+static inline void join_leaves(Floats* parts, int leaves, int64_t n) {
+  if (leaves == 1) return;
   const Arithmetic<false> as_they_are;
   for (; leaves > 1; leaves /= 2)
     for (int leaf = 0; leaf < leaves / 2; ++leaf)
-      for (int j = 0; j < n; ++j) parts[leaf * n + j] = parts[2 * leaf * n + j] + parts[(2 * leaf + 1) * n + j];
+      for (int64_t j = 0; j < n; ++j) parts[leaf * n + j] = parts[2 * leaf * n + j] + parts[(2 * leaf + 1) * n + j];
 }
 
-// `columns` <= kBroad columns of all rows. sums: [row / kWidth][kWidth columns][kWidth], the first kBroad of a block.
-template <class T>
-static void many_rows(const float* rows, int64_t n_rows, const T* weight, int64_t columns, const LinearShape& s,
-                      float* wide, Floats* sums) {
-  const float* at[SLIMX_MOST_LEAVES][kBroad];
-  for (int leaf = 0; leaf < s.leaves; ++leaf)
-    for (int j = 0; j < kBroad; ++j) {  // columns past the end are computed as the last one and not stored
-      const T* from = weight + (j < columns ? j : columns - 1) * s.width + leaf * s.leaf;
-      if constexpr (sizeof(T) == 4)
-        if (s.leaf == s.padded_leaf) {
-          at[leaf][j] = from;
-          continue;
-        }
-      float* to = wide + j * s.padded() + leaf * s.padded_leaf;
-      widen(from, s.leaf, SLIMX_K_BLOCK, to);
-      at[leaf][j] = to;
-    }
-  for (int64_t r = 0; r < n_rows; r += kWidth, rows += s.padded() * kWidth, sums += kWidth) {
+// kWidth rows and up to kWidth columns from `column` on: block[j] has column j of all rows.
+static inline void many_rows(const float* rows, const Weights& weights, int64_t column, int64_t columns,
+                             const LinearShape& s, Floats* block) {
+  for (int first = 0; first < kWidth && column + first < columns; first += kBroad) {
     Floats parts[SLIMX_MOST_LEAVES * kBroad];
     for (int j = 0; j < kBroad; ++j) parts[j] = Floats{};  // the compiler cannot know that there is a leaf
-    for (int leaf = 0; leaf < s.leaves; ++leaf)
-      chains_across_rows(rows + leaf * s.padded_leaf * kWidth, at[leaf], s.padded_leaf, parts + leaf * kBroad);
-    if (s.leaves > 1) join_leaves(parts, s.leaves, kBroad);
-    for (int j = 0; j < kBroad; ++j) sums[j] = parts[j];
+    for (int leaf = 0; leaf < s.leaves; ++leaf) {
+      const float* at[kBroad];
+      for (int j = 0; j < kBroad; ++j) {  // past the end the last column again, which is not stored
+        const int64_t own = column + first + j < columns ? column + first + j : columns - 1;
+        at[j] = weights.at + own * weights.column + leaf * weights.leaf;
+      }
+      chains_across_rows(rows + leaf * s.padded_leaf * kWidth, at, s.padded_leaf, parts + leaf * kBroad);
+    }
+    join_leaves(parts, s.leaves, kBroad);
+    for (int j = 0; j < kBroad; ++j) block[first + j] = parts[j];
   }
 }
 
-// kWidth columns of fewer than kFew rows: parts [leaf][row].
+// Up to kWidth columns of fewer than kFew rows: parts [leaf][row] has all columns of a row.
 template <class T>
-static void few_rows(const float* rows, int64_t n_rows, const T* weight, int64_t columns, const LinearShape& s,
-                     Floats* parts) {
+static void few_rows(const RowBlock& rows, const T* weight, int64_t columns, const LinearShape& s, Floats* parts) {
   for (int leaf = 0; leaf < s.leaves; ++leaf) {
-    Floats* sum = parts + leaf * n_rows;
-    for (int64_t r = 0; r < n_rows; ++r) sum[r] = Floats{};
+    Floats* sum = parts + leaf * rows.count;
+    for (int64_t r = 0; r < rows.count; ++r) sum[r] = Floats{};
     for (int64_t k = 0; k < s.padded_leaf; k += SLIMX_K_BLOCK) {
       Floats block[SLIMX_K_BLOCK];  // [k][column]
       for (int part = 0; part < SLIMX_K_BLOCK; part += kWidth) {
         const int64_t left = s.leaf - k - part;
+        const T* from = weight + leaf * s.leaf + k + part;
         for (int j = 0; j < kWidth; ++j)
-          block[part + j] =
-              j < columns && left > 0 ? load_some(weight + j * s.width + leaf * s.leaf + k + part, left) : Floats{};
+          block[part + j] = j < columns && left > 0 ? load_some(from + j * s.width, left) : Floats{};
         transpose(block + part);
       }
-      for (int64_t r = 0; r < n_rows; ++r) {
-        const float* x = rows + r * s.padded() + leaf * s.padded_leaf + k;
+      for (int64_t r = 0; r < rows.count; ++r) {
+        const float* x = rows.at + r * s.padded() + leaf * s.padded_leaf + k;
         Floats even = {}, odd = {};
         for (int i = 0; i < SLIMX_K_BLOCK; i += 2) {
           even = multiply_add(splat(x[i]), block[i], even);
@@ -108,36 +123,36 @@ static void few_rows(const float* rows, int64_t n_rows, const T* weight, int64_t
       }
     }
   }
-  if (s.leaves > 1) join_leaves(parts, s.leaves, int(n_rows));
+  join_leaves(parts, s.leaves, rows.count);
 }
 
-// kWidth columns from `weight` on, of which `columns` exist, of one group's prepared rows; out [rows][s.columns].
+// `columns` columns from `weight` on, at most tile_columns; out: the first of them in the first row of [.][s.columns].
 template <class T, class Out>
-static void linear_tile(const float* rows, int64_t n_rows, const T* weight, int64_t columns, const LinearShape& s,
-                        float* scratch, Out* out) {
-  if (n_rows < kFew) {
-    Floats parts[SLIMX_MOST_LEAVES * kFew];
-    few_rows(rows, n_rows, weight, columns, s, parts);
-    for (int64_t r = 0; r < n_rows; ++r) store_some(out + r * s.columns, parts[r], columns);
+static void linear_tile(const RowBlock& rows, const T* weight, int64_t columns, const LinearShape& s, float* scratch,
+                        Out* out) {
+  if (rows.few) {
+    for (int64_t column = 0; column < columns; column += kWidth) {
+      Floats parts[SLIMX_MOST_LEAVES * kFew];
+      few_rows(rows, weight + column * s.width, columns - column, s, parts);
+      for (int64_t r = 0; r < rows.count; ++r) store_some(out + r * s.columns + column, parts[r], columns - column);
+    }
     return;
   }
-  Floats* sums = reinterpret_cast<Floats*>(scratch);
-  float* wide = scratch + (n_rows + kWidth) * kWidth;
-  for (int j = 0; j < kWidth && j < columns; j += kBroad)
-    many_rows(rows, n_rows, weight + j * s.width, columns - j < kBroad ? columns - j : kBroad, s, wide, sums + j);
-  for (int64_t r = 0; r < n_rows; r += kWidth) {
-    Floats* block = sums + r;
-    transpose(block);
-    for (int i = 0; i < kWidth && r + i < n_rows; ++i) store_some(out + (r + i) * s.columns, block[i], columns);
-  }
+  const Weights weights = as_weights(weight, columns, s, scratch);
+  for (int64_t r = 0; r < rows.count; r += kWidth)
+    for (int64_t column = 0; column < columns; column += kWidth) {
+      Floats block[kWidth] = {};
+      many_rows(rows.at + r * s.padded(), weights, column, columns, s, block);
+      transpose(block);
+      for (int i = 0; i < kWidth && r + i < rows.count; ++i)
+        store_some(out + (r + i) * s.columns + column, block[i], columns - column);
+    }
 }
 
-// Floats of scratch for a tile of a group of `rows`.
-static int64_t linear_scratch(int64_t rows, const LinearShape& s) {
-  return (rows + kWidth) * kWidth + kBroad * s.padded();
-}
+// Floats of scratch for a tile.
+static int64_t linear_scratch(const LinearShape& s) { return tile_columns(s) * s.padded(); }
 
 // Floats that prepare_rows writes.
-static int64_t prepared_size(int64_t rows, const LinearShape& s) {
-  return s.padded() * (rows < kFew ? rows : (rows + kWidth - 1) / kWidth * kWidth);
+static int64_t prepared_size(int64_t rows, bool few, const LinearShape& s) {
+  return s.padded() * (few ? rows : rounded_up(rows, kWidth));
 }

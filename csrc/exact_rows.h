@@ -29,10 +29,9 @@ static void log_normaliser_row(const T* logits, int64_t n, float temperature, fl
     Floats z = load_some(logits + i, n - i < 0 ? 0 : n - i) / divisor;
     for (int64_t l = n - i < 0 ? 0 : n - i; l < kWidth; ++l) z[l] = -__builtin_inff();  // adds nothing
     store(scratch + i, z);
-    high = z > high || z != z ? z : high;
+    high = larger(z, high);
   }
-  float top = high[0];
-  for (int l = 1; l < kWidth; ++l) top = high[l] > top || high[l] != high[l] ? high[l] : top;
+  const float top = largest(high);
   const Floats shift = splat(top);
   const float sum = row_sum(end, [&](int64_t i) { return exp(load(scratch + i) - shift); });
   *most = top;

@@ -82,26 +82,62 @@ struct Lanes {  // SLIMX_LANES partial sums
   Floats part[kParts] = {};
 };
 
-// The upper half is added to the lower one until one is left.
+// The upper half is added to the lower one until one vector is left, and then until one number is.
+static inline Floats folded(Lanes lanes) {
+  for (int half = kParts / 2; half; half /= 2)
+    for (int p = 0; p < half; ++p) lanes.part[p] += lanes.part[p + half];
+  return lanes.part[0];
+}
+
 static inline float total(const Lanes& lanes) {
-  float x[SLIMX_LANES];
-  memcpy(x, lanes.part, sizeof x);
-  for (int half = SLIMX_LANES / 2; half; half /= 2)
+  const Floats last = folded(lanes);
+  float x[kWidth];
+  memcpy(x, &last, sizeof x);
+  for (int half = kWidth / 2; half; half /= 2)
     for (int l = 0; l < half; ++l) x[l] += x[l + half];
   return x[0];
 }
 
-// Sum of f(i) ... over [0, n), n a multiple of SLIMX_LANES; `at` gives a vector of kWidth values from i on.
+// a and b hold sums of 2 kHalf lanes each, one behind the other; returns those of a, then those of b, of kHalf lanes.
+template <int kHalf, size_t... kLane>
+static inline Floats fold_pair(Floats a, Floats b, std::index_sequence<kLane...>) {
+  const Floats low = __builtin_shufflevector(a, b, int(kLane / kHalf * 2 * kHalf + kLane % kHalf)...);
+  const Floats high = __builtin_shufflevector(a, b, int(kLane / kHalf * 2 * kHalf + kLane % kHalf + kHalf)...);
+  return low + high;
+}
+
+// The totals of kWidth sums in lanes, one in each place.
+template <int kHalf = kWidth / 2>
+static inline Floats totals(Floats* folded) {
+  for (int i = 0; i < kHalf; ++i)
+    folded[i] = fold_pair<kHalf>(folded[2 * i], folded[2 * i + 1], std::make_index_sequence<kWidth>());
+  if constexpr (kHalf > 1) return totals<kHalf / 2>(folded);
+  return folded[0];
+}
+
+static inline Floats larger(Floats a, Floats b) { return a > b || a != a ? a : b; }  // NaN stays
+
+static inline float largest(Floats x) {
+  float most = x[0];
+  for (int l = 1; l < kWidth; ++l) most = x[l] > most || x[l] != x[l] ? x[l] : most;
+  return most;
+}
+
+// Sum of a block of n values, a multiple of SLIMX_LANES; at(i) gives kWidth of them from i on.
+template <class At>
+static inline float block_sum(int64_t n, At at) {
+  Lanes lanes;
+  for (int64_t i = 0; i < n; i += SLIMX_LANES)
+    for (int p = 0; p < kParts; ++p) lanes.part[p] += at(i + p * kWidth);
+  return total(lanes);
+}
+
+// The same of any number of values: that of each SLIMX_SUM_BLOCK, added in order.
 template <class At>
 static inline float row_sum(int64_t n, At at) {
   float sum = 0;
-  for (int64_t block = 0; block < n; block += SLIMX_SUM_BLOCK) {
-    Lanes lanes;
-    const int64_t end = block + SLIMX_SUM_BLOCK < n ? block + SLIMX_SUM_BLOCK : n;
-    for (int64_t i = block; i < end; i += SLIMX_LANES)
-      for (int p = 0; p < kParts; ++p) lanes.part[p] += at(i + p * kWidth);
-    sum += total(lanes);
-  }
+  for (int64_t i = 0; i < n; i += SLIMX_SUM_BLOCK)
+    sum += block_sum(n - i < SLIMX_SUM_BLOCK ? n - i : SLIMX_SUM_BLOCK, [&](int64_t j) { return at(i + j); });
   return sum;
 }
 

@@ -59,7 +59,8 @@ def build(checkout: Path, cuda: str, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_cpu_library_compiles_without_a_warning() -> None:
+@pytest.mark.parametrize("source", ["reshard_cpu.cpp", "exact_cpu.cpp"])
+def test_the_cpu_libraries_compile_without_a_warning(source: str) -> None:
     flags = [
         "-O2",
         "-std=c++17",
@@ -72,7 +73,7 @@ def test_the_cpu_library_compiles_without_a_warning() -> None:
         "-o",
         "/dev/null",
     ]
-    command = ["g++", *flags, ROOT / "csrc" / "reshard_cpu.cpp"]
+    command = ["g++", *flags, ROOT / "csrc" / source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -116,8 +117,9 @@ def test_a_build_without_cuda_leaves_no_cuda_library_of_an_earlier_one(built: tu
     with zipfile.ZipFile(next((checkout / "dist").glob("*.whl"))) as wheel:
         libraries = [name for name in wheel.namelist() if name.endswith(".so")]
     build(checkout, "0", "build_ext", "--inplace")
-    assert [p.name for p in (checkout / "slimx" / "_lib").iterdir()] == ["libslimx_cpu.so"]
-    assert libraries == ["slimx/_lib/libslimx_cpu.so"]
+    expected = ["libslimx_cpu.so", "libslimx_exact.so"]
+    assert sorted(p.name for p in (checkout / "slimx" / "_lib").iterdir()) == expected
+    assert sorted(libraries) == [f"slimx/_lib/{name}" for name in expected]
 
 
 def test_cuda_that_was_asked_for_and_is_not_there_is_refused(tmp_path: Path) -> None:

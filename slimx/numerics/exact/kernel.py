@@ -29,7 +29,7 @@ ABI = 1
 """SLIMX_EXACT_ABI in csrc/exact.h."""
 MOST_LEAVES = 64
 """SLIMX_MOST_LEAVES in csrc/exact.h."""
-_ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
+_ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3, "amx": 4}
 _WIDE = {torch.float32: 1, torch.bfloat16: 0}
 
 

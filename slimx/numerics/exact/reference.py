@@ -87,9 +87,9 @@ def attend(
 
     Row r reads the keys and values at index[begin[r] : begin[r] + length[r]] (int32, int64, int64), at least one of
     them, in that order. Score: LANES chains of multiply-adds over d, summed, times `scale`. Weight: exp(score - largest
-    score). Sums of weights, and of weights times values (multiply-adds), are made in blocks of KEY_BLOCK keys, which
-    are added in order; the quotient of the two is rounded. `sinks` [heads] fp32: a score without a value, that comes
-    first.
+    score). Sums of weights (`row_sum`), and of weights times values (multiply-adds in order), are made in blocks of
+    KEY_BLOCK keys, which are added in order; the quotient of the two is rounded. `sinks` [heads] fp32: a score without
+    a value, that comes first.
     """
     out = torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
     share = query.shape[1] * max(query.shape[2], value.shape[2])
@@ -124,9 +124,9 @@ def _attend(query, key, value, index, begin, length, scale, sinks):
     total = torch.zeros_like(most) if sinks is None else exp(sinks.float() - most)
     mixed = torch.zeros(rows, heads, value.shape[3], device=query.device)
     for start in range(0, longest, KEY_BLOCK):
-        part, mixed_part = torch.zeros_like(total), torch.zeros_like(mixed)
+        part = row_sum(weight[:, :, start : start + KEY_BLOCK].flatten(0, 1)).view(total.shape)  # 0 beyond the end
+        mixed_part = torch.zeros_like(mixed)
         for j in range(start, min(start + KEY_BLOCK, longest)):
-            part = part + weight[:, :, j]  # zero where the row has ended
             joined = fma(weight[:, :, j, None].double(), value[:, :, j], mixed_part)
             mixed_part = torch.where(seen[:, j, None, None], joined, mixed_part)
         reached = seen[:, start, None]
