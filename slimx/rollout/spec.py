@@ -97,7 +97,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         ours |= {"disaggregation_bootstrap_port": spec.bootstrap_port}
     if spec.node is not None:
         ours |= {"nnodes": spec.node.count, "node_rank": spec.node.rank, "dist_init_addr": spec.node.meeting}
-    defaults: dict[str, Any] = {"log_level": "warning"}
+    # Events of a stream bring what is new; else each would bring all log-probs again.
+    defaults: dict[str, Any] = {"log_level": "warning", "incremental_streaming_output": True}
     if not spec.sglang.get("enforce_shared_experts_fusion"):
         # SGLang decides by itself, on GPUs and for some models only; the publication plan has to know.
         defaults["disable_shared_experts_fusion"] = True

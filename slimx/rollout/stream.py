@@ -181,7 +181,7 @@ class TokenStream:
             {**span, "start": span["start"] + before, "end": span["end"] + before}
             for span in spans_of(meta, total - before)
         ]
-        self._spans, self._last, self._done = earlier + shifted, meta, meta["finish_reason"] is not None
+        self._spans, self._last, self._done = _joined(earlier + shifted), meta, meta["finish_reason"] is not None
         if not new and not self._done:
             return None
         spans = [
@@ -195,3 +195,14 @@ class TokenStream:
             "finish_reason": meta["finish_reason"] or {"type": ""},
         }
         return self._reader.completion(piece, replace(self._asked, routed=False), self._seconds)
+
+
+def _joined(spans: Sequence[Meta]) -> list[Meta]:
+    """Neighbours of one version are one span."""
+    out: list[Meta] = []
+    for span in spans:
+        if out and out[-1]["version"] == span["version"]:
+            out[-1] = {**out[-1], "end": span["end"]}
+        else:
+            out.append(span)
+    return out

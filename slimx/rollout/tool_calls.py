@@ -31,8 +31,10 @@ ToolParser = Callable[[str], tuple[str, list[ToolCall]]]
 def hermes(text: str) -> tuple[str, list[ToolCall]]:
     """The text before the first call, and all calls. An answer with a call that is not well formed, or that was cut
     off, is text alone: who asked sees what the model wrote."""
-    calls = []
-    for written in CALL.findall(text):
+    calls, found = [], CALL.findall(text)
+    if text.count("<tool_call>") != len(found):
+        return text, []
+    for written in found:
         try:
             call = json.loads(written)
             name, arguments = call["name"], call.get("arguments", {})

@@ -1,0 +1,208 @@
+"""Agents and streams against a real server: what is captured is what a hook gets, token for token and bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from slimx.data.records import Prompt, Trajectory
+from slimx.data.tokens import load_tokenizer
+from slimx.models.families import read_model
+from slimx.ports import free_port
+from slimx.rollout import agent
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.completion import Completion
+from slimx.rollout.engine import Engine
+from slimx.rollout.hooks import RolloutContext, RolloutEngine
+from slimx.rollout.proxy import ChatProxy
+from slimx.rollout.router import Router
+from tests.integration.conftest import ROOT, Weights, perturbed, publish
+
+pytestmark = pytest.mark.integration
+
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46")
+SAMPLING = {"temperature": 0.8, "top_k": 40, "max_new_tokens": 12, "stop_token_ids": list(range(4, 128, 3))}
+"""An untrained model hardly ever ends a turn: one token in three does it here."""
+AGAIN = {"role": "user", "content": "Sure?"}
+
+
+@contextlib.asynccontextmanager
+async def rolling(client: GenerationClient, model: Path, **sampling: Any) -> AsyncIterator[RolloutContext]:
+    proxy = ChatProxy(context=400)
+    try:
+        yield RolloutContext(
+            engine=RolloutEngine(client, {**SAMPLING, **sampling}, seed=11, routed_experts=True),
+            tokenizer=load_tokenizer(model),
+            version=0,
+            evaluation=False,
+            seed=11,
+            group_id="g",
+            index=0,
+            proxy=proxy,
+        )
+    finally:
+        await proxy.stop()
+
+
+async def two_turns(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """What the agents below do, as a hook."""
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=0))
+    draft.add_inserted(ctx.turn(AGAIN["content"], after=draft.token_ids))
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=1))
+    return draft.finish()
+
+
+async def plain(base_url: str, prompt: Prompt) -> None:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="x") as client:
+        first = await client.chat.completions.create(model="m", messages=prompt.messages)
+        await client.chat.completions.create(model="m", messages=[*prompt.messages, first.choices[0].message, AGAIN])
+
+
+async def streaming(base_url: str, prompt: Prompt) -> None:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="x") as client:
+        parts = [
+            chunk.choices[0].delta.content or ""
+            async for chunk in await client.chat.completions.create(model="m", messages=prompt.messages, stream=True)
+        ]
+        messages = [*prompt.messages, {"role": "assistant", "content": "".join(parts)}, AGAIN]
+        async for _ in await client.chat.completions.create(model="m", messages=messages, stream=True):
+            pass
+
+
+async def blocking(base_url: str, prompt: Prompt) -> None:
+    def ask() -> None:
+        with openai.OpenAI(base_url=base_url, api_key="x") as client:
+            first = client.chat.completions.create(model="m", messages=prompt.messages)
+            client.chat.completions.create(model="m", messages=[*prompt.messages, first.choices[0].message, AGAIN])
+
+    await asyncio.to_thread(ask)
+
+
+def assert_equal(found: Trajectory, expected: Trajectory, name: str) -> None:
+    for field in ("token_ids", "loss_mask", "logprobs", "routed_experts"):
+        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field), f"{name}: {field}")
+    for field in ("ids", "counts"):
+        np.testing.assert_array_equal(getattr(found.support, field), getattr(expected.support, field), name)
+    assert (found.spans, found.sampling, found.status) == (expected.spans, expected.sampling, expected.status), name
+
+
+async def test_agents_of_the_official_client_are_the_rollout_that_a_hook_makes(
+    engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
+) -> None:
+    await publish(engine, tiny_weights, 3)
+    router = Router(free_port(), free_port(), tmp_path / "router.log")
+    router.start()
+    try:
+        await router.wait_ready(30)
+        await router.add(engine.spec.url)
+        async with GenerationClient(router.url, ModelShape.of(read_model(tiny_model))) as client:
+            async with rolling(client, tiny_model) as ctx:
+                expected = await two_turns(ctx, PROMPT)
+                assert expected.loss_mask.sum() >= 4 and len(expected.spans) == 4
+                for each in (plain, streaming, blocking):
+                    (found,) = await agent.generate(ctx, PROMPT, agent=f"{__name__}.{each.__name__}")
+                    assert_equal(found, expected, each.__name__)
+                results = set()
+                example = (
+                    {"agent": "examples.openai_agent.solve"},
+                    {"command": [sys.executable, str(ROOT / "examples" / "openai_agent.py")]},
+                )
+                for options in example:
+                    (found,) = await agent.generate(ctx, PROMPT, **options)
+                    results.add((found.metadata["result"], found.token_ids.tobytes()))
+                assert len(results) == 1, "the agent samples the same in this process and in one of its own"
+            # What the server itself refuses, and what nobody serves.
+            async with rolling(client, tiny_model) as ctx:
+                ctx = replace(ctx, proxy=ChatProxy(context=10_000))
+                long = Prompt(id="long", messages=[{"role": "user", "content": "1" * 3000}])
+                with pytest.raises(agent.GivenUp, match="BadRequestError"):
+                    await agent.generate(ctx, long, agent=f"{__name__}.plain")
+                await ctx.proxy.stop()
+    finally:
+        await router.stop()
+
+
+class Breaking:
+    """A TCP relay to the server that cuts the first `cuts` connections after some bytes of their answer."""
+
+    def __init__(self, url: str, cuts: int, after: int) -> None:
+        self.target, self.cuts, self.after = url.removeprefix("http://").split(":"), cuts, after
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        left = self.after if self.cuts > 0 else None
+        self.cuts -= 1
+        above, below = await asyncio.open_connection(self.target[0], int(self.target[1]))
+
+        async def up() -> None:
+            while chunk := await reader.read(65536):
+                below.write(chunk)
+                await below.drain()
+
+        sending = asyncio.create_task(up())
+        try:
+            while chunk := await above.read(256):
+                if left is not None and (left := left - len(chunk)) < 0:
+                    writer.transport.abort()
+                    break
+                writer.write(chunk)
+        finally:
+            sending.cancel()
+            below.close()
+            writer.close()
+
+    async def __aenter__(self) -> Breaking:
+        self._server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+
+def assert_same(found: Completion, expected: Completion) -> None:
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-6)
+    assert found.finish_reason == expected.finish_reason
+    assert (found.routed_experts == expected.routed_experts).mean() > 0.98  # a prefill may break a tie otherwise
+
+
+async def test_a_stream_samples_what_a_request_does_whole_broken_and_left(
+    engine: Engine, tiny_model: Path, tiny_weights: Weights
+) -> None:
+    await publish(engine, tiny_weights, 4)
+    prompt, sampling = [1, 20, 21, 15, 22, 23, 33, 2], {"temperature": 0.7, "max_new_tokens": 60, "ignore_eos": True}
+    shape = ModelShape.of(read_model(tiny_model))
+    async with GenerationClient(engine.spec.url, shape) as client:
+        expected = await client.generate(prompt, sampling, 5, return_routed_experts=True)
+        async with client.stream(prompt, sampling, 5, return_routed_experts=True) as stream:
+            sizes = [len(piece.token_ids) async for piece in stream]
+            assert len(sizes) > 10 and sum(sizes) == 60
+            assert_same(stream.completion, expected)
+        async with client.stream(prompt, sampling, 5, return_routed_experts=True) as stream:
+            async for _ in stream:
+                if len(stream.completion.token_ids) >= 20:
+                    break
+        count = len(stream.completion.token_ids)
+        assert 20 <= count < 60 and stream.completion.token_ids.tolist() == expected.token_ids[:count].tolist()
+        assert len(stream.completion.routed_experts) == len(prompt) + count - 1
+    async with Breaking(engine.spec.url, cuts=2, after=6000) as relay, GenerationClient(relay.url, shape) as client:
+        pieces: list[int] = []
+        async with client.stream(prompt, sampling, 5, return_routed_experts=True) as stream:
+            async for piece in stream:
+                pieces += piece.token_ids.tolist()
+                if client.retried == 1 and stream.completion.versions[-1][2] == 4:
+                    await publish(engine, perturbed(tiny_weights, 3, scale=0.0), 5)
+        assert client.retried == 2 and pieces == expected.token_ids.tolist()
+        assert_same(stream.completion, expected)
+        assert [version for _, _, version in stream.completion.versions] == [4, 5]
