@@ -6,13 +6,14 @@ it, the number of threads, the packing, or the code path. Backward is ordinary t
 
 from slimx.numerics.exact.activation import silu_and_mul
 from slimx.numerics.exact.attention import attention, gathered_attention
-from slimx.numerics.exact.contract import CONTRACT_VERSION, contract
+from slimx.numerics.exact.contract import contract
 from slimx.numerics.exact.linear import combine_leaves, grouped_linear, linear, linear_partial
 from slimx.numerics.exact.logprobs import log_softmax, token_logprobs
 from slimx.numerics.exact.moe import moe_combine, route, router
 from slimx.numerics.exact.norm import add_rms_norm, rms_norm
 from slimx.numerics.exact.quantised import dequantise
 from slimx.numerics.exact.rope import rope, rope_frequencies, rope_table
+from slimx.numerics.exact.sizes import CONTRACT_VERSION
 
 __all__ = [
     "CONTRACT_VERSION",

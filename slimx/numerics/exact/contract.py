@@ -1,40 +1,61 @@
-"""The contract of exact mode as numbers: what both sides attest. `docs/numerics.md` says it in words."""
+"""What a side of a run attests of its numerics: equal on both sides, or the run is refused."""
 
-from slimx.errors import SlimxError
+import functools
 
-CONTRACT_VERSION = 1
-"""Changes with any order of operations, rounding point or constant below: the two sides must have the same."""
+import torch
+import xxhash
 
-K_BLOCK = 32
-"""Elements of a block of a linear's dot product: its even and its odd elements are two chains."""
-LANES = 16
-"""Partial sums of a reduction over a row, and of the dot product of a query with a key."""
-SUM_BLOCK = 1024
-"""Elements of a row that are reduced by themselves before their sum joins the total."""
-KEY_BLOCK = 128
-"""Keys whose values are summed by themselves before their sum joins the total."""
+from slimx.numerics.exact.activation import silu_and_mul
+from slimx.numerics.exact.attention import attention
+from slimx.numerics.exact.linear import linear
+from slimx.numerics.exact.logprobs import log_softmax
+from slimx.numerics.exact.moe import moe_combine, route
+from slimx.numerics.exact.norm import rms_norm
+from slimx.numerics.exact.rope import rope, rope_frequencies, rope_table
+from slimx.numerics.exact.sizes import CONTRACT_VERSION, check_leaves
 
 
 def contract(*, leaves: int = 1, dtype: str = "bfloat16") -> dict[str, int | str]:
-    """What a side attests, by name: equal on both sides or the run is refused.
+    """The attestation, by name. `leaves`: of row-parallel linears. `dtype`: of weights and activations.
 
-    `leaves`: of row-parallel linears, a power of two. `dtype`: of weights and activations.
+    `bits` is a digest of what the operations make of fixed inputs in this process: two machines or builds that would
+    compute differently do not have the same.
     """
     check_leaves(leaves)
-    return {
-        "version": CONTRACT_VERSION,
-        "leaves": leaves,
-        "dtype": dtype,
-        "k_block": K_BLOCK,
-        "lanes": LANES,
-        "sum_block": SUM_BLOCK,
-        "key_block": KEY_BLOCK,
-    }
+    return {"version": CONTRACT_VERSION, "leaves": leaves, "dtype": dtype, "bits": fingerprint(getattr(torch, dtype))}
 
 
-def check_leaves(leaves: int, columns: int | None = None) -> None:
-    """Raises SlimxError unless `leaves` is a power of two that cuts `columns`, where given, into equal parts."""
-    if leaves < 1 or leaves & (leaves - 1):
-        raise SlimxError(f"{leaves} leaves do not make a binary tree: set a power of two")
-    if columns is not None and columns % leaves:
-        raise SlimxError(f"a dot product over {columns} elements cannot be cut into {leaves} equal leaves: use fewer")
+@functools.cache
+def fingerprint(dtype: torch.dtype, device: str = "cpu") -> str:
+    """XXH3 of the bits of every operation's result for inputs of `dtype`, in hexadecimal digits."""
+    digest = xxhash.xxh3_64()
+    with torch.no_grad():
+        for result in _results(dtype, torch.device(device)):
+            digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _results(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    def values(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
+        """The same on every machine: whole numbers, scrambled (Knuth's multiplicative hash), then divided."""
+        count = torch.arange(seed, seed + torch.Size(shape).numel(), dtype=torch.int64) * 2654435761 % 2**32
+        return ((count - 2**31).double() / 2**31 * size).view(shape).to(device, dtype)
+
+    x, weight = values(9, 72, seed=1), values(40, 72, seed=2)
+    query, key, value = values(5, 4, 24, seed=3, size=3.0), values(5, 2, 24, seed=4), values(5, 2, 8, seed=5)
+    table = rope_table(rope_frequencies(24, 10000.0), 64).to(device)
+    logits = linear(x.float(), weight.float())
+    weights, ids = route(logits, 4)
+    by_bias, ids_by_bias = route(logits, 4, score="sigmoid", bias=logits[0], groups=4, top_groups=2, factor=2.5)
+    return [
+        *(
+            linear(x, weight),
+            linear(x[:3], weight, 4),
+            rms_norm(x, weight[0], 1e-6),
+            silu_and_mul(values(3, 70, seed=6)),
+        ),
+        *rope(query, key, table, torch.arange(59, 64, device=device)),
+        attention(query, key, value, torch.tensor([0, 2, 5]), 0.3),
+        *(weights, ids, by_bias, ids_by_bias, moe_combine(x.view(9, 4, 18), weights)),
+        log_softmax(values(2, 1500, seed=7, size=9.0), 0.7),
+    ]

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from slimx.numerics.exact.contract import LANES, SUM_BLOCK
+from slimx.numerics.exact.sizes import LANES, SUM_BLOCK
 
 LEAST_NORMAL = 2.0**-126
 

@@ -7,8 +7,8 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.numerics.exact.backend import forward_on
-from slimx.numerics.exact.contract import check_leaves
 from slimx.numerics.exact.elementary import tree
+from slimx.numerics.exact.sizes import check_leaves
 
 
 def linear(

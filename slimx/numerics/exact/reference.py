@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from slimx.numerics.exact.contract import K_BLOCK, KEY_BLOCK, LANES
 from slimx.numerics.exact.elementary import exp, flushed, fma, log, row_sum, sigmoid, sum_lanes, tree
+from slimx.numerics.exact.sizes import K_BLOCK, KEY_BLOCK, LANES
 
 _MOST = 2**20
 """Elements of a temporary: rows are taken in parts that stay below it."""
