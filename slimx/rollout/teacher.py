@@ -5,6 +5,7 @@ have been sampled so."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +24,10 @@ PIECE = 8192
 class Teacher:
     """The teacher of a run (`algorithm.teacher_engine`)."""
 
-    def __init__(self, engine: FrozenEngine):
+    def __init__(self, engine: FrozenEngine, concurrency: int):
+        """`concurrency`: requests to it at once; a deadline runs while one is sent, not while it waits here."""
         self.engine = engine
+        self._slots = asyncio.Semaphore(concurrency)
 
     async def score(self, trajectory: Trajectory) -> None:
         """Give `trajectory` its `teacher_logprobs`.
@@ -43,7 +46,8 @@ class Teacher:
         trained = np.flatnonzero(trajectory.loss_mask[1:]) + 1
         if len(trained):
             first = int(trained[0])
-            values[first:] = await self.engine.logprobs(trajectory.token_ids, start=first)
+            async with self._slots:
+                values[first:] = await self.engine.logprobs(trajectory.token_ids, start=first)
         trajectory.teacher_logprobs = values
         trajectory.timings["teacher"] = time.monotonic() - began
 
@@ -51,7 +55,7 @@ class Teacher:
 def make_teacher(config: Config, engines: Mapping[str, FrozenEngine]) -> Teacher | None:
     """The teacher among frozen `engines`; None without one, or where rollouts are replayed, which have its scores."""
     name = config.algorithm.teacher_engine
-    return None if name is None or config.rollout.replay else Teacher(engines[name])
+    return None if name is None or config.rollout.replay else Teacher(engines[name], config.rollout.concurrency)
 
 
 async def check_vocabulary(server: FrozenEngine, tokenizer: Any) -> None:

@@ -3,6 +3,7 @@ that it cannot score, and what is refused before a run."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 from collections.abc import AsyncIterator, Sequence
@@ -96,8 +97,24 @@ async def test_what_is_not_trained_is_not_scored():
     outcome = await maker(teacher, **remax).make(prompts()[0], group_id="g", number=0)
     assert outcome.group.baseline == 1.0 and len(teacher.asked) == 2
     untrained = trajectory([0, 0, 0])
-    await Teacher(teacher).score(untrained)
+    await Teacher(teacher, 1).score(untrained)
     assert len(teacher.asked) == 2 and np.isnan(untrained.teacher_logprobs).all()
+
+
+async def test_no_more_requests_are_sent_at_once_than_the_run_allows():
+    class Slow(FakeTeacher):
+        busy = busiest = 0
+
+        async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
+            self.busy += 1
+            self.busiest = max(self.busiest, self.busy)
+            await asyncio.sleep(0.01)
+            self.busy -= 1
+            return await super().logprobs(token_ids, start=start)
+
+    teacher = Slow()
+    outcome = await maker(teacher, group_size=8, concurrency=3).make(prompts()[0], group_id="g", number=0)
+    assert outcome.reason is None and len(teacher.asked) == 8 and teacher.busiest == 3
 
 
 @pytest.mark.parametrize(
