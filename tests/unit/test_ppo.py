@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,11 @@ import pytest
 from slimx.algorithms.token_rewards import assign_advantages
 from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
-from slimx.data.batch import Row
+from slimx.data.batch import MicroBatch, Row
 from slimx.data.packing import pack
+from slimx.data.support import Support
+from slimx.layout.ranks import Sizes
+from slimx.orchestration.critic import CriticGroup
 from tests.unit.test_gae import naive
 
 
@@ -59,6 +65,40 @@ def test_values_and_returns_are_packed_beside_the_tokens_they_belong_to():
     for batch in pack(given, data_size=1, max_tokens=16, multiple_of=8).shards[0]:
         assert np.array_equal(batch.values, batch.tokens) and np.array_equal(batch.returns, -batch.tokens)
     assert pack(rows(), data_size=1, max_tokens=64).shards[0][0].values is None
+
+
+class Ranks:
+    """Those of a critic; what they were sent last."""
+
+    sent: list[list[MicroBatch]]
+
+    def sharded(self, shards: list[Any], *rest: Any) -> list[Any]:
+        self.sent = [list(chain.from_iterable(s)) if isinstance(s[0], list) else s for s in shards]
+        return []
+
+    async def call(self, method: str, arguments: list[Any], what: str) -> list[Any]:
+        return []
+
+    def by_shard(self, results: list[Any]) -> list[list[np.ndarray]]:
+        return [[np.zeros(len(batch.tokens), np.float32) for batch in shard] for shard in self.sent]
+
+    def metrics_of(self, results: list[Any]) -> dict[str, float]:
+        return {}
+
+
+async def test_a_critic_is_sent_nothing_that_only_a_policy_reads():
+    given, ranks = rows(), Ranks()
+    for one in given:
+        one.routed_experts = np.zeros((len(one), 2, 2), np.uint8)
+        one.support = Support.everything(len(one))
+        one.teacher_logprobs = one.values = one.returns = np.zeros(len(one), np.float32)
+    packer = partial(pack, data_size=2, max_tokens=64)
+    critic = CriticGroup(config(critic={}), Sizes(data=2), packer, trainers=ranks, log_dir=Path(), device="cpu")
+    for work in (critic.values(given), critic.train_step([given[:4], given[4:]], step=0)):
+        await work
+        for batch in chain.from_iterable(ranks.sent):
+            assert batch.routed_experts is None and batch.support is None and batch.teacher_logprobs is None
+    assert all(one.routed_experts is not None and one.support is not None for one in given)
 
 
 @pytest.mark.parametrize("whiten", [False, True])
