@@ -203,6 +203,10 @@ def describe(found: list[Effect]) -> list[str]:
     width = max(len(effect.key) for effect in found)
     return [
         f"  {effect.key:<{width}}  {effect.value!s:<12} "
-        + (f"{effect.share:6.1%} of the gradient" if effect.share else f"  NOTHING: {effect.reason}")
+        + (f"{_percent(effect.share)} of the gradient" if effect.share else f"  NOTHING: {effect.reason}")
         for effect in found
     ]
+
+
+def _percent(share: float) -> str:
+    return f"{share:6.1%}" if share >= 1e-3 else f"{100 * share:5.0e}%"
