@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slimx.config.schema import Config
+from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.orchestration.cluster import start_ray, stop_ray
@@ -25,6 +26,8 @@ from slimx.orchestration.transports import GlooTransport
 from slimx.reshard.publish import Publisher
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine
+from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.teacher import check_vocabulary
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 from tests.integration.test_engine import PROMPT, logprobs_of
 from tests.integration.test_faults import Trainers
@@ -149,6 +152,9 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
             asyncio.run, frozen.clients["judge"].logprobs(ids)
         )  # as a reward's thread does
         np.testing.assert_allclose(scored, wanted, atol=1e-4)
+        later = await frozen.clients["judge"].logprobs(ids, start=len(PROMPT))
+        np.testing.assert_allclose(later, wanted[len(PROMPT) - 1 :], atol=1e-4)
+        await check_vocabulary(FrozenEngine("judge", url, deadline_s=60, retries=0), load_tokenizer(tiny_model))
         assert frozen.metrics()["engines/judge/serving"] == 1
 
         other = config_of(tiny_model, tmp_path, [{"urls": [url], "tensor": 2}], "memory")
