@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from slimx.data.codec import save_groups
+from slimx.data.step_files import DIRECTORY, read_step, step_files
 from slimx.ports import free_port
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.rank_processes import run_ranks
-from tests.integration.runs import TrainProcess, saved_tickets, steps, write_config
+from tests.integration.runs import TrainProcess, steps, write_config
 from tests.integration.test_trainer_layouts import write_model
 
 pytestmark = pytest.mark.integration
@@ -37,8 +38,8 @@ def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
         },
         reward={"function": None},
         algorithm={"name": "distillation", "teacher_engine": "wise"},
-        # The batch that is in flight at the end stays in the checkpoint.
-        schedule={"steps": STEPS, "max_staleness": 1},
+        schedule={"steps": STEPS},
+        track={"rollouts": {"every": 1}},
     )
     run = TrainProcess(config)
     assert run.wait() == 0, run.text()
@@ -47,9 +48,8 @@ def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
         row = rows[step]
         assert row["kl/teacher"] > 0 and row["optim/grad_norm"] > 0 and row["engines/wise/serving"] == 1
 
-    tickets = saved_tickets(tmp_path / "run" / "checkpoints" / f"iter_{STEPS:07d}")
-    groups = [ticket.group for ticket in tickets if ticket.group is not None]
-    assert groups
+    files = step_files(tmp_path / "run" / DIRECTORY)
+    groups = [group for step in range(1, STEPS + 1) for group in read_step(files[step])[1]]
     save_groups(tmp_path / "groups.bin", groups)
     job = {
         "out": str(tmp_path),
@@ -62,7 +62,7 @@ def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
     with np.load(tmp_path / "scores.npz") as arrays:
         scores = list(arrays.values())
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    assert len(scores) == len(trajectories)
+    assert len(scores) == len(trajectories) == STEPS * 8
     for trajectory, score in zip(trajectories, scores, strict=True):
         trained = trajectory.loss_mask[1:] > 0
         served = trajectory.teacher_logprobs[1:]
