@@ -31,7 +31,8 @@ async def run_command(command: Sequence[str], base_url: str, prompt: Prompt) -> 
     told = {"id": prompt.id, "messages": prompt.messages, "metadata": prompt.metadata}
     # Files, so that a program that writes a lot neither waits for a reader nor fills the driver's memory.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = await asyncio.create_subprocess_exec(
+        # Shielded: cancelled in its middle, the start would leave a process that nobody knows of.
+        start = asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=out,
@@ -39,17 +40,23 @@ async def run_command(command: Sequence[str], base_url: str, prompt: Prompt) -> 
             env=environment,
             start_new_session=True,
         )
+        starting = asyncio.ensure_future(start)
         try:
+            process = await asyncio.shield(starting)
             await process.communicate(json.dumps(told).encode() + b"\n")
         finally:
-            await asyncio.shield(_end(process))
+            await asyncio.shield(_end(starting))
         if process.returncode:
             raise SlimxError(f"{command[0]} ended with status {process.returncode}: {_tail(err)}")
         return _tail(out)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the process and those that it started."""
+async def _end(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    """End the process, if it could be started, and those that it started."""
+    await asyncio.wait({starting})
+    if starting.exception() is not None:
+        return
+    process = starting.result()
     with contextlib.suppress(TimeoutError, ProcessLookupError):
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGTERM)
