@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-from proxy_stand import END, PROMPT, Script, client_of, context, rollout, tokenizer
+from proxy_stand import END, PROMPT, Script, call, client_of, context, rollout, tokenizer
+from rollout_stand import Stand, config_of, one, prompts
 
+from slimx.data.prompts import PromptSource
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout import agent
@@ -390,6 +394,28 @@ async def test_agents_that_fail_or_ask_for_nothing_are_given_up_under_their_reas
         assert caught.value.reason == reason and text in str(caught.value)
 
 
+async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along():
+    async def various(client: Any, prompt: Any) -> None:
+        await said(client, prompt.messages)
+        if prompt.id == unlucky[0]:
+            raise ValueError("no tool")
+        if prompt.id == unlucky[1]:
+            await asyncio.sleep(60)
+
+    source = PromptSource(prompts(), 1)
+    unlucky = [source.next().id for _ in range(3)][1:]
+    call.function = various
+    hook = functools.partial(agent.generate, agent="proxy_stand.call")
+    proxy = ChatProxy(context=200)
+    async with Stand(config_of(max_failed_share=1.0, rollout_deadline=2.0), generate=hook, reward=one) as stand:
+        stand.maker.proxy = proxy
+        batch = await stand.next_batch()
+        assert batch.dropped == Counter({"agent failed": 1, "generate deadline": 1})
+        assert [len(group.trajectories) for group in batch.groups] == [2, 2, 2, 2]
+        assert any("proxy_stand.call failed (ValueError: no tool)" in out.detail for out in stand.dropped)
+    await proxy.stop()
+
+
 async def test_an_answer_that_nobody_waited_for_is_no_part_of_the_rollout():
     begun = asyncio.Event()
 
@@ -421,7 +447,6 @@ async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():
         await asyncio.sleep(60 if number == 0 else 0)
 
     engine.gate = gate
-    from proxy_stand import call
 
     async def leaves(client: Any, prompt: Any) -> None:
         left["client"] = client_of(str(client.base_url))
