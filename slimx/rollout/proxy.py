@@ -138,10 +138,12 @@ class Session:
         """Server-sent events; an error in their middle is one of them."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            async for event in self._events(exchange):
-                if not response.prepared:
-                    await response.prepare(http)
-                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            # Closed at once when the agent goes away: it holds a place at the engines.
+            async with contextlib.aclosing(self._events(exchange)) as events:
+                async for event in events:
+                    if not response.prepared:
+                        await response.prepare(http)
+                    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         except ApiError as error:
             if not response.prepared:
                 raise
@@ -185,7 +187,11 @@ class Session:
         """The message for the agent, whose answer is a part of the rollout from now on."""
         if completion.finish_reason == "abort":
             raise ApiError("the engine aborted the request", code="aborted", status=503)
-        message = self._reading.message(text, exchange.request, exchange.number)
+        try:
+            message = self._reading.message(text, exchange.request, exchange.number)
+        except Exception as error:
+            text = f"rollout.options.tool_parser raised {type(error).__name__}: {error}"
+            raise ApiError(text, code="tool_parser_failed", status=500) from error
         self._conversations.add(exchange.place, completion, read_message(message))
         self._sampled += len(completion.token_ids)
         return message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 from collections.abc import AsyncIterator, Sequence
@@ -52,6 +53,10 @@ class Script:
         self.said: list[Completion] = []
         self.gate: Any = None
         """Awaited before an answer, if there is one."""
+        self.pause = 0.0
+        """Seconds between the pieces of a stream."""
+        self.left = 0
+        """Streams that were not read to their end."""
 
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
@@ -85,21 +90,32 @@ class Script:
     async def stream(
         self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
     ) -> AsyncIterator[Any]:
-        yield Stream(await self.generate(token_ids, sampling, seed, return_routed_experts))
+        stream = Stream(await self.generate(token_ids, sampling, seed, return_routed_experts), self.pause)
+        try:
+            yield stream
+        finally:
+            self.left += not stream.read
 
 
 class Stream:
     """Two tokens at a time."""
 
-    def __init__(self, completion: Completion) -> None:
-        self.completion = completion
+    def __init__(self, completion: Completion, pause: float) -> None:
+        self.completion, self.pause, self.read = completion, pause, False
 
     async def __aiter__(self) -> AsyncIterator[Completion]:
         ids = self.completion.token_ids
         for start in range(0, len(ids), 2):
             piece = slice(start, start + 2)
+            await asyncio.sleep(self.pause)
             fields = {"versions": [], "finish_reason": "", "routed_experts": None, "cached_tokens": 0, "seconds": 0.1}
             yield Completion(token_ids=ids[piece], logprobs=self.completion.logprobs[piece], **fields)
+        self.read = True
+
+
+def fragile(text: str) -> Any:
+    """A tool parser that cannot."""
+    raise IndexError(text)
 
 
 def context(engine: Any, proxy: ChatProxy | None, **sampling: Any) -> RolloutContext:
@@ -123,15 +139,18 @@ def client_of(base_url: str, **options: Any) -> AsyncOpenAI:
 class Caller:
     """Lets a test's own function be the agent, which the hook names by a dotted path."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_client: bool) -> None:
         self.function: Any = None
+        self._with_client = with_client
 
     async def __call__(self, base_url: str, prompt: Prompt) -> Any:
+        if not self._with_client:
+            return await self.function(base_url, prompt)
         async with client_of(base_url) as client:
             return await self.function(client, prompt)
 
 
-call = Caller()
+call, bare = Caller(with_client=True), Caller(with_client=False)
 
 
 async def rollout(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import socket
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-from proxy_stand import END, PROMPT, Script, call, client_of, context, rollout, tokenizer
+from proxy_stand import END, PROMPT, Script, bare, call, client_of, context, rollout, tokenizer
+from pydantic import ValidationError
 from rollout_stand import Stand, config_of, one, prompts
 
 from slimx.data.prompts import PromptSource
@@ -395,8 +397,10 @@ async def test_agents_that_fail_or_ask_for_nothing_are_given_up_under_their_reas
 
 
 async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along():
-    async def various(client: Any, prompt: Any) -> None:
-        await said(client, prompt.messages)
+    shared = client_of("http://127.0.0.1:1/v1")  # a client takes long to be made
+
+    async def various(base_url: str, prompt: Any) -> None:
+        await said(shared.with_options(base_url=base_url), prompt.messages)
         if prompt.id == unlucky[0]:
             raise ValueError("no tool")
         if prompt.id == unlucky[1]:
@@ -404,16 +408,17 @@ async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along()
 
     source = PromptSource(prompts(), 1)
     unlucky = [source.next().id for _ in range(3)][1:]
-    call.function = various
-    hook = functools.partial(agent.generate, agent="proxy_stand.call")
+    bare.function = various
+    hook = functools.partial(agent.generate, agent="proxy_stand.bare")
     proxy = ChatProxy(context=200)
-    async with Stand(config_of(max_failed_share=1.0, rollout_deadline=2.0), generate=hook, reward=one) as stand:
+    async with Stand(config_of(max_failed_share=1.0, rollout_deadline=4.0), generate=hook, reward=one) as stand:
         stand.maker.proxy = proxy
         batch = await stand.next_batch()
         assert batch.dropped == Counter({"agent failed": 1, "generate deadline": 1})
         assert [len(group.trajectories) for group in batch.groups] == [2, 2, 2, 2]
-        assert any("proxy_stand.call failed (ValueError: no tool)" in out.detail for out in stand.dropped)
+        assert any("proxy_stand.bare failed (ValueError: no tool)" in out.detail for out in stand.dropped)
     await proxy.stop()
+    await shared.close()
 
 
 async def test_an_answer_that_nobody_waited_for_is_no_part_of_the_rollout():
@@ -436,6 +441,40 @@ async def test_an_answer_that_nobody_waited_for_is_no_part_of_the_rollout():
     engine.gate = gate
     (found,) = await rollout(engine, impatient)
     assert trained(found) == "2<end>"
+
+
+async def test_a_stream_that_the_agent_leaves_ends_at_the_engine_and_is_no_part_of_the_rollout():
+    async def leaves(client: Any, prompt: Any) -> None:
+        async for chunk in (stream := await ask(client, USER, stream=True)):
+            if chunk.choices[0].delta.content:
+                await stream.close()
+                break
+        await said(client, USER)
+
+    engine = Script("x" * 90, "2")
+    engine.pause = 0.02
+    (found,) = await rollout(engine, leaves)
+    assert trained(found) == "2<end>" and engine.left == 1
+
+
+async def test_a_parser_that_raises_is_told_to_the_agent():
+    async def look(client: Any, prompt: Any) -> None:
+        with pytest.raises(openai.InternalServerError, match="tool_parser raised IndexError: 1"):
+            await said(client, USER, tools=TOOLS)
+        await said(client, USER)
+
+    assert len(await rollout(Script("1", "2"), look, tool_parser="proxy_stand.fragile")) == 1
+
+
+async def test_an_address_that_is_taken_or_that_nobody_could_be_told_is_refused():
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ValidationError, match="which is no address that an agent could be told"):
+            config_of(proxy={"host": host})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        proxy = ChatProxy("127.0.0.1", port, context=100)
+        with pytest.raises(SlimxError, match=f"rollout.proxy cannot listen on 127.0.0.1:{port} .*another host or port"):
+            await agent.generate(context(Script("1"), proxy), PROMPT, agent="proxy_stand.call")
 
 
 async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 
 import pytest
 from rollout_stand import FakeEngine, Stand, config_of
@@ -118,3 +119,29 @@ async def test_a_request_that_is_cancelled_while_it_waits_takes_no_place():
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.wait_for(wait(), 1)
+
+
+@pytest.mark.parametrize(
+    "affinity, keys",
+    [("prefix", [None] * 4), ("group", ["g0", "g0", "g1", "g1"]), ("rollout", ["g0/0", "g0/1", "g1/0", "g1/1"])],
+)
+async def test_requests_carry_the_key_of_what_stays_together(affinity, keys):
+    class Keyed(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys: list[str | None] = []
+            self.key: str | None = None
+
+        def sticky(self, key: str) -> Keyed:
+            other = copy.copy(self)
+            other.key = key
+            return other
+
+        async def generate(self, *arguments: object) -> object:
+            self.keys.append(self.key)
+            return await super().generate(*arguments)
+
+    engine = Keyed()
+    async with Stand(config_of(affinity=affinity, prompts_per_step=2), engine=engine) as stand:
+        await stand.next_batch()
+    assert sorted(engine.keys, key=str) == sorted(keys, key=str)
