@@ -74,11 +74,17 @@ def doctor(
     effects: Annotated[
         bool, typer.Option("--effects", help="Only say which terms of FILE's loss change its gradient, and how much.")
     ] = False,
+    hooks: Annotated[
+        bool, typer.Option("--hooks", help="Only load FILE's hooks and try them on a prompt, with scripted engines.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Say what this machine has, what is missing and how to get it."""
     if effects:
         _show_effects(file, overrides or [])
+        return
+    if hooks:
+        _show_hooks(file, overrides or [])
         return
     from slimx.preflight.doctor import examine
 
@@ -111,6 +117,23 @@ def _show_effects(file: Path | None, overrides: list[str]) -> None:
     for line in describe(found):
         print(line)
     if any(effect.chosen and not effect.share for effect in found):
+        raise typer.Exit(1)
+
+
+def _show_hooks(file: Path | None, overrides: list[str]) -> None:
+    """Exit code 1 if a hook is wrong."""
+    if file is None:
+        raise SlimxError("slimx doctor --hooks needs the YAML file of a run; give it as FILE")
+    config = load_config(file, overrides)
+    from slimx.orchestration.hook_doctor import examine_hooks
+
+    found = examine_hooks(config)
+    print(f"{file}: hooks, tried on one prompt with scripted engines")
+    for line in [*found.lines, *(f"  note     {note}" for note in found.notes)]:
+        print(line)
+    for sentence in found.problems:
+        print(f"  problem  {sentence}")
+    if found.problems:
         raise typer.Exit(1)
 
 

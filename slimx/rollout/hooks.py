@@ -170,20 +170,24 @@ class Hooks:
 
 def load_hooks(config: Config) -> Hooks:
     """Import and check the configured hooks. Raises SlimxError naming the key, the path and what is wrong."""
-    keep, reward = config.rollout.keep, load_reward(config.reward)
+    return Hooks(generate=load_generate(config), reward=load_rewards(config), keep=load_keep(config))
+
+
+def load_rewards(config: Config) -> Reward | None:
+    """The reward hook, checked and asked whether it can work here; None where there is none."""
+    reward = load_reward(config.reward)
     if reward is not None:
         in_process(config.reward, reward)
         for hook in _parts(reward):
             needs.check(hook)
-    return Hooks(
-        generate=_load_generate(config),
-        reward=reward,
-        keep=_load_keep(config) if keep else None,
-    )
+    return reward
 
 
-def _load_keep(config: Config) -> Keep:
-    path = str(config.rollout.keep)
+def load_keep(config: Config) -> Keep | None:
+    """The group filter; None where there is none."""
+    path = config.rollout.keep
+    if path is None:
+        return None
     if path.startswith(slime.PREFIX):
         return slime.KeepHook.load(config)
     _refuse_slime("rollout.keep", path)
@@ -195,7 +199,8 @@ def _refuse_slime(key: str, path: str) -> None:
         raise SlimxError(f"{key}: {path} is written for slime; name it as {slime.PREFIX}{path}")
 
 
-def _load_generate(config: Config) -> Generate:
+def load_generate(config: Config) -> Generate:
+    """The generate hook, its options filled in, asked whether it can work here."""
     if config.rollout.generate.startswith(slime.PREFIX):
         return slime.GenerateHook.load(config)
     _refuse_slime("rollout.generate", config.rollout.generate)
