@@ -1,4 +1,4 @@
-"""The command line: slimx train | plan | convert | doctor | health | status | rollouts | report."""
+"""The command line: slimx train | generate | eval | plan | convert | doctor | health | status | rollouts | report."""
 
 from __future__ import annotations
 
@@ -38,6 +38,45 @@ def train(
     directory = run_training(config, console)
     report = finish(config, directory)
     console.print(f"run {directory}" + (f", report {report}" if report else ""), highlight=False)
+
+
+@app.command()
+def generate(
+    file: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory that engines start from; else as training would.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Generate FILE's rollouts without training: engines only; the steps are saved as a run saves them."""
+    config = load_config(file, overrides or [])
+    from slimx.orchestration.generate import run_generation
+
+    console = Console()
+    directory = run_generation(config, checkpoint, console)
+    console.print(f"rollouts {directory}", highlight=False)
+
+
+@app.command("eval")
+def evaluate(
+    file: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory that engines start from; else as training would.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Answer FILE's held-out prompts with a checkpoint: engines only; mean reward and pass@k of each set."""
+    config = load_config(file, overrides or [])
+    import json
+
+    from slimx.orchestration.evaluation_command import run_evaluation, table
+
+    found = run_evaluation(config, checkpoint, lambda text: print(text, file=sys.stderr))
+    for line in [json.dumps(found, indent=1)] if as_json else table(found):
+        print(line)
 
 
 @app.command()

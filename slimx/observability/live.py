@@ -53,6 +53,16 @@ RL_COLUMNS = (
     Column(title="publish", key="time/publish", format=".1f"),
 )
 
+GENERATE_COLUMNS = (
+    Column(title="step", key="step", format=".0f"),
+    Column(title="reward", key="reward/mean", format=".3f"),
+    Column(title="tokens", key="response/mean_tokens", format=".1f"),
+    Column(title="truncated", key="response/truncated", format=".2f"),
+    Column(title="dropped", key="dropped/total", format=".0f"),
+    Column(title="tokens/s", key="perf/tokens_per_second", format=",.0f"),
+    Column(title="seconds", key="time/step", format=".1f"),
+)
+
 PPO_COLUMNS = (
     *RL_COLUMNS[:3],
     Column(title="expl. var", key="value/explained_variance", format=".3f"),

@@ -36,6 +36,18 @@ from slimx.trainer.backends import Backends, choose_backends, installed
 
 
 @dataclass(frozen=True, slots=True)
+class Sources:
+    """What rollouts are made of."""
+
+    hooks: Hooks
+    tokenizer: Any
+    prompts: list[Prompt]
+    """Empty where rollouts are replayed, as `eval_prompts`."""
+    eval_prompts: dict[str, list[Prompt]]
+    """By name, as `eval.files`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """What the checks had to read anyway."""
 
@@ -50,9 +62,7 @@ class Prepared:
     hooks: Hooks
     tokenizer: Any
     prompts: list[Prompt]
-    """Empty where rollouts are replayed, as `eval_prompts`."""
     eval_prompts: dict[str, list[Prompt]]
-    """By name, as `eval.files`."""
     critic: Sizes | None
     """Of the critic, if there is one; those of the trainers where it shares their ranks."""
 
@@ -71,8 +81,33 @@ def check_run(config: Config) -> Prepared:
     critic = _check_critic(config, backends, device) if config.critic is not None else None
     if config.algorithm.teacher:
         check_teacher(config.algorithm.teacher, spec)
-    hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     try_hooks(config)
+    sources = check_sources(config, spec, device)
+    if problems := list(batch_problems(config, spec, sizes, critic)):
+        raise SlimxError("; ".join(problems))
+    plans = {"export": export_plan(config, spec, sizes)}
+    published = publication_plan(config, spec, sizes, device)
+    if published is not None:
+        plans["publish"] = published.plan
+    encoding = published.encoding if published is not None else "hf"
+    return Prepared(
+        spec,
+        sizes,
+        plans,
+        backends,
+        encoding,
+        sources.hooks,
+        sources.tokenizer,
+        sources.prompts,
+        sources.eval_prompts,
+        critic,
+    )
+
+
+def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
+    """What rollouts are made of: hooks, engines' arguments, tokenizer and prompts. Raises SlimxError for the first that
+    cannot work."""
+    hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     check_devices(config, device)
     for group in config.rollout.served:
         model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)
@@ -101,14 +136,7 @@ def check_run(config: Config) -> Prepared:
         eval_prompts = {name: _prompts(config, path, tokenizer, spec) for name, path in config.eval.files.items()}
     if isinstance(hooks.reward, Mixture):
         hooks.reward.check([*prompts, *chain.from_iterable(eval_prompts.values())])
-    if problems := list(batch_problems(config, spec, sizes, critic)):
-        raise SlimxError("; ".join(problems))
-    plans = {"export": export_plan(config, spec, sizes)}
-    published = publication_plan(config, spec, sizes, device)
-    if published is not None:
-        plans["publish"] = published.plan
-    encoding = published.encoding if published is not None else "hf"
-    return Prepared(spec, sizes, plans, backends, encoding, hooks, tokenizer, prompts, eval_prompts, critic)
+    return Sources(hooks, tokenizer, prompts, eval_prompts)
 
 
 def _check_critic(config: Config, backends: Backends, device: str) -> Sizes:

@@ -22,15 +22,17 @@ def device_of(config: Config) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def start_ray(config: Config, device: str) -> None:
-    """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold."""
+def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
+    """Connect to Ray, or start it on this machine, and refuse a run that its resources cannot hold. `trainers`: whether
+    it has any."""
     threads = sum(group.started * group.ranks * group.threads for group in config.rollout.served)
     # Engines that take turns with trainers have no GPUs of their own.
     apart = config.rollout.frozen_engines if config.schedule.colocate else config.rollout.served
     engines = sum(group.started * group.ranks for group in apart)
     # Ranks of a critic that shares the trainers' are none of their own.
     critic = config.as_critic().trainer.world_size if config.critic and config.critic.placement == "own" else 0
-    cpus = (config.trainer.world_size + critic) * config.trainer.threads + threads
+    ranks = config.trainer.world_size + critic if trainers else 0
+    cpus = ranks * config.trainer.threads + threads
     try:
         if config.cluster.ray_address:
             ray.init(config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -49,15 +51,14 @@ def start_ray(config: Config, device: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = config.cluster.ray_address or "on this machine"
         raise SlimxError(f"Ray cannot be started {where}: {' '.join(str(error).split())[:300]}") from error
-    gpus = float(config.trainer.world_size + engines + critic) if device == "cuda" else 0.0
+    gpus = float(ranks + engines) if device == "cuda" else 0.0
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
         have = ray.cluster_resources().get(kind, 0.0)
         if have < needed:
             stop_ray()
             raise SlimxError(
-                f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} (trainer.world_size "
-                f"{config.trainer.world_size}, {critic} ranks of a critic, {engines} engine ranks, cluster.device "
-                f"{device}); add nodes or lower the sizes"
+                f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} ({ranks} ranks that train, {engines} "
+                f"engine ranks, cluster.device {device}); add nodes or lower trainer.world_size or rollout.engines"
             )
 
 

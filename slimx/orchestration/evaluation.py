@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from slimx.config.rollout import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
-from slimx.rollout.rollouts import Outcome
+from slimx.rollout.rollouts import GroupMaker, Outcome
 
 FIRST_NUMBER = 1 << 30
 """Of the groups of an evaluation: their seeds are none of the training's, and the same at every evaluation."""
@@ -21,23 +22,31 @@ async def evaluate(run: Run) -> dict[str, float]:
     """`score` of `eval.samples` answers to every held-out prompt; {} without such prompts.
 
     A prompt whose evaluation fails counts as 0 and is counted in `eval/failed`; if all fail, the run stops."""
-    prompts = [(name, prompt) for name, several in run.eval_prompts.items() for prompt in several]
-    if not prompts:
+    if not any(run.eval_prompts.values()):
         return {}
     with run.phase("eval"):
-        outcomes: list[Outcome] = await run.watched(
-            asyncio.gather(*(_answer(run, number, prompt) for number, (_, prompt) in enumerate(prompts)))
-        )
+        outcomes = await run.watched(answer_all(run.maker, run.eval_prompts))
+    metrics = judge(run.config.eval, run.eval_prompts, outcomes)
+    run.record_evaluation(metrics, [outcome.group for outcome in outcomes if not outcome.failed])
+    return metrics
+
+
+async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]]) -> list[Outcome]:
+    """`eval.samples` answers to each prompt, set after set."""
+    everything = [prompt for several in prompts.values() for prompt in several]
+    return await asyncio.gather(*(_answer(maker, number, prompt) for number, prompt in enumerate(everything)))
+
+
+def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """`score` of what `answer_all` brought, and `eval/failed`. Raises SlimxError if every prompt failed."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
         raise SlimxError(f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}")
-    options = run.config.eval
-    rewards: dict[str, list[list[float]]] = {name: [] for name in run.eval_prompts}
-    for (name, _), outcome in zip(prompts, outcomes, strict=True):
+    names = [name for name, several in prompts.items() for _ in several]
+    rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
+    for name, outcome in zip(names, outcomes, strict=True):
         rewards[name].append([0.0] * options.samples if outcome.failed else answers(outcome.group))
-    metrics = score(rewards, options.passing) | {"eval/failed": float(len(failed))}
-    run.record_evaluation(metrics, [outcome.group for outcome in outcomes if not outcome.failed])
-    return metrics
+    return score(rewards, options.passing) | {"eval/failed": float(len(failed))}
 
 
 def answers(group: Group) -> list[float]:
@@ -76,5 +85,5 @@ def _pass_at(k: int, rewards: Sequence[float], passing: float) -> float:
     return 1.0 - math.comb(wrong, k) / math.comb(len(rewards), k)
 
 
-async def _answer(run: Run, number: int, prompt: Prompt) -> Outcome:
-    return await run.maker.make(prompt, group_id=f"eval{number}", number=FIRST_NUMBER + number, evaluation=True)
+async def _answer(maker: GroupMaker, number: int, prompt: Prompt) -> Outcome:
+    return await maker.make(prompt, group_id=f"eval{number}", number=FIRST_NUMBER + number, evaluation=True)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.orchestration.engine_handle import EngineHandle
 from slimx.orchestration.engines import EngineGroup
 from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.frozen import FrozenEngine
@@ -36,9 +37,9 @@ class FrozenEngines:
         """Start all servers; they answer when this returns, and are watched from then on."""
         await asyncio.gather(*(group.start() for group in self.groups.values()))
         for name, group in self.groups.items():
-            await self._admit(group)
+            await admit_joining(group)
             group.members.watch()
-            self._tasks.append(asyncio.create_task(self._readmit(group)))
+            self._tasks.append(asyncio.create_task(keep_admitting(group)))
             rollout = self.config.rollout
             self.clients[name] = FrozenEngine(
                 name,
@@ -57,18 +58,6 @@ class FrozenEngines:
                 deadline_s, retries = rollout.request_deadline, rollout.request_retries
                 await check_vocabulary(FrozenEngine(group.name, url, deadline_s=deadline_s, retries=retries), tokenizer)
 
-    async def _admit(self, group: EngineGroup) -> None:
-        for engine in group.members.joining():
-            with contextlib.suppress(ReceiverLost):  # lost meanwhile: it comes back here if it may
-                await group.members.admit(engine)
-
-    async def _readmit(self, group: EngineGroup) -> None:
-        """Let engines that came back serve again. Ends when none is left: whoever asks this group is told so."""
-        with contextlib.suppress(SlimxError):
-            while True:
-                await group.members.back()
-                await self._admit(group)
-
     def metrics(self) -> dict[str, float]:
         """`engines/GROUP/serving` and the like."""
         return {
@@ -86,3 +75,20 @@ class FrozenEngines:
         for result in results:
             if isinstance(result, Exception):
                 raise result
+
+
+async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
+    """Let engines that have started serve what they started with. `prepare` is awaited for each before."""
+    for engine in group.members.joining():
+        with contextlib.suppress(ReceiverLost):  # lost meanwhile: it comes back here if it may
+            if prepare is not None:
+                await prepare(engine)
+            await group.members.admit(engine)
+
+
+async def keep_admitting(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:
+    """Let engines that came back serve again. Ends when none is left: whoever asks this group is told so."""
+    with contextlib.suppress(SlimxError):
+        while True:
+            await group.members.back()
+            await admit_joining(group, prepare)

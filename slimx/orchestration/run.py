@@ -353,14 +353,7 @@ class Run:
 
     def _drop(self, outcome: Outcome) -> None:
         """Write down a group that is not trained, with its reason."""
-        self.records.drops.write(
-            {
-                "step": self.step + 1,
-                "prompt": outcome.group.prompt.id,
-                "reason": outcome.reason,
-                "detail": outcome.detail,
-            }
-        )
+        self.records.drops.write(drop_record(outcome, self.step + 1))
 
     def _write_samples(self, groups: list[Group], *, evaluation: bool) -> None:
         for group in groups[: self.config.track.samples]:
@@ -376,6 +369,11 @@ class Run:
                 evaluation=evaluation,
             )
             self.records.samples.write(asdict(sample))
+
+
+def drop_record(outcome: Outcome, step: int) -> dict[str, Any]:
+    """A line of dropped.jsonl."""
+    return {"step": step, "prompt": outcome.group.prompt.id, "reason": outcome.reason, "detail": outcome.detail}
 
 
 def _text(prompt: Prompt) -> str:

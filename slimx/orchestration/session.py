@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import gc
 import json
-import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from rich.console import Console
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
-from slimx.errors import Interrupted, SlimxError
+from slimx.errors import SlimxError
 from slimx.models.trunk import read_trunk
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
@@ -33,6 +30,8 @@ from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
+from slimx.orchestration.generate import CURSOR
+from slimx.orchestration.lifetime import interruptible, only_process_in, stopping, together
 from slimx.orchestration.loop import train
 from slimx.orchestration.reach import check_reach
 from slimx.orchestration.reference import restore_reference
@@ -53,11 +52,16 @@ def run_training(config: Config, console: Console) -> Path:
 
     Raises SlimxError, Interrupted after a stop, or Preempted after a checkpoint that SIGUSR1 asked for.
     """
-    prepared = check_run(config)
     directory = Path(config.run.dir)
+    if (directory / CURSOR).exists():
+        raise SlimxError(
+            f"{directory} holds rollouts of slimx generate, which training would replace; choose another run.dir, with "
+            f"rollout.replay={directory} to train on them"
+        )
+    prepared = check_run(config)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
-    resume_from, state = _resume_point(config, directory, saves), None
+    resume_from, state = resume_point(config, directory, saves), None
     if resume_from is not None:
         state = read_state(resume_from)
         if _finished(config, directory, state):
@@ -73,33 +77,21 @@ def run_training(config: Config, console: Console) -> Path:
             routes=config.trainer.moe.replay == "R3",
         )
     directory.mkdir(parents=True, exist_ok=True)
-    with _only_process_in(directory):
+    with only_process_in(directory):
         (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
         start_ray(config, device_of(config))
         try:
-            asyncio.run(_interruptible(partial(_session, config, prepared, saves, resume_from, console)))
+            asyncio.run(interruptible(partial(_session, config, prepared, saves, resume_from, console)))
         finally:
             stop_ray()
     return directory
 
 
-@contextmanager
-def _only_process_in(directory: Path) -> Iterator[None]:
-    """Refuse a second run in the same directory; the kernel gives the lock back however this process ends."""
-    with (directory / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SlimxError(
-                f"{directory}: another process is training there; wait for it or choose another run.dir"
-            ) from None
-        yield
-
-
-def _resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
+def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
+    """The checkpoint that a run goes on from; None: it begins. Raises SlimxError where `run.resume` forbids that."""
     newest = saves.newest()
     if config.run.resume == "must" and newest is None and config.run.fork is None:
-        raise SlimxError(f"run.resume is must, but {directory}/checkpoints holds no complete checkpoint")
+        raise SlimxError(f"run.resume is must, but {saves.directory} holds no complete checkpoint")
     if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
         raise SlimxError(
             f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it"
@@ -118,29 +110,6 @@ def _forked(checkpoint: Path) -> Path:
 def _finished(config: Config, directory: Path, state: RunState) -> bool:
     exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
     return state.step >= config.schedule.steps and exported
-
-
-async def _interruptible(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run `work`; SIGINT and SIGTERM cancel it, and its clean-up is waited for. SIGUSR1 sets the event given to it."""
-    leaving = asyncio.Event()
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work(leaving))
-    received: list[int] = []
-
-    def stop(signum: int) -> None:
-        # A second signal while everything is being stopped changes nothing: the stop has its own deadlines.
-        if not received:
-            received.append(signum)
-            task.cancel()
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stop, signum)
-    loop.add_signal_handler(signal.SIGUSR1, leaving.set)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if received:
-            raise Interrupted(received[0]) from None
-        raise
 
 
 async def _session(
@@ -170,29 +139,29 @@ async def _session(
         table.phase("start")
         device = device_of(config)
         trainers = TrainerGroup(config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans)
-        stack.push_async_exit(_stopping(trainers.stop, table))
+        stack.push_async_exit(stopping(trainers.stop, table.note))
         engines = client = critic = None
         starting = [trainers.start()]
         if prepared.critic is not None:
             packer = make_packer(config.as_critic(), read_trunk(config), prepared.critic)
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
-            stack.push_async_exit(_stopping(critic.stop, table))
+            stack.push_async_exit(stopping(critic.stop, table.note))
             starting.append(critic.start())
         frozen = FrozenEngines(config, device, logs, note=table.note)
-        stack.push_async_exit(_stopping(frozen.stop, table))
+        stack.push_async_exit(stopping(frozen.stop, table.note))
         starting.append(frozen.start())
         shared = []
         if config.schedule.colocate and device == "cuda":
             # Engines are placed where the trainers are, which is known when these have started.
             starting, first = [], starting
-            await _together(first)
+            await together(first)
             shared = await trainers.places()
         if config.rollout.policy_engines:
             moe = prepared.spec.experts > 0
             engines = EngineGroup(config, device, logs, moe=moe, note=table.note, shared=shared)
-            stack.push_async_exit(_stopping(engines.stop, table))
+            stack.push_async_exit(stopping(engines.stop, table.note))
             starting += [check_reach(config, trainers, engines), engines.start()]
-        await _together(starting)
+        await together(starting)
         await frozen.check_teacher(prepared.tokenizer)
         Roster(directory / "engines.json").add([*([engines] if engines is not None else []), *frozen.groups.values()])
         for reason in prepared.backends.reasons:
@@ -259,31 +228,6 @@ def finish(config: Config, directory: Path) -> Path | None:
     report = directory / "report.html"
     write_report([directory], report, config.run.name)
     return report
-
-
-def _stopping(stop: Callable[[], Awaitable[None]], table: LiveTable) -> Callable[..., Awaitable[None]]:
-    """An exit callback for `stop`, whose own failure must not hide the error that ended the run."""
-
-    async def close(kind: type | None, error: BaseException | None, trace: object) -> None:
-        try:
-            await stop()
-        except SlimxError as problem:
-            if error is None:
-                raise
-            table.note(f"while stopping: {problem}")
-
-    return close
-
-
-async def _together(starting: list) -> None:
-    """Wait for all; the first failure ends the wait and cancels the rest."""
-    tasks = [asyncio.ensure_future(work) for work in starting]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _open_records(config: Config, directory: Path, table: LiveTable, resume_step: int, tokenizer: Any) -> Records:

@@ -96,7 +96,7 @@ class Draft:
     def finish(self, *, metadata: dict[str, Any] | None = None) -> Trajectory:
         """The trajectory. Untrained tokens after the last sampled one teach nothing and have no routes: they are left
         off."""
-        end = max((i + 1 for i, trained in enumerate(self._trained) if trained), default=0)
+        end = next((i + 1 for i in range(len(self._trained) - 1, -1, -1) if self._trained[i]), 0)
         end = max(end, max((span.stop for span in self._spans if span.source == "sampled"), default=0))
         if end == 0:
             raise SlimxError(

@@ -4,7 +4,6 @@ along."""
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -198,13 +197,14 @@ class GroupMaker:
             if trajectory.status == "aborted":
                 raise SlimxError(f"rollout {trajectory.id} was aborted by the engine")
             sampled = trajectory.versions() >= 0
-            if self.client is not None and not all(math.isfinite(x) for x in trajectory.logprobs[sampled]):
+            if self.client is not None and not np.isfinite(trajectory.logprobs[sampled]).all():
                 raise SlimxError(f"rollout {trajectory.id} has a sampled token without a finite log-prob")
 
     async def _judge(self, prompt: Prompt, trajectory: Trajectory, evaluation: bool) -> None:
         if self._rewards is None:
             return
-        text = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
+        # As an array: of a list transformers would look at the type of every id.
+        text = self.tokenizer.decode(trajectory.sampled_ids(), skip_special_tokens=True)
         ctx = RewardContext(prompt, self.tokenizer, text, evaluation, self.engines)
         try:
             trajectory.reward, trajectory.reward_parts = await self._rewards.judge(ctx, trajectory)

@@ -1,0 +1,219 @@
+"""Trajectories through buffer, filter, advantages and packing: how many a second, and in how much memory.
+
+    python benchmarks/rollout_buffer.py [--trajectories 100000] [--mean 192] [--json FILE]
+
+Two things take turns, A B B A A B ..., in one process, each on batches of 10,000 trajectories:
+
+    A  slimx: RolloutManager with its tickets and hooks (an engine that answers at once), dynamic sampling, GRPO, rows,
+       balanced packing for 8 data-parallel ranks
+    B  the same in plain Python without slimx (benchmarks/rollout_plain.py): lists, torch, first fit
+
+Both start from the same answers in the form of SGLang's JSON, drop the same groups and must come to the same advantages
+and as many packed tokens. The peak of resident memory is measured in a process of its own for each side."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import surroundings
+from rollout_plain import PlainPath
+from rollout_stand import GROUP_SIZE, RANKS, Answers, make_config, make_prompts, prompt_number
+
+from slimx.algorithms.estimate import all_advantages
+from slimx.config.schema import Config
+from slimx.data.packing import pack
+from slimx.data.prompts import PromptSource
+from slimx.data.tokens import load_tokenizer
+from slimx.errors import SlimxError
+from slimx.orchestration.batches import make_update_rows
+from slimx.rollout.completion import Completion
+from slimx.rollout.hooks import load_hooks
+from slimx.rollout.manager import RolloutManager
+from slimx.rollout.rollouts import GroupMaker
+
+PER_STEP = 625
+"""Groups of a step: 10,000 trajectories."""
+
+
+class InOrder(PromptSource):
+    """The prompts as they stand, so that both sides take the same ones."""
+
+    def _start_epoch(self, epoch: int) -> None:
+        super()._start_epoch(epoch)
+        self._order = np.arange(len(self._prompts))
+
+
+class Instant:
+    """An engine that answers at once: what slimx's client makes of SGLang's JSON."""
+
+    def __init__(self, answers: Answers):
+        self.answers = answers
+        self.asked: Counter[int] = Counter()
+        """Requests by prompt."""
+
+    async def generate(self, token_ids: Sequence[int], *arguments: Any, **options: Any) -> Completion:
+        number = prompt_number(token_ids)
+        index = self.asked[number] % GROUP_SIZE
+        self.asked[number] += 1
+        await asyncio.sleep(0)
+        sampled = self.answers.meta(number, index)["output_token_logprobs"]
+        return Completion(
+            token_ids=np.array([entry[1] for entry in sampled], np.int32),
+            logprobs=np.array([entry[0] for entry in sampled], np.float32),
+            versions=[(0, len(sampled), 0)],
+            finish_reason="stop",
+            routed_experts=None,
+            cached_tokens=0,
+            seconds=0.0,
+        )
+
+
+class SlimxPath:
+    """slimx's own parts, as the loop calls them."""
+
+    def __init__(self, config: Config, answers: Answers):
+        self.config = config
+        hooks, tokenizer = load_hooks(config), load_tokenizer(config.model.path)
+        self.maker = GroupMaker(config, hooks, tokenizer, Instant(answers))
+        self.manager = RolloutManager(config, InOrder(make_prompts(answers), 1), self.maker)
+        self.seconds: dict[str, float] = {"buffer": 0.0, "rows": 0.0, "pack": 0.0}
+
+    async def step(self) -> Any:
+        """The packed batch of one step."""
+        began = time.perf_counter()
+        batch = await self.manager.next_batch()
+        buffered = time.perf_counter()
+        (rows,) = make_update_rows(self.config, batch.groups, partial(all_advantages, self.config.algorithm))
+        rowed = time.perf_counter()
+        packed = pack(rows, data_size=RANKS, max_tokens=self.config.trainer.max_tokens_per_microbatch)
+        for name, spent in zip(
+            self.seconds, (buffered - began, rowed - buffered, time.perf_counter() - rowed), strict=True
+        ):
+            self.seconds[name] += spent
+        return packed
+
+
+async def compare(config: Config, answers: Answers, steps: int) -> dict[str, Any]:
+    """Seconds of each side by step, in turns; after a step of each that is not counted."""
+    slimx = SlimxPath(config, answers)
+    plain = PlainPath(answers, make_prompts(answers), per_step=PER_STEP, size=GROUP_SIZE)
+    seconds: dict[str, list[float]] = {"slimx": [], "plain": []}
+    limit = config.trainer.max_tokens_per_microbatch
+    tokens = 0
+    try:
+        for number in range(steps + 1):
+            found = {}
+            for side in ("slimx", "plain") if number % 2 else ("plain", "slimx"):
+                began = time.perf_counter()
+                found[side] = await (slimx.step() if side == "slimx" else plain.step(RANKS, limit))
+                if number:
+                    seconds[side].append(time.perf_counter() - began)
+                else:
+                    slimx.seconds = dict.fromkeys(slimx.seconds, 0.0)
+            tokens += _check(found["slimx"], found["plain"])
+    finally:
+        await slimx.manager.stop()
+    return {"seconds": seconds, "parts": slimx.seconds, "tokens": tokens}
+
+
+def _check(batch: Any, plain: tuple[Any, Any]) -> int:
+    """Positions of the step, if both sides came to the same."""
+    shards, advantages = plain
+    length = sum(len(part["tokens"]) for shard in shards for part in shard)
+    if length != batch.tokens + len(advantages):  # a row predicts one token less than it has
+        raise SlimxError(f"the plain path packed {length} tokens, slimx {batch.tokens + len(advantages)}")
+    mine = sorted(
+        float(part.advantages[start])
+        for shard in batch.shards
+        for part in shard
+        for start in np.cumsum([0, *part.lengths])[: len(part.rows)]
+    )
+    np.testing.assert_allclose(mine, sorted(advantages.tolist()), atol=1e-5)
+    return batch.tokens
+
+
+def peak(side: str, directory: str, answers: tuple[int, int], steps: int, out: Any) -> None:
+    """Put into `out` the MiB by which resident memory rose at its highest while `side` made `steps` batches."""
+    made, config = Answers(*answers), make_config(Path(directory), PER_STEP, answers[1])
+
+    async def run() -> None:
+        if side == "slimx":
+            path = SlimxPath(config, made)
+            for _ in range(steps):
+                await path.step()
+            await path.manager.stop()
+        else:
+            plain = PlainPath(made, make_prompts(made), per_step=PER_STEP, size=GROUP_SIZE)
+            for _ in range(steps):
+                await plain.step(RANKS, config.trainer.max_tokens_per_microbatch)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    asyncio.run(run())
+    out.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def measure(trajectories: int, mean: int) -> dict[str, Any]:
+    """All figures of this benchmark."""
+    steps = max(1, trajectories // (PER_STEP * GROUP_SIZE))
+    size = (4 * PER_STEP, mean)
+    with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
+        found = asyncio.run(compare(make_config(Path(directory), PER_STEP, mean), Answers(*size), steps))
+        context, found["peak"] = multiprocessing.get_context("spawn"), {}
+        for side in ("slimx", "plain"):
+            out = context.SimpleQueue()
+            process = context.Process(target=peak, args=(side, directory, size, min(steps, 3), out))
+            process.start()
+            process.join()
+            found["peak"][side] = out.get()
+    return found | {"trajectories": steps * PER_STEP * GROUP_SIZE}
+
+
+def describe(found: dict[str, Any]) -> str:
+    """A row for each side, and the ratio with its spread."""
+    slimx, plain = (np.array(found["seconds"][side]) for side in ("slimx", "plain"))
+    lines = [f"{'side':<8}{'trajectories/s':>16}{'tokens/s':>14}{'peak MiB':>10}"]
+    for name, seconds in (("slimx", slimx), ("plain", plain)):
+        rate = PER_STEP * GROUP_SIZE / np.median(seconds)
+        tokens = found["tokens"] / (len(slimx) + 1) / np.median(seconds)
+        lines.append(f"{name:<8}{rate:>16,.0f}{tokens:>14,.0f}{found['peak'][name]:>10,.0f}")
+    ratios = plain / slimx
+    low, high = np.percentile(ratios, [25, 75])
+    parts = ", ".join(f"{name} {spent / sum(found['parts'].values()):.0%}" for name, spent in found["parts"].items())
+    lines += [
+        f"slimx / plain: {np.median(ratios):.2f} times as fast, the median of {len(ratios)} pairs of "
+        f"{PER_STEP * GROUP_SIZE:,} trajectories; quartiles {low:.2f} to {high:.2f}",
+        f"of slimx's time: {parts}",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="trajectories through buffer, filter, advantages and packing")
+    parser.add_argument("--trajectories", type=int, default=100_000)
+    parser.add_argument("--mean", type=int, default=192, help="tokens of an answer, on average")
+    parser.add_argument("--json", type=Path, help="file that gets every single figure")
+    arguments = parser.parse_args()
+    found = measure(arguments.trajectories, arguments.mean)
+    print(describe(found))
+    where = surroundings("slimx", "torch", "numpy")
+    print(where)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"where": where, **found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Training again on what a run has saved: bitwise the same without engines, and on another layout from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slimx.data.step_files import step_files
+from tests.integration.recorded import LOSS, STEPS
+from tests.integration.runs import TrainProcess, steps
+
+pytestmark = pytest.mark.integration
+
+OWN = ("time/", "perf/", "memory/", "publish/", "engines/", "rollout/")
+"""Metrics of the engines, and those that differ between two runs of the same."""
+
+
+def replaying(uninterrupted: Path, directory: Path, *overrides: str) -> TrainProcess:
+    """The uninterrupted run's configuration, trained again in `directory` on what it has saved."""
+    file = directory / "config.yaml"
+    file.write_text((uninterrupted / "config.yaml").read_text())
+    return TrainProcess(file, f"run.dir={directory / 'run'}", f"rollout.replay={uninterrupted / 'run'}", *overrides)
+
+
+def test_a_replay_has_bitwise_the_metrics_of_the_run_that_saved_it_also_when_it_is_resumed(uninterrupted, tmp_path):
+    first = replaying(uninterrupted, tmp_path, "schedule.steps=3")
+    assert first.wait() == 0, first.text()
+    assert "no engine is started" in first.text()
+    second = replaying(uninterrupted, tmp_path)
+    assert second.wait() == 0, second.text()
+    assert "resumed at step 3" in second.text()
+    second.assert_nothing_left()
+    whole, again = steps(uninterrupted / "run"), steps(tmp_path / "run")
+    assert whole.keys() == again.keys() == {*range(1, STEPS + 1)}
+    for step, row in whole.items():
+        compared = {key: value for key, value in row.items() if not key.startswith(OWN)}
+        assert {key: again[step].get(key) for key in compared} == compared and set(LOSS) <= compared.keys(), step
+    assert not list((tmp_path / "run" / "logs").glob("engine*")) and not step_files(tmp_path / "run" / "rollouts")
+
+
+def test_the_last_steps_are_trained_again_on_another_layout_from_a_checkpoint(uninterrupted, tmp_path):
+    kept = sorted((uninterrupted / "run" / "checkpoints").glob("iter_???????"))
+    assert [path.name for path in kept] == ["iter_0000004", "iter_0000006"]
+    assert yaml.safe_load((uninterrupted / "config.yaml").read_text())["trainer"]["expert"] == 2
+    process = replaying(uninterrupted, tmp_path, f"run.fork={kept[0]}", "trainer.tensor=2", "trainer.expert_tensor=1")
+    assert process.wait() == 0, process.text()
+    assert f"resumed at step 4 from {kept[0]}" in process.text()
+    whole, again = steps(uninterrupted / "run"), steps(tmp_path / "run")
+    assert again.keys() == {5, 6}
+    for step, row in again.items():
+        for key in LOSS:
+            assert row[key] == pytest.approx(whole[step][key], rel=1e-3, abs=1e-6), (step, key)
+        assert row["gap/mean"] <= 1e-5
