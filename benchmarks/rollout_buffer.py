@@ -1,7 +1,5 @@
 """Trajectories through buffer, filter, advantages and packing: how many a second, and in how much memory.
 
-    python benchmarks/rollout_buffer.py [--trajectories 100000] [--mean 192] [--json FILE]
-
 Two things take turns, A B B A A B ..., in one process, each on batches of 10,000 trajectories:
 
     A  slimx: RolloutManager with its tickets and hooks (an engine that answers at once), dynamic sampling, GRPO, rows,
@@ -13,12 +11,9 @@ and as many packed tokens. The peak of resident memory is measured in a process 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import resource
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import surroundings
 from rollout_plain import PlainPath
 from rollout_stand import GROUP_SIZE, RANKS, Answers, make_config, make_prompts, prompt_number
 
@@ -198,22 +192,3 @@ def describe(found: dict[str, Any]) -> str:
         f"of slimx's time: {parts}",
     ]
     return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="trajectories through buffer, filter, advantages and packing")
-    parser.add_argument("--trajectories", type=int, default=100_000)
-    parser.add_argument("--mean", type=int, default=192, help="tokens of an answer, on average")
-    parser.add_argument("--json", type=Path, help="file that gets every single figure")
-    arguments = parser.parse_args()
-    found = measure(arguments.trajectories, arguments.mean)
-    print(describe(found))
-    where = surroundings("slimx", "torch", "numpy")
-    print(where)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"where": where, **found}, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

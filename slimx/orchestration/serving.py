@@ -13,8 +13,10 @@ from typing import TypeVar
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.megatron_directory import is_megatron
+from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.checks import Sources
 from slimx.orchestration.engine_handle import EngineHandle
 from slimx.orchestration.engines import EngineGroup
@@ -23,6 +25,7 @@ from slimx.orchestration.lifetime import stopping, together
 from slimx.orchestration.roster import Roster
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.control import EngineControl
+from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.rollouts import GroupMaker
 
 T = TypeVar("T")
@@ -103,6 +106,7 @@ async def serving(
         engines = EngineGroup(config, device, logs, moe=spec.experts > 0, note=note)
         stack.push_async_exit(stopping(engines.stop, note))
         await together([frozen.start(), engines.start()])
+        await frozen.check_teacher(sources.tokenizer)
         Roster(directory / "engines.json").add([engines, *frozen.groups.values()])
         await admit_joining(engines, _call_version_0)
         engines.members.watch()
@@ -117,7 +121,11 @@ async def serving(
             on_lost=engines.members.look,
         )
         await stack.enter_async_context(client)
-        yield Serving(engines, GroupMaker(config, sources.hooks, sources.tokenizer, client, frozen.clients))
+        # As long as what training on the same configuration could take.
+        context = longest_trajectory(config, spec, sizes_of(config.trainer))
+        proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)
+        stack.push_async_callback(proxy.stop)
+        yield Serving(engines, GroupMaker(config, sources.hooks, sources.tokenizer, client, frozen.clients, proxy))
 
 
 async def _call_version_0(engine: EngineHandle) -> None:

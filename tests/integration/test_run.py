@@ -24,11 +24,14 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
     task,  # noqa: F811
     tmp_path,
 ):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join((task / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))
     config = write_config(
         tmp_path,
         tiny_model,
         task / "train.jsonl",
         schedule={"steps": 1000, "max_staleness": 1},
+        eval={"prompts": {"sums": str(held_out)}, "every": 2, "samples": 2, "temperature": 1.0, "passing": 0.0},
         rollout=_rollout(
             task,
             generate="examples.two_turn.generate",
@@ -56,6 +59,12 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
     assert not run_status(tmp_path / "run")["running"]
     rows = steps(tmp_path / "run")
     assert [rows[step]["staleness/max"] for step in range(1, 6)] == [0, 1, 1, 1, 1]
+    # Before the first step and after every second one the held-out prompts are answered beside the batch in flight.
+    start = rows.pop(0)
+    evaluated = {step for step, row in rows.items() if "eval/sums/accuracy" in row}
+    assert evaluated == {step for step in rows if step % 2 == 0}
+    for row in (start, rows[2], rows[4]):
+        assert row["eval/failed"] == 0 and row["eval/sums/pass@2"] >= row["eval/sums/accuracy"] != 0
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5 and row["gap/tokens_unexplained"] == 0
     # After the second and the fourth step the reference becomes what is trained then.

@@ -1,0 +1,99 @@
+"""Generation through slimx's hooks, router and buffer beside a bare HTTP client on the same server.
+
+    A  RolloutManager.next_batch: prompts, the generate hook, rewards in their threads, groups in order; requests go
+       through sglang-router
+    B  the same requests, posted all at once by plain aiohttp to the server itself (benchmarks/bare_engine.py)
+
+They take turns, A B B A A B ..., and must sample as many tokens. The figure is B's time over A's, pair by pair."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import bare_engine
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.data.prompts import PromptSource
+from slimx.errors import SlimxError
+from slimx.models.families import configured_model
+from slimx.orchestration.checks import check_sources
+from slimx.orchestration.serving import serving
+from slimx.rollout.manager import RolloutManager
+
+GOAL = 0.95
+"""Of the bare client's throughput, what slimx is to reach at least."""
+WARMUP = 2
+OVERRIDES = (
+    "rollout.prompts_per_step=64",
+    "rollout.group_size=8",
+    "rollout.concurrency=512",  # all of a step at once, as B does
+    "rollout.sampling.max_new_tokens=32",
+    "rollout.generate=loop_hooks.generate",
+    "reward.function=loop_hooks.reward",
+)
+
+
+async def measure(config: Config, pairs: int, note: Any) -> dict[str, Any]:
+    """Seconds of both sides by pair, and what each sampled."""
+    spec = configured_model(config)
+    sources = check_sources(config, spec, "cpu")
+    seconds: dict[str, list[float]] = {"slimx": [], "bare": []}
+    # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=config.rollout.request_deadline)
+    async with (
+        serving(config, sources, spec, "cpu", Path(config.run.dir), note) as parts,
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+    ):
+        manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), parts.maker)
+        url = parts.engines.engines[0].url
+        requests: list[bare_engine.Request] = []
+        tokens = 0
+
+        async def slimx() -> float:
+            nonlocal requests, tokens
+            began = time.perf_counter()
+            batch = await parts.watched(manager.next_batch())
+            spent = time.perf_counter() - began
+            requests = bare_engine.requests_of(batch.groups)
+            tokens = sum(len(t.sampled_ids()) for group in batch.groups for t in group.trajectories)
+            return spent
+
+        async def bare() -> float:
+            began = time.perf_counter()
+            answers = await bare_engine.generate(session, url, requests)
+            spent = time.perf_counter() - began
+            if (sampled := bare_engine.sampled(answers)) != tokens:
+                raise SlimxError(f"the bare client sampled {sampled} tokens, slimx {tokens}")
+            return spent
+
+        try:
+            for number in range(WARMUP + pairs):
+                order = (slimx, bare) if number % 2 == 0 else (bare, slimx)
+                for side in order:
+                    spent = await side()
+                    if number >= WARMUP:
+                        seconds[side.__name__].append(spent)
+        finally:
+            await manager.stop()
+    return {"seconds": seconds, "rollouts": len(requests), "tokens": tokens}
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Throughputs, and their ratio with its spread."""
+    slimx, bare = (np.array(found["seconds"][side]) for side in ("slimx", "bare"))
+    ratios = bare / slimx
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    return "\n".join(
+        [
+            f"generation of {found['rollouts']} rollouts, {found['tokens']:,} tokens",
+            f"{'slimx (hooks, router, buffer)':<32}{found['tokens'] / np.median(slimx):>10,.0f} tokens/s",
+            f"{'bare client, same server':<32}{found['tokens'] / np.median(bare):>10,.0f} tokens/s",
+            f"slimx / bare: {middle:.3f}, the median of {len(ratios)} pairs; quartiles {low:.3f} to {high:.3f}, range "
+            f"{ratios.min():.3f} to {ratios.max():.3f}; goal at least {GOAL}: {'met' if middle >= GOAL else 'missed'}",
+        ]
+    )

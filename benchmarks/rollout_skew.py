@@ -1,0 +1,165 @@
+"""Wall time of a training step, asynchronous against synchronous, where one answer in sixteen is ten times as long.
+
+The same trainer, engine and prompts run `schedule.max_staleness` 0, 1, ... in turns of a few steps of slimx's own loop
+(slimx.orchestration.loop.train); every turn begins with nothing in flight and generates the same rollouts. The first
+step of a turn, for which nothing was generated ahead, is not counted on either side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rollout_hooks import EVERY, SHORT, SKEW
+
+from slimx.config.schema import Config
+from slimx.data.prompts import PromptSource
+from slimx.data.records import Group
+from slimx.observability.jsonl import JsonlFile
+from slimx.observability.live import LiveTable
+from slimx.observability.timeline import Timeline
+from slimx.observability.tracker import make_tracker
+from slimx.orchestration import loop
+from slimx.orchestration.batches import make_packer
+from slimx.orchestration.checks import Prepared, check_run
+from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.run import Records, Run
+from slimx.orchestration.saves import Saves
+from slimx.orchestration.trainers import TrainerGroup
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.control import EngineControl
+from slimx.rollout.rollouts import GroupMaker
+
+OVERRIDES = (
+    "rollout.prompts_per_step=16",
+    "rollout.group_size=4",
+    "rollout.concurrency=512",
+    f"rollout.sampling.max_new_tokens={SHORT * SKEW}",
+    "rollout.generate=rollout_hooks.skewed",
+    "reward.function=loop_hooks.reward",
+    "algorithm.reference=false",
+    "trainer={world_size: 1, expert: 1}",  # a core for it, and one for the engine
+)
+
+
+class TimedRun(Run):
+    """slimx's run as it is, that keeps the seconds of its steps and writes no checkpoint."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.seconds: list[float] = []
+        self.waited: list[float] = []
+        """Of each step, the seconds in which the loop had nothing but to wait for rollouts."""
+
+    def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
+        super().record(metrics, groups, seconds)
+        self.seconds.append(seconds)
+        self.waited.append(self.records.timeline.seconds(self.step).get("generate", 0.0))
+
+    async def save(self) -> None:
+        """Nothing: a turn is no run of its own."""
+
+
+class Turns:
+    """Started trainers and engines, on which one run after the other takes its turn."""
+
+    def __init__(self, config: Config, prepared: Prepared, trainers: TrainerGroup, engines: EngineGroup):
+        self.config, self.prepared, self.trainers, self.engines = config, prepared, trainers, engines
+        self.done = 0
+        """Steps of all turns: versions go on rising."""
+
+    async def turn(self, staleness: int, steps: int) -> TimedRun:
+        """`steps` steps of a run with this bound."""
+        base, prepared = self.config, self.prepared
+        schedule = base.schedule.model_copy(update={"max_staleness": staleness, "steps": self.done + steps})
+        directory = Path(base.run.dir) / f"turn-{self.done:04d}"
+        config = base.model_copy(
+            update={"schedule": schedule, "run": base.run.model_copy(update={"dir": str(directory)})}
+        )
+        async with AsyncExitStack() as stack:
+            table = stack.enter_context(LiveTable(steps, 0, Console(quiet=True)))
+            tracker = make_tracker(
+                directory,
+                tensorboard=False,
+                wandb=False,
+                project="",
+                name="turn",
+                config={},
+                resume_step=0,
+                warn=table.note,
+            )
+            samples, drops = (JsonlFile(directory / f"{name}.jsonl", resume_step=0) for name in ("samples", "dropped"))
+            records = Records(tracker, Timeline(directory, resume_step=0), samples, drops, table)
+            stack.callback(records.close)
+            shape = ModelShape.of(prepared.spec)
+            client = GenerationClient(self.engines.router.url, shape, config.rollout.request_deadline)
+            await stack.enter_async_context(client)
+            run = TimedRun(
+                config,
+                sizes=prepared.sizes,
+                packer=make_packer(config, prepared.spec, prepared.sizes),
+                trainers=self.trainers,
+                engines=self.engines,
+                client=client,
+                maker=GroupMaker(config, prepared.hooks, prepared.tokenizer, client),
+                source=PromptSource(prepared.prompts, config.run.seed),
+                eval_prompts={},
+                tokenizer=prepared.tokenizer,
+                saves=Saves(directory / "checkpoints", keep=1),
+                records=records,
+                encoding=prepared.encoding,
+            )
+            stack.push_async_callback(run.transport.stop)
+            stack.push_async_callback(run.rollouts.stop)
+            run.step = self.done
+            await loop.train(run)
+        for engine in self.engines.engines:  # what was generated ahead of a step that never comes
+            await EngineControl(engine.url, engine.name).abort_all()
+        self.done += steps
+        return run
+
+
+async def measure(config: Config, bounds: Sequence[int], rounds: int, steps: int, note: Any) -> dict[str, Any]:
+    """Seconds by bound and round of each counted step."""
+    prepared = check_run(config)
+    logs = Path(config.run.dir) / "logs"
+    logs.mkdir(parents=True)
+    found: dict[str, Any] = {"steps": steps, "seconds": {k: [] for k in bounds}, "waited": {k: [] for k in bounds}}
+    async with AsyncExitStack() as stack:
+        trainers = TrainerGroup(config, prepared.sizes, "cpu", logs, prepared.spec.table, prepared.plans)
+        stack.push_async_callback(trainers.stop)
+        engines = EngineGroup(config, "cpu", logs, moe=True)
+        stack.push_async_callback(engines.stop)
+        await asyncio.gather(trainers.start(), engines.start())
+        engines.members.watch()
+        turns = Turns(config, prepared, trainers, engines)
+        await turns.turn(0, 2)  # first calls are slow
+        for number in range(rounds):
+            for bound in bounds if number % 2 == 0 else reversed(bounds):
+                run = await turns.turn(bound, steps)
+                found["seconds"][bound].append(run.seconds[1:])
+                found["waited"][bound].append(run.waited[1:])
+                note(f"max_staleness {bound}: {' '.join(f'{spent:.2f}' for spent in run.seconds)} s")
+    return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    """A row for each bound; ratios to the synchronous run, round by round."""
+    sync = np.array(found["seconds"][0]).mean(1)
+    lines = [
+        f"steps of 64 rollouts, one in {EVERY} of {SHORT * SKEW} tokens, the others of {SHORT}",
+        f"{'max_staleness':<16}{'s per step':>12}{'of it waiting':>15}{'sync / this':>14}  range over rounds",
+    ]
+    for bound, seconds in found["seconds"].items():
+        means = np.array(seconds).mean(1)
+        ratios, waited = sync / means, np.array(found["waited"][bound]).mean()
+        lines.append(
+            f"{bound:<16}{np.median(means):>12.2f}{waited / np.mean(means):>15.0%}{np.median(ratios):>14.2f}  "
+            f"{ratios.min():.2f} to {ratios.max():.2f}"
+        )
+    lines.append(f"{len(sync)} rounds of {found['steps']} steps each, the first of which is not counted")
+    return "\n".join(lines)
