@@ -108,6 +108,8 @@ def test_an_interrupted_generation_goes_on_with_the_same_tokens(model, tmp_path)
     # What was written after the position, by a process that was killed then, is written anew.
     late = tmp_path / "two" / "rollouts" / "step-0000003.groups"
     late.write_bytes(b"")
+    with (tmp_path / "two" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "metrics": {}}) + "\n")
     assert generated(config, keep=not_the_fifth) == whole
     lines = [[json.loads(line)["step"] for line in (tmp_path / d / "metrics.jsonl").open()] for d in ("whole", "two")]
     assert lines == [[1, 2, 3, 4, 5, 6]] * 2

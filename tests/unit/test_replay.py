@@ -65,6 +65,8 @@ def test_steps_that_fit_are_accepted_and_others_named(tmp_path):
     ):
         with pytest.raises(SlimxError, match=said):
             check_replay(tmp_path, origin, first=1, last=4, routes=routes)
+    with pytest.raises(SlimxError, match="has no step 5, and this run trains 4 to 5"):
+        check_replay(tmp_path, ORIGIN, first=4, last=5, routes=False)
     with pytest.raises(SlimxError, match="nowhere/rollouts holds no saved step"):
         check_replay(tmp_path / "nowhere", ORIGIN, first=1, last=1, routes=False)
 
