@@ -12,6 +12,7 @@ and as many packed tokens. The peak of resident memory is measured in a process 
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import resource
 import tempfile
@@ -107,6 +108,8 @@ async def compare(config: Config, answers: Answers, steps: int) -> dict[str, Any
     seconds: dict[str, list[float]] = {"slimx": [], "plain": []}
     limit = config.trainer.max_tokens_per_microbatch
     tokens = 0
+    gc.collect()  # as the session does
+    gc.freeze()
     try:
         for number in range(steps + 1):
             found = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ DIRECTORY = "eval"
 """Of a run directory: logs of the engines, and a line in `results.jsonl` for each evaluation."""
 
 
-def run_evaluation(config: Config, checkpoint: Path | None, note: Any) -> dict[str, Any]:
+def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> dict[str, Any]:
     """{checkpoint, prompts: by set, metrics} of one evaluation, also written into RUN/eval/results.jsonl.
 
     Raises SlimxError, or Interrupted after a stop."""
@@ -52,7 +52,7 @@ async def _session(
     spec: ModelSpec,
     device: str,
     directory: Path,
-    note: Any,
+    note: Callable[[str], None],
     found: dict[str, Any],
     leaving: asyncio.Event,
 ) -> None:

@@ -19,7 +19,7 @@ from slimx.data.step_files import read_step, step_files
 from slimx.errors import Preempted, SlimxError
 from slimx.observability.live import LiveTable
 from slimx.orchestration.checks import Sources
-from slimx.orchestration.evaluation_command import evaluate_once, table
+from slimx.orchestration.evaluation_command import evaluate_once, run_evaluation, table
 from slimx.orchestration.generate import generate, run_generation
 from slimx.orchestration.saves import Saves, read_state
 from slimx.orchestration.serving import Serving, without_trainers
@@ -162,6 +162,8 @@ def test_what_engines_cannot_start_from_is_refused(model, tmp_path):
     external = config_in(tmp_path, model, engines=[{"name": "far", "urls": ["http://10.0.0.1:3000"]}])
     with pytest.raises(SlimxError, match="group far has urls: nobody knows what weights"):
         without_trainers(external, model)
+    with pytest.raises(SlimxError, match="eval.prompts is null: there is nothing to evaluate"):
+        run_evaluation(config, model, print)
     replaying = config_in(tmp_path, model, replay="elsewhere")
     with pytest.raises(SlimxError, match="there is no engine to generate with: rollout.replay is set"):
         without_trainers(replaying, None)
