@@ -30,8 +30,9 @@ from slimx.orchestration.measure import group_metrics
 from slimx.orchestration.run import drop_record
 from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.serving import Serving, serving, without_trainers
-from slimx.rollout.manager import Batch, RolloutManager
+from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import Outcome
+from slimx.rollout.tickets import Batch
 
 CURSOR = "cursor"
 """Where a run directory has the position of `slimx generate`."""
@@ -121,7 +122,8 @@ async def generate(
         def drop(outcome: Outcome) -> None:
             drops.write(drop_record(outcome, step + 1))
 
-        manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), parts.maker, drop)
+        source = PromptSource(sources.prompts, config.run.seed)
+        manager = RolloutManager(config, source, parts.maker, drop, parts.engines.interrupt)
         stack.push_async_callback(manager.stop)
         if state is not None:
             manager.restore(state.rollouts)

@@ -99,7 +99,8 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
 
 
 def buffer_of(directory: Path, choice: Choice) -> Json:
-    """{checkpoint, step, version, waiting: [{number, prompt, group: None where it is generated again}], hidden}."""
+    """{checkpoint, step, version, waiting, hidden}. `waiting`: by ticket {number, prompt, group: None where that is not
+    complete, and then complete_rollouts and sampled_tokens, those of unfinished rollouts, which are kept}."""
     _check_run(directory)
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
@@ -118,6 +119,8 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
             "number": ticket.number,
             "prompt": prompt_values(ticket.prompt, decode),
             "group": group and group_values(group, state.version, decode, tokens=choice.tokens),
+            "complete_rollouts": sum(rollout.trajectories is not None for rollout in ticket.rollouts),
+            "sampled_tokens": sum(len(r.completion.token_ids) for each in ticket.rollouts for r in each.completions),
         }
         for ticket, group in shown
     ]
@@ -171,11 +174,14 @@ def buffer_lines(found: Json) -> Iterator[str]:
     complete = sum(ticket["group"] is not None for ticket in found["waiting"])
     yield (
         f"{found['checkpoint']}, after step {found['step']}: {complete} complete groups, "
-        f"{len(found['waiting']) - complete} to be generated again"
+        f"{len(found['waiting']) - complete} not complete"
     )
     for ticket in found["waiting"]:
         if ticket["group"] is None:
-            yield f"ticket {ticket['number']}, {prompt_line(ticket['prompt'])}: to be generated again"
+            yield (
+                f"ticket {ticket['number']}, {prompt_line(ticket['prompt'])}: {ticket['complete_rollouts']} rollouts "
+                f"complete, {ticket['sampled_tokens']} tokens sampled of others"
+            )
         else:
             yield from group_lines(ticket["group"])
     yield from _hidden(found)

@@ -48,9 +48,13 @@ class Members:
         raise SlimxError("no engine is left")
 
 
+async def interrupt() -> None:
+    """Nothing is in flight between two steps."""
+
+
 def serving_of(config: Config, sources: Sources, delay: float = 0.0) -> Serving:
     maker = GroupMaker(config, sources.hooks, sources.tokenizer, FakeEngine(delay))
-    return Serving(SimpleNamespace(members=Members()), maker)
+    return Serving(SimpleNamespace(members=Members(), interrupt=interrupt), maker)
 
 
 def sources_of(keep: Any = None) -> Sources:

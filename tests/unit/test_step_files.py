@@ -197,8 +197,8 @@ def test_the_buffer_is_what_the_newest_checkpoint_holds(run):
     found = json.loads(shown(run, "--buffer", "--json"))
     assert found["step"] == 2 and [ticket["number"] for ticket in found["waiting"]] == [4, 5, 6, 7]
     text = shown(run, "--buffer")
-    assert "iter_0000002, after step 2: 0 complete groups, 4 to be generated again" in text
-    assert "ticket 4, prompt" in text
+    assert "iter_0000002, after step 2: 0 complete groups, 4 not complete" in text
+    assert "ticket 4, prompt" in text and "0 rollouts complete, 0 tokens sampled of others" in text
 
 
 def test_dropped_groups_are_counted_by_reason(run):
