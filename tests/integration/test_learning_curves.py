@@ -27,7 +27,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(6 *
 
 PLACE = ROOT / "runs" / "learning-curves"
 FEWEST, STEPS, AT_MOST, AT_LEAST, MEAN_OF = 40, 200, 0.4, 0.7, 5
+UPDATES = 4
+"""Updates for each batch: in the first one all ratios are 1, and many losses are one function."""
 SECTIONS: dict[str, dict[str, Any]] = {
+    "dpo": {"schedule": {"updates_per_step": 1}},  # the loss of one policy's pairs
     "gdpo": {"reward": {"function": "tests.integration.hooks.sum_in_parts"}},
     "gigpo": {"rollout": {"generate": "tests.integration.hooks.described_turn"}},
     "ppo": {"critic": {"optimizer": {"lr": 1e-3}}, "algorithm": {"gae_lambda": 0.95}},
@@ -97,7 +100,7 @@ def test_an_algorithm_learns_the_quickstarts_task(name, warm_start):
             "trainer": {"load": str(warm_start)},
             "rollout": {"prompts": str(task / "train.jsonl")},
             "algorithm": {"name": name, "reference": name != "distillation"},
-            "schedule": {"steps": STEPS},
+            "schedule": {"steps": STEPS, "updates_per_step": UPDATES},
             "eval": {"prompts": str(task / "heldout.jsonl"), "every": 0},
         },
         SECTIONS.get(name, {}),
