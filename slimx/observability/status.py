@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from slimx.errors import SlimxError
+from slimx.observability.activity import activity_lines, read_activity
 
 
 def run_status(directory: Path) -> dict[str, Any]:
-    """{name, running, step, steps, seconds_ago, metrics: of the last step, phase: the last one that ended, engines}.
+    """{name, running, step, steps, seconds_ago, metrics: of the last step, phase: the last one that ended, engines,
+    activity: what it does now, or did last}.
 
     `running` is whether a process trains there, `seconds_ago` when a step was last written. Raises SlimxError for a
     directory that holds no run."""
@@ -34,6 +36,7 @@ def run_status(directory: Path) -> dict[str, Any]:
         "metrics": last.get("metrics", {}),
         "phase": _last_line(directory / "timeline.jsonl").get("name"),
         "engines": json.loads(engines.read_text())["engines"] if engines.exists() else [],
+        "activity": read_activity(directory),
     }
 
 
@@ -51,6 +54,8 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         lines.append(f"step     {', '.join(shown)}")
     if not status["running"]:
         return lines
+    if status["activity"] is not None:
+        lines += activity_lines(status["activity"], time.time())
     for engine in status["engines"]:
         kind = "frozen" if engine["frozen"] else engine["role"]
         nodes = f", {engine['nodes']} machines" if engine["nodes"] > 1 else ""

@@ -14,14 +14,18 @@
 
 One loop serves every schedule. `schedule.max_staleness` says how many batches of groups may be in flight beyond the one
 that is waited for: with 0 the engines rest while the trainers train (synchronous), with 1 they generate the next batch
-meanwhile (one step off). A run without engines (supervised fine-tuning) goes round the same loop and publishes nothing.
+meanwhile (one step off), with more they run several batches ahead, and a publication falls into the middle of rollouts
+(fully asynchronous). `run.rollouts.next_batch` keeps the promise that no trajectory is older when it is trained
+(slimx/rollout/manager.py, docs/flow.md). With `rollout.partial` it interrupts what is unfinished when it returns, and
+goes on with it when it is called again. A run without engines (supervised fine-tuning) goes round the same loop and
+publishes nothing.
 
 An engine that is lost does not show here: the others go on, it is started again in the background, and the publication
 after the next step brings it back (slimx/orchestration/recovery.py). If none is left, `run.watched` and `run.publish`
 wait for one.
 
 A run that is asked to leave (SIGUSR1) does so where the loop waits for a batch: a step that has begun to train is
-finished, one that is still generated is given up and generated again later, except for the groups that are complete.
+finished, one that is still generated is interrupted, and all that was sampled is kept.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ async def train(run: Run) -> None:
     while run.step < schedule.steps:
         began, run.current = time.perf_counter(), run.step + 1
         with run.phase("generate"):
-            batch = await run.unless_leaving(run.watched(run.rollouts.next_batch()))
+            batch = await run.watched(run.unless_leaving(run.rollouts.next_batch()))
         if batch is None:
             await run.leave()
         run.keep_rollouts(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
@@ -124,6 +125,7 @@ class Run:
         """Number of the step in progress, from 1; 0 before the first."""
         self.version = 0
         self._saved_step = -1
+        self._phase, self._phase_since = "start", time.time()
         self._keeping: asyncio.Task[Path] | None = None
 
     # Waiting
@@ -181,10 +183,20 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A named part of the present step, in the timeline and the live table."""
+        """A named part of the present step, in the timeline, the live table and the status."""
         self.records.table.phase(name)
+        self._phase, self._phase_since = name, time.time()
         with self.records.timeline.phase(name, step=self.current):
             yield
+
+    def activity(self) -> dict[str, Any]:
+        """What the run does now, for `slimx status`."""
+        return {
+            "step": self.current,
+            "phase": self._phase,
+            "since": self._phase_since,
+            "rollouts": self.rollouts.status() if self.engines is not None else None,
+        }
 
     def due(self, every: int) -> bool:
         """Whether something that happens every so many steps happens after the present one."""

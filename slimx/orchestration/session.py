@@ -18,6 +18,7 @@ from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.errors import SlimxError
 from slimx.models.trunk import read_trunk
+from slimx.observability.activity import Activity
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.report import write_report
@@ -208,6 +209,7 @@ async def _session(
         stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
+        await stack.enter_async_context(Activity(directory, run.activity, table.note))
         if engines is not None:
             engines.members.watch()
         if state is not None and resume_from is not None:

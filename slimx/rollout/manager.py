@@ -114,6 +114,35 @@ class RolloutManager:
         """All that a resumed run needs: the source's cursor and every ticket that is not trained yet."""
         return {"source": self.source.state(), "next": self._next, "tickets": [_saved(t) for t in self._tickets]}
 
+    def status(self) -> dict[str, Any]:
+        """What is in flight, for `slimx status`.
+
+        open: tickets; generating, done: of these; held: prompts that may begin only after the next publication; rests:
+        whether engines rest while trainers train; requests: out now; oldest: the ticket that all others wait for."""
+        waiting = self.waiting_since is not None
+        begun = next((ticket for ticket in self._tickets if ticket.running), None)
+        return {
+            "open": len(self._tickets),
+            "generating": self.in_flight,
+            "done": sum(ticket.outcome is not None for ticket in self._tickets),
+            "held": 0 if waiting else max(0, self.rules.room - len(self._tickets)),
+            "rests": self.rests,
+            "requests": self.maker.gate.out,
+            "waiting_since": self.waiting_since,
+            "oldest": None if begun is None else self._status_of(begun),
+        }
+
+    def _status_of(self, ticket: Ticket) -> dict[str, Any]:
+        return {
+            "group": f"g{ticket.number}",
+            "prompt": ticket.prompt.id,
+            "since": ticket.since,
+            "version": ticket.born,
+            "due": ticket.born + self.rules.staleness + 1,
+            "done": len(ticket.progress.done),
+            "rollouts": self.config.rollout.group_size + (self.config.algorithm.advantages == "remax"),
+        }
+
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`: complete groups are kept; of the others what was sampled is kept, and the rest is
         generated with the same seeds, as soon as a batch is waited for."""
@@ -229,7 +258,10 @@ class RolloutManager:
     def _awaited(self) -> str:
         """What a batch that does not come waits for."""
         want = self.rules.size
-        waiting = [ticket.prompt.id for ticket in self._tickets[:want] if ticket.outcome is None]
+        # Of the tickets of this batch; of a later one where all of these are done, but too few for a window.
+        waiting = [ticket.prompt.id for ticket in self._tickets[:want] if ticket.outcome is None] or [
+            ticket.prompt.id for ticket in self._tickets if ticket.outcome is None
+        ]
         return f"{len(waiting)} of {want} groups of this step (first: prompt {waiting[0]})"
 
 

@@ -33,6 +33,9 @@ class Replay:
         self.done += 1
         return Batch(groups, Counter(about.dropped))
 
+    def status(self) -> None:
+        """Nothing is in flight."""
+
     async def rest(self) -> None:
         """Nothing is in flight."""
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from rollout_stand import Stand, config_of
 
 from slimx import cli
+from slimx.data.records import Prompt, Trajectory
+from slimx.observability import activity
 from slimx.observability.status import run_status
+from slimx.rollout import single_turn
+from slimx.rollout.hooks import RolloutContext
 
 ENGINE = {"name": "actor-0", "role": "regular", "frozen": False, "nodes": 2, "url": "http://h:1", "restarts": 1}
 
@@ -60,3 +68,51 @@ def test_a_run_that_has_written_nothing_yet_is_at_step_0(run):
 
 def test_a_directory_without_a_run_is_refused(tmp_path, monkeypatch, capsys):
     assert status(tmp_path, monkeypatch, capsys).startswith(f"slimx: {tmp_path} holds no run")
+
+
+def activity_of(stand: Stand, phase: str, since: float) -> dict[str, Any]:
+    return {"written": time.time(), "step": 4, "phase": phase, "since": since, "rollouts": stand.manager.status()}
+
+
+async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, monkeypatch, capsys):
+    config = config_of(schedule__max_staleness=2)
+    released = asyncio.Event()
+
+    async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+        if (ctx.group_id, ctx.index) == ("g1", 1):
+            await released.wait()
+        return await single_turn.generate(ctx, prompt)
+
+    async with Stand(config, generate=generate) as stand:
+        waiting = asyncio.create_task(stand.next_batch())
+        while stand.manager.in_flight != 1:
+            await asyncio.sleep(0.001)
+        ticket = stand.manager.tickets[1]
+        ticket.since -= 65
+        with (run / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (run / "activity.json").write_text(json.dumps(activity_of(stand, "generate", time.time() - 61)))
+            text = status(run, monkeypatch, capsys)
+            assert "step 4: generate for 1 min 1 s" in text and "trainers wait for rollouts\n" in text
+            assert "engines  generate; 0 requests are out" in text
+            assert "rollouts 12 groups: 1 generated, 11 done\n" in text
+            assert f"group g1 of prompt {ticket.prompt.id}, for 1 min 5 s: 1 of 2 rollouts done" in text
+            assert "begun by version 0, due at step 3" in text
+            released.set()
+            await waiting
+            (run / "activity.json").write_text(json.dumps(activity_of(stand, "train", time.time()) | {"written": 0}))
+            text = status(run, monkeypatch, capsys)
+            assert "trainers train\n" in text and "last heard of" in text
+            assert "have nothing to do: all that the staleness bound lets them generate is done" in text
+            assert "rollouts 8 groups: 0 generated, 8 done, 4 more wait for the next version" in text
+
+
+async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch):
+    monkeypatch.setattr(activity, "EVERY_S", 0.01)
+    looks, told = iter(range(1000)), []
+    async with activity.Activity(run, lambda: {"step": next(looks)}, told.append):
+        await asyncio.sleep(0.1)
+    assert run_status(run)["activity"]["step"] >= 2 and not told
+    async with activity.Activity(run / "lock", lambda: {}, told.append):
+        await asyncio.sleep(0.05)
+    assert len(told) == 1 and "cannot be written" in told[0], "a run does not end because of its status"

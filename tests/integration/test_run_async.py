@@ -1,0 +1,122 @@
+"""Whole runs that generate ahead: publications in the middle of rollouts, and rollouts that each step interrupts."""
+
+from __future__ import annotations
+
+import signal
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from slimx.data.records import Trajectory
+from slimx.data.step_files import DIRECTORY, read_step, step_files
+from slimx.observability.status import run_status
+from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
+
+pytestmark = pytest.mark.integration
+
+TOKENS = 256
+"""Random weights hardly ever end a turn, and a step takes less time than these."""
+
+
+def trained(run: Path) -> dict[int, list[Trajectory]]:
+    """What each step has trained."""
+    files = step_files(run / DIRECTORY)
+    return {step: [t for g in read_step(file)[1] for t in g.trajectories] for step, file in files.items()}
+
+
+def versions_of(trajectory: Trajectory) -> list[int]:
+    return [span.version for span in trajectory.spans if span.version is not None]
+
+
+def test_generation_goes_on_through_publications_and_no_trajectory_is_older_than_the_bound(
+    tiny_model: Path, task_of_sums: Path, tmp_path: Path
+):
+    rollout = {"sampling": {"max_new_tokens": TOKENS}, "engines": [{"name": "actor", "max_total_tokens": 16384}]}
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        task_of_sums / "train.jsonl",
+        schedule={"steps": 6, "max_staleness": 2},
+        rollout=rollout,
+    )
+    run = TrainProcess(config)
+    run.until(lambda: completed_steps(tmp_path / "run") >= 2)
+    activity = run_status(tmp_path / "run")["activity"]
+    assert activity["step"] >= 1 and 4 <= activity["rollouts"]["open"] <= 12
+    assert activity["rollouts"]["oldest"]["rollouts"] == 2
+    assert run.wait(120) == 0, run.text()
+    rows = steps(tmp_path / "run")
+    assert rows.keys() == {*range(1, 7)}
+    assert max(row["staleness/max"] for row in rows.values()) == 2
+    assert any(row["staleness/mixed"] > 0 for row in rows.values())
+    assert all(row["rollout/regenerated"] == row["dropped/total"] == 0 for row in rows.values())
+    # A publication makes the engine compute the KV of running requests again, so later tokens agree with the trainer.
+    assert all(row["gap/mean"] <= 1e-5 for row in rows.values() if row["gap/tokens"])
+    mixed = 0
+    for step, trajectories in trained(tmp_path / "run").items():
+        for trajectory in trajectories:
+            versions = versions_of(trajectory)
+            assert all(older < newer for older, newer in pairwise(versions))
+            assert step - 1 - 2 <= versions[0] and versions[-1] <= step - 1
+            assert trajectory.loss_mask.sum() == len(trajectory.sampled_ids()), "tokens of all versions are trained"
+            mixed += len(versions) > 1
+    assert mixed >= 4
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_partial_rollouts_of_colocated_engines_go_on_in_the_next_step_and_after_a_stop(
+    tiny_model: Path, task_of_sums: Path, tmp_path: Path
+):
+    """Half-done rollouts are in the checkpoint that SIGUSR1 writes, token for token; what older versions sampled is not
+    trained."""
+    rollout = {
+        "sampling": {"max_new_tokens": TOKENS},
+        "engines": [{"name": "actor", "max_total_tokens": 16384}],
+        "partial": True,
+        "over_sampling": 2,
+    }
+    config = write_config(
+        tmp_path,
+        tiny_model,
+        task_of_sums / "train.jsonl",
+        schedule={"steps": 5, "max_staleness": 2, "window": 1, "colocate": True},
+        rollout=rollout | {"concurrency": 12},  # the last groups in the queue cannot be done when the first are
+        algorithm={"mask_stale_tokens": True},
+        checkpoint={"every": 0},
+    )
+    first = TrainProcess(config)
+    first.until(lambda: completed_steps(tmp_path / "run") >= 2)
+    first.kill(signal.SIGUSR1)
+    assert first.wait(60) == 75, first.text()
+    first.assert_nothing_left()
+    (checkpoint,) = (tmp_path / "run/checkpoints").glob("iter_*")
+    tickets = saved_tickets(checkpoint)
+    begun = {
+        f"g{ticket.number}/{rollout.index}": entry.completion
+        for ticket in tickets
+        for rollout in ticket.rollouts
+        for entry in rollout.completions
+    }
+    assert begun and any(len(completion.token_ids) for completion in begun.values())
+    second = TrainProcess(config)
+    assert second.wait(150) == 0, second.text()
+    second.assert_nothing_left()
+    everything = trained(tmp_path / "run")
+    assert everything.keys() == {1, 2, 3, 4, 5}
+    found = {trajectory.id: trajectory for trajectories in everything.values() for trajectory in trajectories}
+    assert len(found) == 5 * 8, "none was trained twice"
+    kept = begun.keys() & found.keys()
+    assert kept
+    for name in kept:
+        sampled = found[name].sampled_ids().tolist()
+        before = begun[name].token_ids.tolist()
+        assert sampled[: len(before)] == before
+        prompt = found[name].spans[0].stop
+        old = [(span.start - prompt, span.stop - prompt, span.version) for span in found[name].spans[1:]]
+        assert [span[2] for span in begun[name].versions] == [span[2] for span in old][: len(begun[name].versions)]
+    rows = steps(tmp_path / "run")
+    assert max(row["staleness/max"] for row in rows.values()) <= 2
+    assert any(row["staleness/mixed"] > 0 for row in rows.values())
+    assert all(row["gap/mean"] <= 1e-5 for row in rows.values() if row["gap/tokens"])
