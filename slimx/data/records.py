@@ -183,3 +183,7 @@ class Group:
     baseline: float | None = None
     """Reward of a greedy rollout of the same prompt, which is not trained; None where the algorithm wants none."""
     schema_version: int = SCHEMA_VERSION
+
+    def newest_only(self) -> Group:
+        """A copy with `newest_only` of each trajectory."""
+        return replace(self, trajectories=[trajectory.newest_only() for trajectory in self.trajectories])

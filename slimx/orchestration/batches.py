@@ -8,7 +8,6 @@ many for every data-parallel rank; the gradients of all of them are summed befor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -55,7 +54,7 @@ def make_update_rows(
     """The rows of one step's updates, in order; each group is in one of them, whole. `advantages`: of every trajectory
     of the step, group after group."""
     if config.algorithm.mask_stale_tokens:
-        groups = [replace(group, trajectories=[t.newest_only() for t in group.trajectories]) for group in groups]
+        groups = [group.newest_only() for group in groups]
     out, values = [], iter(advantages(groups))
     for part in split_groups(groups, config.schedule.updates_per_step):
         trajectories = [trajectory for group in part for trajectory in group.trajectories]

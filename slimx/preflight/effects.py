@@ -96,6 +96,7 @@ TERMS = (
     Term("teacher_coef", 0.0),
     Term("old_logprobs", "rollout"),
     Term("correction", Correction()),
+    Term("mask_stale_tokens", False),
     Term("sapo_tau_positive", FAR, _ratio_is_one),
     Term("sapo_tau_negative", FAR, _ratio_is_one),
     Term("cov_share", 0.0, _ratio_is_one),

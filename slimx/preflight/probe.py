@@ -64,7 +64,7 @@ def make_probe(config: Config) -> Probe:
             parts["values"].append(values)
             parts["new"].append(values + moved * random.normal(size=length - 1))
             sampled = begin + _difference(random, length - 1, DRIFT if stale else GAP)
-            trajectories.append(_trajectory(number, index, sampled, random))
+            trajectories.append(_trajectory(number, index, sampled, random, newest=int(stale)))
         group = Group(id=f"{number}", prompt=Prompt(id=f"{number}", token_ids=[1]), trajectories=trajectories)
         group.baseline = float(random.normal())
         groups.append(group)
@@ -154,20 +154,22 @@ def _difference(random: np.random.Generator, count: int, deviation: float) -> np
 
 
 def _rows(config: Config, probe: Probe) -> list[Row]:
-    trajectories = [trajectory for group in probe.groups for trajectory in group.trajectories]
+    groups = [group.newest_only() for group in probe.groups] if config.algorithm.mask_stale_tokens else probe.groups
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     weights = loss_weights(trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens)
-    return make_rows(trajectories, all_advantages(config.algorithm, probe.groups), weights)
+    return make_rows(trajectories, all_advantages(config.algorithm, groups), weights)
 
 
-def _trajectory(number: int, index: int, sampled: np.ndarray, random: np.random.Generator) -> Trajectory:
-    """Two prompt tokens, then two turns with a tool's answer between; `sampled` [L-1]: the engine's log-probs."""
+def _trajectory(number: int, index: int, sampled: np.ndarray, random: np.random.Generator, newest: int) -> Trajectory:
+    """Two prompt tokens, then two turns with a tool's answer between, the second by version `newest`; `sampled` [L-1]:
+    the engine's log-probs."""
     length = len(sampled) + 1
     middle = length // 2
     spans = [
         Span(start=0, stop=2, source="prompt"),
         Span(start=2, stop=middle, source="sampled", turn=0, version=0),
         Span(start=middle, stop=middle + 1, source="inserted", turn=1),
-        Span(start=middle + 1, stop=length, source="sampled", turn=1, version=0),
+        Span(start=middle + 1, stop=length, source="sampled", turn=1, version=newest),
     ]
     mask = np.zeros(length, np.uint8)
     for span in spans:

@@ -63,8 +63,9 @@ def test_every_optional_term_changes_the_gradient():
         "old_logprobs": "recompute",
         "correction": {"kind": "mask", "level": "sequence", "low": 0.5},
         "aggregation": "prompt",
+        "mask_stale_tokens": True,
     }
-    found = by_key(effects(config(algorithm, updates_per_step=2)))
+    found = by_key(effects(config(algorithm, updates_per_step=2, max_staleness=1)))
     assert {*algorithm, "kl_estimator"} - {"reference", "teacher"} <= found.keys()
     assert all(effect.share for effect in found.values())
     rewards = {"name": "ppo", "reference": True, "kl_reward_coef": 0.1, "gamma": 0.9, "gae_lambda": 0.9}
