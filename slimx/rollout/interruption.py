@@ -93,6 +93,8 @@ class Pending:
     routed: bool
     have: Completion | None
     """What came so far."""
+    streamed: bool = False
+    """Whether the hook has seen it already."""
 
     @property
     def done(self) -> bool:
@@ -112,10 +114,10 @@ class Pending:
 
     def add(self, part: Completion) -> None:
         """What came in addition."""
-        if self.have is None:
-            self.have = part if len(part.token_ids) or part.finish_reason != "abort" else None
-        elif len(part.token_ids) or part.finish_reason != "abort":
-            self.have = join(self.have, part, len(self.prompt))
+        cut = part.finish_reason == "abort"
+        if cut and (len(part.token_ids) == 0 or (self.sampling.get("stop") and not self.streamed)):
+            return  # a stop string may have begun in the last tokens, and the next request could not see it whole
+        self.have = part if self.have is None else join(self.have, part, len(self.prompt))
         if self.have is not None and len(self.have.token_ids) == self.sampling.get("max_new_tokens"):
             # Cut off after the last token that there could be.
             reason = "length" if self.have.finish_reason == "abort" else self.have.finish_reason
@@ -163,6 +165,7 @@ class Interruptible:
     ) -> InterruptibleStream:
         """As `GenerationClient.stream`."""
         pending, key = self._begin(token_ids, sampling, seed, return_routed_experts)
+        pending.streamed = True
         return InterruptibleStream(self, pending, key)
 
     @asynccontextmanager
@@ -246,6 +249,11 @@ class InterruptibleStream:
             await self._segment.aclose()
             if not interrupted:
                 return
+            if self._pending.have is not None and self._pending.sampling.get("stop"):
+                raise SlimxError(
+                    "a stream was interrupted and is not continued, as a stop string may have begun in it; use "
+                    "stop_token_ids, or engine.generate in place of engine.stream"
+                )
             self._engines.record(self._key, self._pending)
 
     def _end(self, reason: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.orchestration.batches import make_update_rows
+from slimx.rollout.completion import Completion
+from slimx.rollout.interruption import Pending
 from slimx.rollout.manager import REST_S
 
 STEPS, SIZE = 7, 4
@@ -225,6 +228,20 @@ def test_engines_that_bring_nothing_back_are_not_waited_for_for_ever():
         await flow.manager.stop()
 
     run_virtually(work())
+
+
+def test_what_came_is_continued_with_what_is_left_of_the_limits_but_not_where_a_stop_string_may_have_begun():
+    part = Completion(np.array([8, 9], np.int32), np.zeros(2, np.float32), [(0, 2, 4)], "abort", None, 0, 0.0)
+    pending = Pending(np.array([5, 6], np.int32), {"max_new_tokens": 5, "min_new_tokens": 1}, 3, False, None)
+    pending.add(part)
+    assert pending.rest() == ([5, 6, 8, 9], {"max_new_tokens": 3, "min_new_tokens": 0}, 3, False)
+    pending.add(replace(part, versions=[(0, 1, 4), (1, 2, 6)]))
+    assert pending.have.versions == [(0, 3, 4), (3, 4, 6)] and not pending.done
+    pending.add(replace(part, token_ids=np.array([7], np.int32), logprobs=np.zeros(1), versions=[(0, 1, 6)]))
+    assert pending.done and pending.have.finish_reason == "length", "cut off after the last token that there could be"
+    stopping = Pending(np.array([5, 6], np.int32), {"max_new_tokens": 5, "stop": ["</s>"]}, 3, False, None)
+    stopping.add(part)
+    assert stopping.have is None
 
 
 # Tokens of older versions ---------------------------------------------------------------------------------------------
