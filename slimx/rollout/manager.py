@@ -190,15 +190,15 @@ class RolloutManager:
             ticket.outcome = await self.maker.make(
                 ticket.prompt, group_id=f"g{ticket.number}", number=ticket.number, progress=progress
             )
+            if self.waiting_since is None and not self.rests:
+                # While trainers train: what takes the place of a dropped group is for one of the batches after the next
+                # publication, and is begun by the version before.
+                self._settle()
+                self._admit(self.rules.room - self.rules.size)
         except Exception as error:
             # Not a rollout's failure (those are outcomes): a mistake of ours must reach the loop, not vanish in a task.
             self._error = error
         self._changed.set()
-        if self.waiting_since is None and not self.rests and self._error is None:
-            # While trainers train: what takes the place of a dropped group is for one of the batches after the next
-            # publication, and is begun by the version before.
-            self._settle()
-            self._admit(self.rules.room - self.rules.size)
 
     def _settle(self) -> None:
         """Drop the groups that were not kept, and say why."""
