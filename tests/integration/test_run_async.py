@@ -37,7 +37,7 @@ def test_generation_goes_on_through_publications_and_no_trajectory_is_older_than
         tmp_path,
         tiny_model,
         task_of_sums / "train.jsonl",
-        schedule={"steps": 6, "max_staleness": 2},
+        schedule={"steps": 5, "max_staleness": 2},
         rollout=rollout,
     )
     run = TrainProcess(config)
@@ -47,7 +47,7 @@ def test_generation_goes_on_through_publications_and_no_trajectory_is_older_than
     assert activity["rollouts"]["oldest"]["rollouts"] == 2
     assert run.wait(120) == 0, run.text()
     rows = steps(tmp_path / "run")
-    assert rows.keys() == {*range(1, 7)}
+    assert rows.keys() == {*range(1, 6)}
     assert max(row["staleness/max"] for row in rows.values()) == 2
     assert any(row["staleness/mixed"] > 0 for row in rows.values())
     assert all(row["rollout/regenerated"] == row["dropped/total"] == 0 for row in rows.values())
