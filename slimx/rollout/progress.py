@@ -43,13 +43,6 @@ class SavedRollout:
     """None: it is not complete."""
     completions: list[Recorded] = field(default_factory=list)
 
-    @property
-    def sampled(self) -> int:
-        """Tokens."""
-        if self.trajectories is not None:
-            return sum(len(trajectory.sampled_ids()) for trajectory in self.trajectories)
-        return sum(len(entry.completion.token_ids) for entry in self.completions)
-
 
 class Journal:
     """The completions of one rollout, by what was asked for."""
