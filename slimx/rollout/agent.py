@@ -69,7 +69,9 @@ async def generate(
     slimx.rollout.tool_calls. `separate_reasoning`: what stands before </think> is not part of an answer's content.
 
     Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided), `branch` (its number), and
-    `result`, what the agent returned or the program wrote. Raises GivenUp for an agent that fails or asks for nothing.
+    `result`, what the agent returned or the program wrote. An agent that fails after it reached a limit has none, and
+    the conversations that it could not go on with are truncated. Raises GivenUp for one that fails otherwise, or that
+    asks for nothing.
     """
     if ctx.proxy is None:
         raise SlimxError("agents sample through the run's proxy, and there is none here")
@@ -81,16 +83,18 @@ async def generate(
     limits = Limits(context=context, requests=max_requests, sampled=max_tokens)
     session = Session(ctx, reading, limits, strict=sampling == "strict")
     name = agent or f"command {command[0] if command else ''}"
+    result: Any = None
     try:
         async with ctx.proxy.session(session) as base_url:
             if command is not None:
-                result: Any = await run_command(command, base_url, prompt)
+                result = await run_command(command, base_url, prompt)
             else:
                 result = await _load(agent or "", agent_options)(base_url, prompt)
     except Exception as error:
-        told = f"; it had been told: {session.last_error}" if session.last_error else ""
-        what = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
-        raise GivenUp("agent failed", f"{name} failed ({what}){told}") from error
+        if not session.limited:
+            told = f"; it had been told: {session.last_error}" if session.last_error else ""
+            what = str(error) if isinstance(error, SlimxError) else f"{type(error).__name__}: {error}"
+            raise GivenUp("agent failed", f"{name} failed ({what}){told}") from error
     if not (trajectories := session.trajectories({"result": result})):
         told = f"; it was told: {session.last_error}" if session.last_error else ""
         raise GivenUp("agent without answers", f"{name} ended without an answer of the policy{told}")

@@ -36,6 +36,8 @@ class Answer:
     completion: Completion
     continued: bool = False
     """Whether another answer goes on from here."""
+    stopped: bool = False
+    """Whether the agent wanted to go on from here and had reached a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Conversations:
                 draft.add_sampled(answer.completion, train=id(answer) not in trained)
                 trained.add(id(answer))
             out.append(draft.finish(metadata=metadata | {"branch": len(out)}))
+            if leaf.stopped:
+                out[-1].status = "truncated"
         return out
 
 

@@ -17,7 +17,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aiohttp import web
 
@@ -80,6 +80,8 @@ class Session:
         self._overridden: set[str] = set()
         self.last_error: str | None = None
         """What the agent was told last if that was an error: a reason why it may have given up."""
+        self.limited = False
+        """Whether a limit was reached."""
 
     def trajectories(self, metadata: dict[str, Any]) -> list[Trajectory]:
         """What was sampled; [] if nothing was."""
@@ -102,29 +104,35 @@ class Session:
 
     def _admit(self, request: ChatRequest) -> tuple[Place, dict[str, Any]]:
         """Where the request's answer belongs, and what is sampled with; ApiError if a limit is reached."""
-        if self._requests >= self._limits.requests:
-            text = f"this session has had its {self._limits.requests} requests"
-            raise ApiError(text, code="request_limit_exceeded")
         try:
             place = self._conversations.place(request.messages, request.tools)
         except SlimxError as error:
             raise ApiError(str(error), code="invalid_value", param="messages") from error
-        room = self._limits.context - len(place.token_ids)
+        limits, length = self._limits, len(place.token_ids)
+        room = limits.context - length
+        left = room if limits.sampled is None else limits.sampled - self._sampled
+        if self._requests >= limits.requests:
+            self._refuse(place, "request_limit_exceeded", f"this session has had its {limits.requests} requests")
         if room < 1:
             text = (
-                f"This model's maximum context length is {self._limits.context} tokens, your messages have "
-                f"{len(place.token_ids)} tokens and leave no room for an answer."
+                f"This model's maximum context length is {limits.context} tokens, your messages have {length} tokens "
+                "and leave no room for an answer."
             )
-            raise ApiError(text, code="context_length_exceeded", param="messages")
-        left = room if self._limits.sampled is None else self._limits.sampled - self._sampled
+            self._refuse(place, "context_length_exceeded", text)
         if left < 1:
-            text = f"this session has had its {self._limits.sampled} sampled tokens"
-            raise ApiError(text, code="token_budget_exceeded")
+            self._refuse(place, "token_budget_exceeded", f"this session has had its {limits.sampled} sampled tokens")
         most = self._ctx.engine.sampling["max_new_tokens"]
         sampling: dict[str, Any] = {"max_new_tokens": min(room, left, most, request.max_tokens or most)}
         if request.stop:
             sampling["stop"] = request.stop
         return place, sampling
+
+    def _refuse(self, place: Place, code: str, text: str) -> NoReturn:
+        """A limit is reached: the conversation is over, and the agent may be too."""
+        self.limited = True
+        if place.parent is not None:
+            place.parent.stopped = True
+        raise ApiError(text, code=code, param="messages")
 
     async def _whole(self, exchange: Exchange) -> web.StreamResponse:
         with _engine_errors():

@@ -357,18 +357,35 @@ async def test_the_length_of_an_answer_is_what_the_narrowest_limit_allows():
         found = await rollout(engine, lengths, tokens=tokens, max_tokens=budget)
         assert [sampling["max_new_tokens"] for _, sampling, _ in engine.asked] == expected
         assert [t.status for t in found] == ["completed" if n > 51 else "truncated" for n in expected]
-    with pytest.raises(GivenUp, match="has had its 56 sampled tokens"):
-        await rollout(Script("x" * 50, "x" * 50, "x"), lengths, max_tokens=56)
+    engine = Script("x" * 50, "x" * 50)
+    assert [t.status for t in await rollout(engine, lengths, max_tokens=56)] == ["completed", "truncated"]
 
 
-async def test_a_session_has_only_so_many_requests():
+LIMITS: dict[str, tuple[dict[str, Any], str]] = {
+    "requests": ({"max_requests": 2}, "has had its 2 requests"),
+    "context": ({"max_context": 80}, "maximum context length is 80 tokens"),
+    "tokens": ({"max_tokens": 4}, "has had its 4 sampled tokens"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+async def test_an_agent_that_falls_over_a_limit_has_not_failed_its_conversation_is_cut_off(limit):
+    options, text = LIMITS[limit]
+
     async def forever(client: Any, prompt: Any) -> None:
+        await said(client, [{"role": "user", "content": "x"}])
+        messages = list(USER)
         while True:
-            await said(client, USER)
+            try:
+                answer = await said(client, messages)
+            except openai.BadRequestError as error:
+                assert text in str(error)
+                raise
+            messages += [answer, {"role": "user", "content": "more?"}]
 
-    with pytest.raises(GivenUp, match="BadRequestError.*has had its 2 requests") as caught:
-        await rollout(Script("1", "2", "3"), forever, max_requests=2)
-    assert caught.value.reason == "agent failed"
+    short, cut = await rollout(Script(*"1234567"), forever, **options)
+    assert (short.status, cut.status) == ("completed", "truncated")
+    assert cut.metadata["result"] is None and trained(cut).startswith("2<end>")
 
 
 # What ends a rollout --------------------------------------------------------------------------------------------------
