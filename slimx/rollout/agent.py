@@ -20,8 +20,8 @@ from slimx.rewards.needs import checked_by
 from slimx.rollout import tool_calls
 from slimx.rollout.agent_process import run_command
 from slimx.rollout.hooks import GivenUp, RolloutContext
-from slimx.rollout.proxy import Limits, Session
 from slimx.rollout.proxy_answer import Reading
+from slimx.rollout.proxy_session import Limits, Session
 
 
 def check(
