@@ -79,6 +79,7 @@ class Gate:
             if not request.done():
                 request.cancel()
             await asyncio.wait({request})
+            request.cancelled() or request.exception()  # looked at, whoever else still does
             self._out.discard(request)
 
 

@@ -179,6 +179,33 @@ def test_a_run_that_leaves_in_the_middle_of_a_step_samples_no_token_twice():
         assert set(sampled.values()) == {1}
 
 
+def test_a_restored_group_is_as_old_as_what_was_sampled_of_it():
+    config = one_step(partial=True, schedule__max_staleness=2)
+
+    async def work() -> None:
+        first = Flow(config, np.random.default_rng(1), PROMPTS)
+        first.publish(3)
+        waiting = asyncio.ensure_future(first.manager.next_batch())
+        while not any(ticket.progress.begun for ticket in first.manager.tickets):
+            await asyncio.sleep(0.01)
+            await first.manager.rest()
+            first.maker.gate.open()
+        waiting.cancel()
+        await first.manager.rest()
+        state = first.saved()
+        await first.manager.stop()
+        second = Flow(config, np.random.default_rng(2), PROMPTS)
+        second.publish(4)
+        second.manager.restore(state)
+        second.manager.admit()
+        born = {ticket.born for ticket in second.manager.tickets if ticket.progress.begun}
+        anew = {ticket.born for ticket in second.manager.tickets if not ticket.progress.begun}
+        assert born == {3} and anew <= {4}
+        await second.manager.stop()
+
+    run_virtually(work())
+
+
 def test_an_evaluation_and_its_slots_are_free_while_rollouts_are_interrupted():
     config = one_step(concurrency=2, max_rollouts=8, partial=True, schedule__max_staleness=2, rollout_deadline=200)
 
