@@ -453,6 +453,18 @@ def test_an_import_that_a_hook_tries_may_fail_as_if_slime_lacked_it(mine):
     assert load(f"{name}.generate")
 
 
+def test_lists_that_a_hook_holds_on_to_grow_with_its_sample():
+    sample = Sample(tokens=[1], loss_mask=[])
+    tokens, mask = sample.tokens, sample.loss_mask
+    sample.append_response_tokens(tokens=[2, 3], log_probs=[-0.1, -0.2])
+    sample.append_response_tokens(tokens=[4], trainable=False)
+    assert tokens == [1, 2, 3, 4] and mask == [1, 1, 0]
+    assert sample.rollout_log_probs == [-0.1, -0.2, 0.0] and sample.effective_response_length == 2
+    for wrong in ({"tokens": [5]}, {"tokens": [5], "log_probs": [0.0], "trainable": False}):
+        with pytest.raises(ValueError, match="wants log-probs of trainable tokens, and of these alone"):
+            sample.append_response_tokens(**wrong)
+
+
 def test_arguments_can_be_copied_and_asked_for_defaults():
     args = copy.deepcopy(Arguments({"a": [1]}))
     assert args.a == [1] and getattr(args, "b", 7) == 7

@@ -101,14 +101,14 @@ class Sample:
             )
         if new:
             before = self.response_length
-            self.loss_mask = ([1] * before if self.loss_mask is None else list(self.loss_mask)) + [
-                int(trainable)
-            ] * len(new)
             if self.rollout_log_probs is None and before and trainable:
                 raise ValueError("append_response_tokens: the response so far has no log-probs")
-            known = [0.0] * before if self.rollout_log_probs is None else list(self.rollout_log_probs)
-            self.rollout_log_probs = known + (given or [0.0] * len(new))
-            self.tokens = [*self.tokens, *new]
+            # In place: published hooks hold on to these lists and read them again.
+            self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+            self.loss_mask += [int(trainable)] * len(new)
+            self.rollout_log_probs = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
+            self.rollout_log_probs += given or [0.0] * len(new)
+            self.tokens += new
             self.response_length += len(new)
         self.response += text or ""
         if meta_info is not None:
