@@ -25,6 +25,11 @@ class RewardPart(Section):
 class Reward(Section):
     function: str | None = Field("slimx.rewards.exact.reward", description="dotted path of the reward hook; null: none")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `function`")
+    scope: Literal["trajectory", "group"] = Field(
+        "trajectory",
+        description="what one call of `function` judges: a trajectory, or all trajectories of a prompt at once, "
+        "reward(ctx, group) -> one number (or dict) for each",
+    )
     parts: tuple[RewardPart, ...] = Field(
         (), description="several hooks instead of `function`: a reward is the weighted sum of those that fit the prompt"
     )
@@ -51,6 +56,8 @@ class Reward(Section):
                 "reward.parts is given and so is reward.function (or reward.options), which parts replace; make the "
                 "function one of the parts"
             )
+        if self.parts and self.scope == "group":
+            raise ValueError("reward.scope is group, but reward.parts judge one trajectory each; use reward.function")
         if self.options and self.function is None:
             raise ValueError("reward.options is given but reward.function is null; name the function or leave it out")
         return self

@@ -2,6 +2,7 @@
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory | list[Trajectory]
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float | dict[str, float]
+async def reward(ctx: RewardContext, group: Group) -> list[float | dict[str, float]]     # reward.scope: group
 def keep(group: Group) -> bool | str
 
 Hooks of slime's form have the prefix `slime:` (slimx.adapters.slime_hooks).
@@ -9,6 +10,7 @@ Hooks of slime's form have the prefix `slime:` (slimx.adapters.slime_hooks).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -143,19 +145,22 @@ class RolloutContext:
 
 @dataclass(frozen=True, slots=True)
 class RewardContext:
-    """One trajectory to be judged."""
+    """One trajectory to be judged, or one group."""
 
     prompt: Prompt
     tokenizer: Any
     text: str
-    """The sampled tokens as text, special tokens left out."""
+    """The sampled tokens as text, special tokens left out; of a group, those of its first trajectory."""
     evaluation: bool
     engines: Mapping[str, FrozenEngine] = field(default_factory=dict)
     """Frozen groups of `rollout.engines`, by name: a judge, a reward model."""
+    texts: list[str] = field(default_factory=list)
+    """`text` of each trajectory that is judged."""
 
 
 Generate = Callable[[RolloutContext, Prompt], Awaitable[Trajectory | list[Trajectory]]]
-Reward = Callable[[RewardContext, Trajectory], Awaitable[float | dict[str, float]]]
+Value = float | dict[str, float]
+Reward = Callable[[RewardContext, Any], Awaitable[Value | list[Value]]]
 Keep = Callable[[Group], bool | str]
 
 
@@ -250,15 +255,20 @@ def _parts(reward: Reward) -> list[Reward]:
 
 def _load_reward(key: str, config: RewardConfig | RewardPart) -> Reward:
     if str(config.function).startswith(slime.PREFIX):
-        return slime.RewardHook.load(key, str(config.function), config.options)
+        return slime.RewardHook.load(key, str(config.function), config.options, group=_scope(config) == "group")
     _refuse_slime(f"{key}.function", str(config.function))
-    return load_function(
-        f"{key}.function",
-        config.function,
-        ("ctx", "trajectory"),
-        is_async=True,
-        options=(f"{key}.options", config.options),
+    scope = _scope(config)
+    hook = load_function(
+        f"{key}.function", config.function, ("ctx", scope), is_async=True, options=(f"{key}.options", config.options)
     )
+    second = list(inspect.signature(hook).parameters)[1:2]
+    if second == ["trajectory" if scope == "group" else "group"]:
+        raise SlimxError(f"{key}.function: {config.function} judges a {second[0]}; set reward.scope={second[0]}")
+    return hook
+
+
+def _scope(config: RewardConfig | RewardPart) -> str:
+    return config.scope if isinstance(config, RewardConfig) else "trajectory"
 
 
 def seed_of(*parts: int) -> int:

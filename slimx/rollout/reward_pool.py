@@ -12,12 +12,15 @@ import math
 import numbers
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from slimx.data.records import Trajectory
+from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.hooks import Reward, RewardContext, name_of
+
+Verdict = tuple[float, dict[str, float]]
+"""A reward and its parts."""
 
 
 class RewardPool:
@@ -33,8 +36,10 @@ class RewardPool:
         for _ in range(workers):
             self._start_worker()
 
-    async def judge(self, ctx: RewardContext, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """(reward, its parts). SlimxError for what the hook raised, returned wrongly or not in time."""
+    async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
+        """Of a trajectory, or a list with that of each one of a group.
+
+        SlimxError for what the hook raised, returned wrongly or not in time."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
         started, abandoned, replaced = asyncio.Event(), threading.Event(), threading.Event()
@@ -44,7 +49,7 @@ class RewardPool:
                 return False
             tell(started.set)
             try:
-                value, error = runner.run(self.reward(ctx, trajectory)), None
+                value, error = runner.run(self.reward(ctx, judged)), None
             except BaseException as caught:
                 value, error = None, caught
             tell(_settle, result, value, error)
@@ -66,10 +71,10 @@ class RewardPool:
                     replaced.set()
                     self._start_worker()
         if not result.done():
-            raise DeadlineError(f"the reward of trajectory {trajectory.id}", self.deadline_s, name_of(self.reward))
+            raise DeadlineError(f"the reward of {named(judged)}", self.deadline_s, name_of(self.reward))
         if (error := result.exception()) is not None:
             raise SlimxError(f"reward hook {name_of(self.reward)} raised {type(error).__name__}: {error}") from error
-        return checked(result.result(), name_of(self.reward))
+        return verdicts(result.result(), judged, name_of(self.reward))
 
     def close(self) -> None:
         """Let the workers end once they are idle."""
@@ -96,7 +101,24 @@ def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None
         result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
-def checked(value: Any, name: str) -> tuple[float, dict[str, float]]:
+def named(judged: Trajectory | Group) -> str:
+    """What is judged, as an error names it."""
+    return f"{'group' if isinstance(judged, Group) else 'trajectory'} {judged.id}"
+
+
+def verdicts(value: Any, judged: Trajectory | Group, name: str) -> Verdict | list[Verdict]:
+    """What hook `name` returned of a trajectory, or of each one of a group."""
+    if not isinstance(judged, Group):
+        return checked(value, name)
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
+        raise SlimxError(
+            f"reward hook {name} returned {value!r} for a group of {len(judged.trajectories)}; return a list with the "
+            "reward of each trajectory (reward.scope is group)"
+        )
+    return [checked(each, name) for each in value]
+
+
+def checked(value: Any, name: str) -> Verdict:
     """A finite number, or a dict of finite numbers whose sum is the reward."""
     parts = value if isinstance(value, dict) else {"reward": value}
     for key, part in parts.items():

@@ -14,21 +14,20 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
 from concurrent.futures import TimeoutError as Late
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from slimx.config.reward import Reward as RewardConfig
-from slimx.data.records import Prompt, Trajectory
+from slimx.data.records import Group, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Reward, RewardContext, in_process, load_reward, name_of
 from slimx.rollout.process import end_with_parent
-from slimx.rollout.reward_pool import RewardPool, checked
+from slimx.rollout.reward_pool import RewardPool, Verdict, named, verdicts
 
 
 class RewardProcesses:
@@ -48,27 +47,27 @@ class RewardProcesses:
             initargs=(os.getpid(),),
         )
 
-    async def judge(self, ctx: RewardContext, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """(reward, its parts). SlimxError for what the hook raised, returned wrongly or not in time."""
+    async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
+        """As `RewardPool.judge`."""
         name, deadline = name_of(self.reward), self.config.deadline
         call = self._pool.schedule(
             _judge,
-            args=(self.config, self.tokenizer_path, ctx.prompt, trajectory, ctx.text, ctx.evaluation, ctx.engines),
+            args=(self.config, self.tokenizer_path, replace(ctx, tokenizer=None), judged),
             timeout=deadline,
         )
         try:
             value = await asyncio.wrap_future(call)
         except Late:
             self.killed += 1
-            raise DeadlineError(f"the reward of trajectory {trajectory.id}", deadline, name) from None
+            raise DeadlineError(f"the reward of {named(judged)}", deadline, name) from None
         except ProcessExpired as error:
             raise SlimxError(
-                f"reward hook {name} ended its process while it judged trajectory {trajectory.id} (exit status "
-                f"{error.exitcode}); run the hook on this trajectory alone to see why"
+                f"reward hook {name} ended its process while it judged {named(judged)} (exit status "
+                f"{error.exitcode}); run the hook on it alone to see why"
             ) from error
         except Exception as error:
             raise SlimxError(f"reward hook {name} raised {type(error).__name__}: {error}") from error
-        return checked(value, name)
+        return verdicts(value, judged, name)
 
     def close(self) -> None:
         """End the workers and what they are at."""
@@ -113,14 +112,6 @@ def _begin(driver: int) -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def _judge(
-    config: RewardConfig,
-    tokenizer_path: str,
-    prompt: Prompt,
-    trajectory: Trajectory,
-    text: str,
-    evaluation: bool,
-    engines: Mapping[str, FrozenEngine],
-) -> Any:
-    ctx = RewardContext(prompt, _LaterTokenizer(tokenizer_path), text, evaluation, engines)
-    return asyncio.run(_hook(config.model_dump_json())(ctx, trajectory))
+def _judge(config: RewardConfig, tokenizer_path: str, ctx: RewardContext, judged: Trajectory | Group) -> Any:
+    ctx = replace(ctx, tokenizer=_LaterTokenizer(tokenizer_path))
+    return asyncio.run(_hook(config.model_dump_json())(ctx, judged))

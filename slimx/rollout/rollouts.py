@@ -87,6 +87,14 @@ class GroupMaker:
         greedy = results.pop() if len(results) > size else []
         trajectories = [trajectory for result in results for trajectory in result]
         group = Group(id=group_id, prompt=prompt, trajectories=trajectories)
+        if self.config.reward.scope == "group" and all(each.status != "failed" for each in trajectories + greedy):
+            await asyncio.gather(
+                *(
+                    self._judge(prompt, Group(id=group_id, prompt=prompt, trajectories=part), evaluation)
+                    for part in (trajectories, greedy)
+                    if part
+                )
+            )
         for trajectory in trajectories + greedy:
             if trajectory.status == "failed":
                 reason = trajectory.metadata.get("failed", "generate failed")  # a hook may give a rollout up by itself
@@ -161,7 +169,8 @@ class GroupMaker:
                 reason, text = "generate deadline", str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
             trajectories = [_failed(ctx, reason, text)]
         else:
-            work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories]
+            alone = self.config.reward.scope == "trajectory"
+            work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories if alone]
             if self._teacher is not None and not (evaluation or greedy):
                 work += [self._teach(trajectory) for trajectory in trajectories]
             await asyncio.gather(*work)
@@ -200,18 +209,22 @@ class GroupMaker:
             if self.client is not None and not np.isfinite(trajectory.logprobs[sampled]).all():
                 raise SlimxError(f"rollout {trajectory.id} has a sampled token without a finite log-prob")
 
-    async def _judge(self, prompt: Prompt, trajectory: Trajectory, evaluation: bool) -> None:
+    async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
+        """Give a trajectory, or those of a group, their rewards; a failure is marked on the first one."""
         if self._rewards is None:
             return
+        trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
         # As an array: of a list transformers would look at the type of every id.
-        text = self.tokenizer.decode(trajectory.sampled_ids(), skip_special_tokens=True)
-        ctx = RewardContext(prompt, self.tokenizer, text, evaluation, self.engines)
+        texts = [self.tokenizer.decode(each.sampled_ids(), skip_special_tokens=True) for each in trajectories]
+        ctx = RewardContext(prompt, self.tokenizer, texts[0], evaluation, self.engines, texts)
         try:
-            trajectory.reward, trajectory.reward_parts = await self._rewards.judge(ctx, trajectory)
+            said = await self._rewards.judge(ctx, judged)
+            for trajectory, verdict in zip(trajectories, said if isinstance(said, list) else [said], strict=True):
+                trajectory.reward, trajectory.reward_parts = verdict
         except DeadlineError as error:
-            _mark(trajectory, "reward deadline", str(error))
+            _mark(trajectories[0], "reward deadline", str(error))
         except SlimxError as error:
-            _mark(trajectory, "reward failed", str(error))
+            _mark(trajectories[0], "reward failed", str(error))
 
     async def _teach(self, trajectory: Trajectory) -> None:
         try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
+from slimx.adapters.slime_hooks import grading
 from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
 from slimx.adapters.slime_hooks.modules import NotServed, serve
 from slimx.adapters.slime_hooks.sample import Sample
@@ -26,6 +27,7 @@ PREFIX = "slime:"
 FORMS = {
     "generate": ("async def {}(args, sample, sampling_params)", ("args", "sample", "sampling_params")),
     "reward": ("async def {}(args, sample)", ("args", "sample")),
+    "rewards": ("async def {}(args, samples)", ("args", "samples")),
     "keep": ("def {}(args, samples)", ("args", "samples")),
 }
 
@@ -53,8 +55,12 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
         raise SlimxError(f"{name}{inspect.signature(function)} cannot be called ({error}); write {shape}") from error
     if inspect.iscoroutinefunction(function) != text.startswith("async"):
         raise SlimxError(f"{name} must{'' if text.startswith('async') else ' not'} be async; write {shape}")
-    if kind == "reward" and (second := list(inspect.signature(function).parameters)[1]) == "samples":
-        raise SlimxError(f"{name} judges a list ({second}): rewards of a whole group are not served; write {shape}")
+    if kind.startswith("reward"):
+        takes = "group" if list(inspect.signature(function).parameters)[1] == "samples" else "trajectory"
+        if (takes == "group") != (kind == "rewards"):
+            raise SlimxError(
+                f"{name} judges {'a list' if takes == 'group' else 'one sample'}; set reward.scope={takes}"
+            )
     return function
 
 
@@ -155,7 +161,7 @@ class GenerateHook:
             "custom_generate_function_path": self.path,
             "custom_rm_path": own.removeprefix(PREFIX) if own.startswith(PREFIX) else None,
             "rm_type": None,
-            "group_rm": False,
+            "group_rm": config.reward.scope == "group",
             "reward_key": config.reward.options.get("reward_key"),
             "apply_chat_template": True,
             "apply_chat_template_kwargs": {},
@@ -171,28 +177,41 @@ class RewardHook:
     function: Callable[..., Any]
     path: str
     options: Mapping[str, Any]
+    group: bool = False
+    """Whether it judges all samples of a prompt at once (slime's --group-rm)."""
 
     @property
     def needs_process(self) -> bool:
-        """As the function itself is marked (`slimx.rewards.needs`)."""
-        return getattr(self.function, "needs_process", False)
+        """As the function is marked (`slimx.rewards.needs`), and where its module imports rules of `rm_hub`, which can
+        be interrupted in the main thread of a process alone."""
+        names = getattr(self.function, "__globals__", {}).values()
+        ruled = any(getattr(value, "__module__", None) == grading.__name__ for value in names)
+        return ruled or getattr(self.function, "needs_process", False)
 
     @classmethod
-    def load(cls, key: str, path: str, options: Mapping[str, Any]) -> RewardHook:
+    def load(cls, key: str, path: str, options: Mapping[str, Any], *, group: bool = False) -> RewardHook:
         """`key`: of the configuration. SlimxError as `load`."""
         path = path.removeprefix(PREFIX)
-        return cls(load(f"{key}.function", path, "reward"), path, options)
+        return cls(load(f"{key}.function", path, "rewards" if group else "reward"), path, options, group)
 
-    async def __call__(self, ctx: Any, trajectory: Trajectory) -> float:
+    async def __call__(self, ctx: Any, judged: Trajectory | Group) -> float | list[float]:
         """ctx: RewardContext. What the generate hook set as `sample.reward` already is the reward."""
-        sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer)
-        values = {"reward_key": None, "rm_type": None, "group_rm": False, "custom_rm_path": self.path}
+        values = {"reward_key": None, "rm_type": None, "group_rm": self.group, "custom_rm_path": self.path}
         values |= {"hf_checkpoint": getattr(ctx.tokenizer, "name_or_path", None), **self.options}
         scene = Scene(Arguments(values), ctx.tokenizer, ctx.engines)
-        if sample.reward is None:
+        trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
+        samples = [to_sample(each, ctx.prompt, lambda: ctx.tokenizer) for each in trajectories]
+        if left := [sample for sample in samples if sample.reward is None]:
             with _set(scene):
-                sample.reward = await self.function(scene.args, sample)
-        return _number(sample, scene.args, self.path)
+                said = await self.function(scene.args, left if self.group else left[0])
+            if self.group and (not isinstance(said, Sequence) or len(said) != len(left)):
+                raise SlimxError(
+                    f"{self.path} returned {said!r} for {len(left)} samples; return a list with one reward each"
+                )
+            for sample, value in zip(left, said if self.group else [said], strict=True):
+                sample.reward = value
+        numbers = [_number(sample, scene.args, self.path) for sample in samples]
+        return numbers if self.group else numbers[0]
 
 
 async def reward(ctx: Any, trajectory: Trajectory, *, reward_key: str | None = None) -> float:
