@@ -9,8 +9,8 @@ seed and position alone, a completion that was cut in two under one version has 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -19,68 +19,11 @@ import numpy as np
 
 from slimx.errors import SlimxError
 from slimx.rollout.completion import Completion
+from slimx.rollout.gate import Gate
 from slimx.rollout.hooks import Generator
 from slimx.rollout.progress import Journal, join, key_of
 from slimx.rollout.slots import Clock, Slots
 from slimx.rollout.stream import TokenStream
-
-ASK_AGAIN_S = 0.2
-"""Seconds after which engines are told to abort once more: a request may have been on its way to them."""
-
-
-class Gate:
-    """Whether rollouts may ask the engines now, and what is out."""
-
-    def __init__(self) -> None:
-        self._opened = asyncio.Event()
-        self._opened.set()
-        self._out: set[asyncio.Future[Any]] = set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._opened.is_set()
-
-    @property
-    def out(self) -> int:
-        """Requests that wait for a place or are with an engine."""
-        return len(self._out)
-
-    def open(self) -> None:
-        self._opened.set()
-
-    async def opened(self) -> None:
-        await self._opened.wait()
-
-    async def close(self, abort: Callable[[], Awaitable[None]], deadline_s: float) -> None:
-        """Let nothing out, have engines end by `abort` what is out, and wait for it. What has not come back after
-        `deadline_s` seconds is given up: it will be asked for again."""
-        self._opened.clear()
-        end = asyncio.get_running_loop().time() + deadline_s
-        while self._out:
-            if asyncio.get_running_loop().time() >= end:
-                for request in self._out:
-                    request.cancel()
-                await asyncio.wait(self._out)
-                return
-            # A lost engine is another's business: its requests wait for the next one, or are given up here.
-            with suppress(SlimxError, TimeoutError):
-                async with asyncio.timeout_at(end):
-                    await abort()
-            if self._out:
-                await asyncio.wait(self._out, timeout=ASK_AGAIN_S)
-
-    @asynccontextmanager
-    async def letting_out(self, request: asyncio.Future[Any]) -> AsyncIterator[None]:
-        """`request` is out meanwhile; it may be cancelled."""
-        self._out.add(request)
-        try:
-            yield
-        finally:
-            if not request.done():
-                request.cancel()
-            await asyncio.wait({request})
-            request.cancelled() or request.exception()  # looked at, whoever else still does
-            self._out.discard(request)
 
 
 @dataclass(slots=True)
@@ -119,10 +62,8 @@ class Pending:
         if cut and (len(part.token_ids) == 0 or (self.sampling.get("stop") and not self.streamed)):
             return  # a stop string may have begun in the last tokens, and the next request could not see it whole
         self.have = part if self.have is None else join(self.have, part, len(self.prompt))
-        if self.have is not None and len(self.have.token_ids) == self.sampling.get("max_new_tokens"):
-            # Cut off after the last token that there could be.
-            reason = "length" if self.have.finish_reason == "abort" else self.have.finish_reason
-            self.have = replace(self.have, finish_reason=reason)
+        if cut and not self.streamed and len(self.have.token_ids) == self.sampling.get("max_new_tokens"):
+            self.have = replace(self.have, finish_reason="length")  # it was the last token that there could be
 
 
 def _aborted(pending: Pending) -> SlimxError:

@@ -15,8 +15,9 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.environment_processes import Environments
 from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.gate import Gate
 from slimx.rollout.hooks import Generator, GivenUp, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
-from slimx.rollout.interruption import Gate, Interruptible
+from slimx.rollout.interruption import Interruptible
 from slimx.rollout.progress import Progress
 from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.reward_processes import reward_runner

@@ -13,7 +13,8 @@ from slimx.models.families import read_model
 from slimx.rollout.client import GenerationClient
 from slimx.rollout.completion import Completion, ModelShape
 from slimx.rollout.engine import Engine
-from slimx.rollout.interruption import Gate, Interruptible
+from slimx.rollout.gate import Gate
+from slimx.rollout.interruption import Interruptible
 from slimx.rollout.progress import Journal
 from slimx.rollout.slots import Clock, Slots
 from tests.integration.conftest import Weights, perturbed, publish

@@ -1,0 +1,68 @@
+"""Whether rollouts may ask the engines: closed while these rest, and while a run saves what is in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from slimx.errors import SlimxError
+
+ASK_AGAIN_S = 0.2
+"""Seconds after which engines are told to abort once more: a request may have been on its way to them."""
+
+
+class Gate:
+    """Whether rollouts may ask the engines now, and what is out."""
+
+    def __init__(self) -> None:
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._out: set[asyncio.Future[Any]] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    @property
+    def out(self) -> int:
+        """Requests that wait for a place or are with an engine."""
+        return len(self._out)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def opened(self) -> None:
+        await self._opened.wait()
+
+    async def close(self, abort: Callable[[], Awaitable[None]], deadline_s: float) -> None:
+        """Let nothing out, have engines end by `abort` what is out, and wait for it. What has not come back after
+        `deadline_s` seconds is given up: it will be asked for again."""
+        self._opened.clear()
+        end = asyncio.get_running_loop().time() + deadline_s
+        while self._out:
+            if asyncio.get_running_loop().time() >= end:
+                for request in self._out:
+                    request.cancel()
+                await asyncio.wait(self._out)
+                return
+            # A lost engine is another's business: its requests wait for the next one, or are given up here.
+            with suppress(SlimxError, TimeoutError):
+                async with asyncio.timeout_at(end):
+                    await abort()
+            if self._out:
+                await asyncio.wait(self._out, timeout=ASK_AGAIN_S)
+
+    @asynccontextmanager
+    async def letting_out(self, request: asyncio.Future[Any]) -> AsyncIterator[None]:
+        """`request` is out meanwhile; it may be cancelled."""
+        self._out.add(request)
+        try:
+            yield
+        finally:
+            if not request.done():
+                request.cancel()
+            await asyncio.wait({request})
+            request.cancelled() or request.exception()  # looked at, whoever else still does
+            self._out.discard(request)
