@@ -88,8 +88,7 @@ class Rollout(Section):
     request_retries: Count = Field(2, description="times that a request is sent again when its engine was lost")
     rollout_deadline: PositiveFloat = Field(
         1800,
-        description="seconds for one rollout; its waits for `concurrency`, and those until engines that rest serve "
-        "again, are not counted",
+        description="seconds for one rollout; its waits for `concurrency` and for engines that rest are not counted",
     )
     max_failed_share: Share = Field(0.1, description="share of a step's groups that may fail before the run stops")
     routed_experts: bool = Field(True, description="return each token's experts with the completion (MoE)")
