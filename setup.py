@@ -1,8 +1,8 @@
 """Builds the native libraries of csrc/ into slimx/_lib; everything else about the package stands in pyproject.toml.
 
 The libraries have a plain C interface (csrc/reshard.h): no Python or torch headers, and one wheel for every Python 3.
-The CPU libraries are always built, the CUDA library where nvcc is found, on a machine without a GPU too. When building,
-SLIMX_CUDA=0 leaves it out and SLIMX_CUDA=1 refuses to go on without it; CXX names the C++ compiler.
+The CPU libraries are always built, the CUDA libraries where nvcc is found, on a machine without a GPU too. When
+building, SLIMX_CUDA=0 leaves them out and SLIMX_CUDA=1 refuses to go on without them; CXX names the C++ compiler.
 """
 
 import os
@@ -32,18 +32,22 @@ EXACT = Extension(
 )
 
 # The static CUDA runtime keeps its symbols to itself: torch brings a runtime of its own into the same process.
+CUDA_FLAGS = [
+    *("-O3", "-std=c++17", "-fmad=false"),  # fused, a multiply and an add would round once instead of twice
+    *("-gencode", "arch=compute_90,code=sm_90", "-gencode", "arch=compute_100,code=sm_100"),
+    *("-gencode", "arch=compute_100,code=compute_100"),  # PTX, for GB300 (sm_103) and what comes after it
+    *("--threads", "0", "-cudart", "static", "-lineinfo"),
+    *("-Xcompiler", ",".join(("-fPIC", "-fvisibility-inlines-hidden", "-ffp-contract=off", *WARNINGS))),
+    *("-shared", "-Xlinker", "--exclude-libs=ALL"),
+]
 CUDA = Extension(
     "slimx._lib.libslimx_cuda",
     sources=["csrc/reshard.cu", "csrc/memory.cu"],
     depends=HEADERS,
-    extra_compile_args=[
-        *("-O3", "-std=c++17", "-fmad=false"),  # fused, a multiply and an add would round once instead of twice
-        *("-gencode", "arch=compute_90,code=sm_90", "-gencode", "arch=compute_100,code=sm_100"),
-        *("-gencode", "arch=compute_100,code=compute_100"),  # PTX, for GB300 (sm_103) and what comes after it
-        *("--threads", "0", "-cudart", "static", "-lineinfo"),
-        *("-Xcompiler", ",".join(("-fPIC", "-fvisibility-inlines-hidden", "-ffp-contract=off", *WARNINGS))),
-        *("-shared", "-Xlinker", "--exclude-libs=ALL"),
-    ],
+    extra_compile_args=CUDA_FLAGS,
+)
+EXACT_CUDA = Extension(
+    "slimx._lib.libslimx_exact_cuda", sources=["csrc/exact.cu"], depends=HEADERS, extra_compile_args=CUDA_FLAGS
 )
 
 
@@ -59,7 +63,7 @@ def extensions() -> list[Extension]:
         raise SystemExit(f"SLIMX_CUDA is {wanted!r}: set it to 0, 1 or auto")
     if wanted == "1" and find_nvcc() is None:
         raise SystemExit("SLIMX_CUDA is 1 and there is no nvcc: install CUDA 12.8 or later, or set CUDA_HOME")
-    return [CPU, EXACT, CUDA] if wanted != "0" and find_nvcc() else [CPU, EXACT]
+    return [CPU, EXACT, CUDA, EXACT_CUDA] if wanted != "0" and find_nvcc() else [CPU, EXACT]
 
 
 class Build(build):
@@ -89,14 +93,18 @@ class BuildLibraries(build_ext):
         command = [*compiler, *ext.extra_compile_args, *ext.sources, "-o", str(target)]
         print(shlex.join(command), flush=True)
         if subprocess.run(command).returncode:
-            advice = " (nvcc 12.8 is the first to know sm_100; SLIMX_CUDA=0 builds without CUDA)" if ext is CUDA else ""
+            advice = (
+                " (nvcc 12.8 is the first to know sm_100; SLIMX_CUDA=0 builds without CUDA)"
+                if ext in (CUDA, EXACT_CUDA)
+                else ""
+            )
             raise SystemExit(
                 f"{compiler[0]} could not compile {shlex.join(ext.sources)}: its message stands above{advice}"
             )
 
     @staticmethod
     def _compiler_of(ext: Extension) -> list[str]:
-        if ext is CUDA:
+        if ext in (CUDA, EXACT_CUDA):
             return [find_nvcc()]
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         if not compiler or shutil.which(compiler[0]) is None:

@@ -35,5 +35,5 @@ static void log_normaliser_row(const T* logits, int64_t n, float temperature, fl
   const Floats shift = splat(top);
   const float sum = row_sum(end, [&](int64_t i) { return exp(load(scratch + i) - shift); });
   *most = top;
-  *log_sum = log(sum);
+  *log_sum = exact_log(sum);
 }

@@ -141,48 +141,19 @@ static inline float row_sum(int64_t n, At at) {
   return sum;
 }
 
-// ---- functions: slimx/numerics/exact/elementary.py says where they come from ----------------------------------------
+// ---- functions ------------------------------------------------------------------------------------------------------
+
+#define SLIMX_MATH static inline
+#include "exact_math.h"
+#undef SLIMX_MATH
 
 static inline Floats exp(Floats x) {
-  Floats n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // to a whole number
+  Floats n = exp_power(x);
   n = n < -127.0f ? splat(-127.0f) : n;
   n = n > 128.0f ? splat(128.0f) : n;
-  const Floats r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  Floats y = splat(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = (y * (r * r) + r) + 1.0f;
-  const Ints whole = __builtin_convertvector(n == n ? n : Floats{}, Ints), low = whole >> 1;
-  y = y * (Floats)((low + 127) << 23) * (Floats)((whole - low + 127) << 23);
-  y = x < -87.3365447505f ? Floats{} : y;
-  y = x > 88.7228391116f ? splat(__builtin_inff()) : y;
+  const Ints whole = __builtin_convertvector(n == n ? n : Floats{}, Ints), low = whole >> 1;  // 2^128 takes two steps
+  Floats y = exp_polynomial(exp_rest(x, n)) * (Floats)((low + 127) << 23) * (Floats)((whole - low + 127) << 23);
+  y = x < SLIMX_EXP_LEAST ? Floats{} : y;
+  y = x > SLIMX_EXP_MOST ? splat(__builtin_inff()) : y;
   return x == x ? y : splat(__builtin_nanf(""));
-}
-
-static inline float log(float x) {
-  if (!(x == x)) return x;
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  const uint32_t half = (bits & 0x007FFFFFu) | 0x3F000000u;
-  float m, e = float(int32_t(bits >> 23) - 126);
-  memcpy(&m, &half, 4);
-  if (m < 0.70710678118654752440f) e -= 1.0f, m += m;
-  m -= 1.0f;
-  const float z = m * m;
-  float y = 7.0376836292e-2f;
-  y = y * m + -1.1514610310e-1f;
-  y = y * m + 1.1676998740e-1f;
-  y = y * m + -1.2420140846e-1f;
-  y = y * m + 1.4249322787e-1f;
-  y = y * m + -1.6668057665e-1f;
-  y = y * m + 2.0000714765e-1f;
-  y = y * m + -2.4999993993e-1f;
-  y = y * m + 3.3333331174e-1f;
-  y = (y * m) * z;
-  y = y + e * -2.12194440e-4f;
-  y = y - 0.5f * z;
-  return (m + y) + e * 0.693359375f;
 }

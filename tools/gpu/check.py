@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("errors", "pack", "triton", "streams", "sharing", "channel", "sanitizer")
+TESTS = ("errors", "pack", "triton", "numerics", "streams", "sharing", "channel", "sanitizer")
 """Files of tests/gpu."""
 WHEELS = ROOT / "build" / "gpu-wheels"
 """What tools/gpu/wheels.py collects."""

@@ -5,11 +5,13 @@ from types import ModuleType
 
 import torch
 
-from slimx.numerics.exact import kernel, reference
+from slimx.numerics.exact import kernel, kernel_cuda, reference
 
 
 def forward_on(device: torch.device) -> ModuleType:
-    """The module with the forward functions of `reference.py` for tensors on `device`."""
+    """The module with the forward functions of `reference.py` for tensors on `device`: kernels where there are any."""
+    if device.type == "cuda":
+        return kernel_cuda if _has_cuda_kernels() else reference
     return kernel if device.type == "cpu" and _has_kernels() else reference
 
 
@@ -17,3 +19,9 @@ def forward_on(device: torch.device) -> ModuleType:
 def _has_kernels() -> bool:
     """Whether the CPU library is built and has kernels for this processor; a stale or broken one is refused."""
     return kernel.LIBRARY.exists() and bool(kernel.isas())
+
+
+@functools.cache
+def _has_cuda_kernels() -> bool:
+    """Whether the CUDA library is built; a stale or broken one is refused."""
+    return kernel_cuda.LIBRARY.exists() and kernel_cuda.load(kernel_cuda.LIBRARY) is not None

@@ -39,7 +39,7 @@ class _Group(ctypes.Structure):
     _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
 
 
-class _Attention(ctypes.Structure):
+class Attention(ctypes.Structure):
     """SlimxExactAttention."""
 
     _fields_ = [
@@ -48,6 +48,27 @@ class _Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("wide", ctypes.c_int32),
     ]
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        index: torch.Tensor,
+        begin: torch.Tensor,
+        length: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        wide: int,
+    ) -> Attention:
+        """Of contiguous tensors, which the caller keeps alive."""
+        if not query.dtype == key.dtype == value.dtype:
+            raise SlimxError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype")
+        inputs = (t.data_ptr() for t in (query, key, value, index, begin, length))
+        sizes = *query.shape[:2], key.shape[1], query.shape[2], value.shape[2]
+        return cls(*inputs, None if sinks is None else sinks.data_ptr(), out.data_ptr(), *sizes, scale, wide)
 
 
 def linear(
@@ -63,14 +84,20 @@ def linear(
     if leaves > MOST_LEAVES:
         raise SlimxError(f"{leaves} leaves are more than the kernels' {MOST_LEAVES}: use fewer")
     x, held = x.contiguous(), [weight.contiguous() for weight in weights]
-    columns = held[0].shape[0]
-    if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in held):
-        raise SlimxError(f"weights do not all have the shape {[columns, x.shape[1]]} and dtype of x ({x.dtype})")
+    columns = check_weights(x, held)
     out = x.new_empty(len(x), columns, dtype=dtype)
     groups = (_Group * len(held))(*((w.data_ptr(), n) for w, n in zip(held, counts, strict=True)))
     sizes = len(held), columns, x.shape[1], leaves
     _call("linear", isa, x.data_ptr(), groups, *sizes, _wide(x), out.data_ptr(), _wide(out))
     return out
+
+
+def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """Rows of each of `weights`. Raises SlimxError unless all are of one shape, and fit `x` [T, K]."""
+    columns = weights[0].shape[0]
+    if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in weights):
+        raise SlimxError(f"weights do not all have the shape {[columns, x.shape[1]]} and dtype of x ({x.dtype})")
+    return columns
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "best") -> torch.Tensor:
@@ -115,21 +142,9 @@ def attend(
     isa: str = "best",
 ) -> torch.Tensor:
     """As `reference.attend`; all tensors but `sinks` contiguous."""
-    if not query.dtype == key.dtype == value.dtype:
-        raise SlimxError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype")
     sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_empty(*query.shape[:2], value.shape[2])
-    call = _Attention(
-        *(t.data_ptr() for t in (query, key, value, index, begin, length)),
-        None if sinks is None else sinks.data_ptr(),
-        out.data_ptr(),
-        *query.shape[:2],
-        key.shape[1],
-        query.shape[2],
-        value.shape[2],
-        scale,
-        _wide(query),
-    )
+    call = Attention.of(query, key, value, index, begin, length, scale, sinks, out, _wide(query))
     _call("attend", isa, ctypes.byref(call))
     return out
 

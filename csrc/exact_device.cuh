@@ -1,0 +1,40 @@
+// exact_device.cuh: what the CUDA kernels of exact mode ask of the machine beyond C++. A test puts threads of a CPU in
+// this file's place and runs the kernels' own source.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace slimx {
+
+// a * b + c rounded once, and a + b, with denormals as zeros of their sign.
+__device__ __forceinline__ float chain(float a, float b, float c) {
+  float sum;
+  asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+  return sum;
+}
+
+__device__ __forceinline__ float chain_add(float a, float b) {
+  float sum;
+  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+
+// The same with denormals as they are; quotient and root rounded to nearest.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+__device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ float root(float x) { return __fsqrt_rn(x); }
+
+// The thread block's memory whose size the launch gives.
+__device__ __forceinline__ float* shared_floats() {
+  extern __shared__ float floats[];
+  return floats;
+}
+
+template <class... Of, class... Given>
+int launch(void (*kernel)(Of...), dim3 blocks, int threads, int64_t shared, void* stream, Given... given) {
+  kernel<<<blocks, threads, size_t(shared), cudaStream_t(stream)>>>(given...);
+  return cudaGetLastError();
+}
+
+}  // namespace slimx

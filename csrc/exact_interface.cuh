@@ -1,0 +1,33 @@
+// exact_interface.cuh: the plain C interface of the CUDA library of exact mode: the operations of exact.h on a device.
+//
+// Functions return a cudaError_t, 0 for success; `stream` is a cudaStream_t. None waits, or allocates.
+#pragma once
+
+#include "exact.h"
+
+extern "C" {
+
+#define SLIMX_EXACT_CUDA_ABI (100 * SLIMX_EXACT_ABI + 1)  // also in slimx/numerics/exact/kernel_cuda.py
+#define SLIMX_EXACT_MOST_WIDTH 524288  // elements of a row that is summed: its sums' sums are shared memory
+
+int slimx_exact_cuda_abi(void);
+const char* slimx_exact_cuda_error_string(int error);
+
+// One leaf of slimx_exact_linear: elements [first, first + leaf) of rows of `width`. weights [groups]: addresses;
+// starts [groups + 1]: the first row of each; longest: rows of the largest group.
+int slimx_exact_cuda_linear(const void* x, const uint64_t* weights, const int64_t* starts, int64_t groups,
+                            int64_t longest, int64_t columns, int64_t width, int64_t first, int64_t leaf, int wide,
+                            void* out, int wide_out, void* stream);
+
+int slimx_exact_cuda_rms_norm(const void* x, const void* weight, int64_t rows, int64_t width, float eps, int wide,
+                              void* out, void* stream);
+
+int slimx_exact_cuda_silu_and_mul(const void* x, int64_t rows, int64_t width, int wide, void* out, void* stream);
+
+int slimx_exact_cuda_log_normaliser(const void* logits, const float* temperature, int64_t rows, int64_t width, int wide,
+                                    float* most, float* log_sum, void* stream);
+
+// `scores` [rows][heads][longest]: scratch; longest: the largest of call->length.
+int slimx_exact_cuda_attend(const SlimxExactAttention* call, float* scores, int64_t longest, void* stream);
+
+}  // extern "C"

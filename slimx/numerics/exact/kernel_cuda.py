@@ -1,0 +1,164 @@
+"""The CUDA kernels of exact mode (`csrc/exact_interface.cuh`) from Python: the functions and bits of `reference.py`.
+
+Work is queued on the current stream. Importable anywhere: a library that is missing is refused where it is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch  # before the library is loaded, as in kernel.py
+
+from slimx.errors import SlimxError
+from slimx.library import load_library
+from slimx.numerics.exact.elementary import tree
+from slimx.numerics.exact.kernel import Attention, check_weights
+from slimx.numerics.exact.reference import combine, rotate  # elementwise: torch rounds as the contract does
+
+__all__ = ["attend", "combine", "linear", "log_normaliser", "rms_norm", "rotate", "silu_and_mul"]
+
+LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_exact_cuda.so"
+ABI = 101
+"""SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
+MOST_WIDTH = 524288
+"""SLIMX_EXACT_MOST_WIDTH there."""
+_MOST_SCORES = 2**26
+"""Scores of an attention that are held at once: 256 MiB; rows are taken in parts that stay below it."""
+_WIDE = {torch.float32: 1, torch.bfloat16: 0}
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    leaves: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As `reference.linear`. Leaves are launches of their own, and meet in torch."""
+    x, held = x.contiguous(), [weight.contiguous() for weight in weights]
+    columns, width = check_weights(x, held), x.shape[1]
+    addresses = torch.tensor([weight.data_ptr() for weight in held], device=x.device)
+    starts = torch.tensor([0, *counts], device=x.device).cumsum(0)
+    sizes, leaf = (len(held), max(counts), columns, width), width // leaves
+    parts = []
+    for first in range(0, width, leaf):
+        out = x.new_empty(len(x), columns, dtype=dtype if leaves == 1 else torch.float32)
+        if out.numel():
+            given = x.data_ptr(), addresses.data_ptr(), starts.data_ptr(), *sizes, first, leaf, _wide(x)
+            _call("linear", x, *given, out.data_ptr(), _wide(out))
+        parts.append(out)
+    return tree(parts).to(dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    if len(x):
+        given = x.data_ptr(), weight.data_ptr(), *_summed(x), ctypes.c_float(eps), _wide(x)
+        _call("rms_norm", x, *given, out.data_ptr())
+    return out
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As `reference.silu_and_mul`."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    if len(x):
+        _call("silu_and_mul", x, x.data_ptr(), *out.shape, _wide(x), out.data_ptr())
+    return out
+
+
+def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.log_normaliser`."""
+    logits, temperature = logits.contiguous(), temperature.contiguous()
+    most, log_sum = torch.empty(2, len(logits), device=logits.device).unbind()
+    if len(logits):
+        given = logits.data_ptr(), temperature.data_ptr(), *_summed(logits), _wide(logits)
+        _call("log_normaliser", logits, *given, most.data_ptr(), log_sum.data_ptr())
+    return most, log_sum
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    index: torch.Tensor,
+    begin: torch.Tensor,
+    length: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `reference.attend`; waits for the device once, to learn the largest length."""
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    if not len(query):
+        return out
+    longest, heads = int(length.max()), query.shape[1]
+    rows = max(1, _MOST_SCORES // (longest * heads))
+    scores = torch.empty(min(rows, len(query)) * heads * longest, device=query.device)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    for first in range(0, len(query), rows):
+        own = slice(first, first + rows)
+        call = Attention.of(
+            query[own], key, value, index, begin[own], length[own], scale, sinks, out[own], _wide(query)
+        )
+        _call("attend", query, ctypes.byref(call), scores.data_ptr(), longest)
+    return out
+
+
+def missing() -> str | None:
+    """What keeps this process from computing on a GPU, in one sentence; None where nothing does."""
+    try:
+        load(LIBRARY)
+    except SlimxError as error:
+        return str(error)
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device here"
+
+
+@functools.cache
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or stale."""
+    library = load_library(
+        path,
+        what="the CUDA library of exact mode",
+        version="slimx_exact_cuda_abi",
+        abi=ABI,
+        remedy="run `make build` where nvcc is (CUDA 12.8 or later)",
+    )
+    address, count, code, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    library.slimx_exact_cuda_error_string.argtypes = [code]
+    library.slimx_exact_cuda_error_string.restype = ctypes.c_char_p
+    library.slimx_exact_cuda_linear.argtypes = [*[address] * 3, *[count] * 6, code, address, code, address]
+    library.slimx_exact_cuda_rms_norm.argtypes = [address, address, count, count, real, code, address, address]
+    library.slimx_exact_cuda_silu_and_mul.argtypes = [address, count, count, code, address, address]
+    library.slimx_exact_cuda_log_normaliser.argtypes = [address, address, count, count, code, address, address, address]
+    library.slimx_exact_cuda_attend.argtypes = [address, address, count, address]
+    return library
+
+
+def _summed(x: torch.Tensor) -> tuple[int, int]:
+    """Rows and width of a tensor whose rows are summed."""
+    if x.shape[1] > MOST_WIDTH:
+        raise SlimxError(f"rows of {x.shape[1]} elements are wider than the CUDA kernels' {MOST_WIDTH}: split them")
+    return x.shape[0], x.shape[1]
+
+
+def _wide(t: torch.Tensor) -> int:
+    if t.dtype not in _WIDE:
+        raise SlimxError(f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it")
+    return _WIDE[t.dtype]
+
+
+def _call(name: str, on: torch.Tensor, *arguments: object) -> None:
+    library = load(LIBRARY)
+    with torch.cuda.device(on.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        status = getattr(library, f"slimx_exact_cuda_{name}")(*arguments, stream)
+    if status:
+        reason = library.slimx_exact_cuda_error_string(status).decode()
+        raise SlimxError(f"exact mode's {name} cannot be launched on {on.device}: {reason} (CUDA error {status})")

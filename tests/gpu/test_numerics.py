@@ -1,0 +1,91 @@
+"""Exact mode on a GPU: results of a row do not depend on its batch, packings agree, and bits are those of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slimx.numerics import exact
+from slimx.numerics.exact import kernel_cuda, reference
+from slimx.numerics.exact.contract import fingerprint
+from tests.exact_decoder import Decoder, packed, sequences
+from tests.unit.exact_stand import DTYPES, assert_same_bits, values
+
+pytestmark = pytest.mark.skipif(kernel_cuda.missing() is not None, reason=str(kernel_cuda.missing()))
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@both_dtypes
+@pytest.mark.parametrize(("columns", "width", "leaves"), [(5, 7, 1), (40, 64, 2), (130, 520, 4)])
+def test_linear_has_the_bits_of_the_cpu(
+    device: torch.device, dtype: torch.dtype, columns: int, width: int, leaves: int
+) -> None:
+    counts = [3, 0, 70]
+    for size in (1.0, 1e-19):  # 1e-19: products about the least normal number, where denormals count as zeros
+        x = values(73, width, dtype=dtype, seed=1, size=size)
+        weights = [values(columns, width, dtype=dtype, seed=seed, size=size) for seed in (2, 3, 4)]
+        found = kernel_cuda.linear(x.to(device), [w.to(device) for w in weights], counts, leaves, dtype)
+        assert_same_bits(found.cpu(), reference.linear(x, weights, counts, leaves, dtype), size)
+
+
+@both_dtypes
+@pytest.mark.parametrize("width", [2, 30, 1500, 40000])
+def test_row_operations_have_the_bits_of_the_cpu(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    x, weight = values(3, width, dtype=dtype, seed=1, size=8.0), values(width, dtype=dtype, seed=2)
+    on, temperature = x.to(device), torch.tensor([1.0, 0.7, 0.3])
+    assert_same_bits(kernel_cuda.rms_norm(on, weight.to(device), 1e-6).cpu(), reference.rms_norm(x, weight, 1e-6))
+    assert_same_bits(kernel_cuda.silu_and_mul(on).cpu(), reference.silu_and_mul(x))
+    found = kernel_cuda.log_normaliser(on, temperature.to(device))
+    for own, expected in zip(found, reference.log_normaliser(x, temperature), strict=True):
+        assert_same_bits(own.cpu(), expected)
+
+
+@both_dtypes
+def test_attention_has_the_bits_of_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
+    dice = torch.Generator().manual_seed(3)
+    query, key = values(6, 8, 40, dtype=dtype, seed=4), values(300, 2, 40, dtype=dtype, seed=5)
+    value, index = values(300, 2, 70, dtype=dtype, seed=6), torch.randperm(300, generator=dice).int()
+    length = torch.randint(1, 301, (6,), generator=dice)
+    begin = (torch.rand(6, generator=dice) * (301 - length)).long()
+    for sinks in (None, values(8, dtype=torch.float32, seed=7)):
+        call = (query, key, value, index, begin, length)
+        expected = reference.attend(*call, 0.3, sinks)
+        found = kernel_cuda.attend(*(t.to(device) for t in call), 0.3, None if sinks is None else sinks.to(device))
+        assert_same_bits(found.cpu(), expected, sinks is None)
+
+
+@both_dtypes
+def test_every_operation_has_the_bits_of_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
+    """Also those that are made of torch's own elementwise operations: the digest that both sides of a run attest."""
+    assert fingerprint(dtype, str(device)) == fingerprint(dtype)
+
+
+@both_dtypes
+def test_a_row_alone_has_the_bits_that_it_has_in_any_batch(device: torch.device, dtype: torch.dtype) -> None:
+    rows = values(700, 512, dtype=dtype, seed=1).to(device)
+    weight, vector = (values(*n, dtype=dtype, seed=2).to(device) for n in ((128, 512), (512,)))
+    operations = {
+        "linear": lambda x: exact.linear(x, weight, 2),
+        "rms_norm": lambda x: exact.rms_norm(x, vector, 1e-6),
+        "silu_and_mul": exact.silu_and_mul,
+        "log_softmax": lambda x: exact.log_softmax(x, 0.7),
+        "router": lambda x: exact.router(x, weight, 8)[0],
+        "combine": lambda x: exact.moe_combine(x.view(len(x), 4, 128), torch.ones(len(x), 4, device=device)),
+    }
+    for name, operation in operations.items():
+        whole = operation(rows)
+        for part in (slice(0, 1), slice(699, 700), slice(3, 10), slice(5, 70), slice(1, 700)):
+            assert_same_bits(operation(rows[part]), whole[part], (name, part))
+
+
+@both_dtypes
+def test_a_decoder_has_the_same_bits_in_every_packing_and_on_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
+    model, own = Decoder(dtype, device), sequences([40, 1, 130, 17])
+    together, bounds = packed(own)
+    whole = model.logprobs(together.to(device), bounds)
+    for first, last, tokens in zip(bounds, bounds[1:], own, strict=False):
+        assert_same_bits(model.logprobs(tokens.to(device), [0, len(tokens)]), whole[first:last], len(tokens))
+    back, _ = packed(own[::-1])
+    turned = model.logprobs(back.to(device), [0, 17, 147, 148, 188])
+    assert_same_bits(turned[-40:], whole[:40], "the first sequence behind the others")
+    assert_same_bits(whole.cpu(), Decoder(dtype).logprobs(together, bounds), "the CPU's")
