@@ -114,5 +114,5 @@ def test_an_algorithm_learns_the_quickstarts_task(name, warm_start):
     line = {"name": name, "date": time.strftime("%Y-%m-%d"), "steps": len(rewards), "reward": rewards}
     with (PLACE / "curves.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    assert sum(rewards[:2]) / 2 <= AT_MOST, "the warm start is better than it should be"
+    assert rewards[0] <= AT_MOST, "the warm start is better than it should be"  # sampled before the first update
     assert arrived(rewards), f"{name} reached {rewards[-MEAN_OF:]} in {len(rewards)} steps"
