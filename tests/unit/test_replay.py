@@ -17,6 +17,7 @@ from slimx.data.step_files import Origin, StepFiles
 from slimx.errors import SlimxError
 from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.saves import RunState, Saves
+from slimx.orchestration.session import resume_point
 from slimx.rollout.replay import Replay, check_replay
 from tests.unit.reward_stand import trajectory
 
@@ -80,6 +81,25 @@ def test_what_a_replay_excludes_is_refused():
         config_of(replay="there", schedule__colocate=True)
     with pytest.raises(ValueError, match=r"rollout.replay is run.dir itself \(d\)"):
         config_of(replay="./d")
+
+
+def test_a_fork_begins_at_another_runs_checkpoint_until_the_run_has_its_own(tmp_path):
+    def checkpoint(directory: Path, step: int) -> Path:
+        saves = Saves(directory, keep=9)
+        return saves.commit(saves.begin(step), RunState(step, step, {}, False, rollouts={}).files(), {})
+
+    there, own = checkpoint(tmp_path / "there", 4), Saves(tmp_path / "own", keep=9)
+
+    def point(resume: str, fork: Path | None) -> Path | None:
+        config = config_of(run__dir=str(tmp_path / "run"), run__resume=resume, run__fork=fork and str(fork))
+        return resume_point(config, tmp_path / "run", own)
+
+    assert point("auto", None) is None
+    assert point("auto", there) == point("must", there) == point("never", there) == there
+    with pytest.raises(SlimxError, match="run.fork: .*there is no complete checkpoint; name a RUN/checkpoints"):
+        point("auto", tmp_path / "there")
+    newest = checkpoint(tmp_path / "own", 6)
+    assert point("auto", there) == point("must", there) == newest and point("never", there) == there
 
 
 def test_a_replays_checkpoint_is_continued_by_a_replay_alone(tmp_path):
