@@ -49,7 +49,7 @@ async def measure(config: Config, pairs: int, note: Any) -> dict[str, Any]:
         serving(config, sources, spec, "cpu", Path(config.run.dir), note) as parts,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
     ):
-        manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), parts.maker)
+        manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), parts.make_maker())
         url = parts.engines.engines[0].url
         requests: list[bare_engine.Request] = []
         tokens = 0

@@ -62,7 +62,11 @@ async def _session(
 
 async def evaluate_once(config: Config, sources: Sources, parts: Serving) -> dict[str, Any]:
     """What started engines score."""
-    outcomes = await parts.watched(answer_all(parts.maker, sources.eval_prompts))
+    maker = parts.make_maker()
+    try:
+        outcomes = await parts.watched(answer_all(maker, sources.eval_prompts))
+    finally:
+        maker.close()
     group = config.rollout.policy_engines[0]
     return {
         "checkpoint": group.model or config.model.path,

@@ -123,7 +123,7 @@ async def generate(
             drops.write(drop_record(outcome, step + 1))
 
         source = PromptSource(sources.prompts, config.run.seed)
-        manager = RolloutManager(config, source, parts.maker, drop, parts.engines.interrupt)
+        manager = RolloutManager(config, source, parts.make_maker(), drop, parts.engines.interrupt)
         stack.push_async_callback(manager.stop)
         if state is not None:
             manager.restore(state.rollouts)

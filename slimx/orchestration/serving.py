@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,7 +37,8 @@ class Serving:
     """Started engines, and what makes groups with them."""
 
     engines: EngineGroup
-    maker: GroupMaker
+    make_maker: Callable[[], GroupMaker]
+    """Whoever asks for one closes it."""
 
     async def watched(self, work: Awaitable[T]) -> T:
         """The result of `work`. Raises SlimxError when no engine is left that could come back."""
@@ -125,7 +127,9 @@ async def serving(
         context = longest_trajectory(config, spec, sizes_of(config.trainer))
         proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)
         stack.push_async_callback(proxy.stop)
-        yield Serving(engines, GroupMaker(config, sources.hooks, sources.tokenizer, client, frozen.clients, proxy))
+        yield Serving(
+            engines, partial(GroupMaker, config, sources.hooks, sources.tokenizer, client, frozen.clients, proxy)
+        )
 
 
 async def _call_version_0(engine: EngineHandle) -> None:

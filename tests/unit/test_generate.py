@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +54,8 @@ async def interrupt() -> None:
 
 
 def serving_of(config: Config, sources: Sources, delay: float = 0.0) -> Serving:
-    maker = GroupMaker(config, sources.hooks, sources.tokenizer, FakeEngine(delay))
-    return Serving(SimpleNamespace(members=Members(), interrupt=interrupt), maker)
+    make_maker = partial(GroupMaker, config, sources.hooks, sources.tokenizer, FakeEngine(delay))
+    return Serving(SimpleNamespace(members=Members(), interrupt=interrupt), make_maker)
 
 
 def sources_of(keep: Any = None) -> Sources:
