@@ -124,6 +124,12 @@ class Stand:
                 ranks[rank][part.name] = held
         return ranks
 
+    def assert_same(self, one: np.ndarray, other: np.ndarray) -> None:
+        """Log-probs of the same weights, bit for bit; where attention has several copies but for rounding: what the
+        other copy computes meanwhile (a health check) is in the same batch of the experts."""
+        atol = 1e-6 if self.layout.sizes.attention_data > 1 else 0.0
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+
     def targets(self, weights: Weights, encoding: str) -> Weights | list[Weights]:
         return self.local(weights) if encoding == "local" else weights
 
@@ -216,7 +222,7 @@ async def test_a_publication_equals_a_cold_load(stand: Stand, encoding: str, sta
     await publish(stand.engine, stand.targets(stand.weights, encoding), 2, staging)
     tokens, logprobs = await answer(stand.engine)
     assert tokens == stand.cold[0]
-    np.testing.assert_array_equal(logprobs, stand.cold[1])
+    stand.assert_same(logprobs, stand.cold[1])
     derived = (await stand.engine.verify())["derived"]
     layers = DEEPSEEK["num_hidden_layers"] if "Deepseek" in stand.engine.attestation[0]["model"] else 0
     assert derived == sorted(f"model.layers.{k}.self_attn.{t}" for k in range(layers) for t in ("w_kc", "w_vc"))
@@ -235,7 +241,8 @@ async def test_a_wrong_byte_ends_the_publication_on_all_ranks(stand: Stand, enco
     assert [rank["open"] for rank in await stand.engine.control.status()] == [None, None]
     assert stand.engine.state is State.READY
     after = await answer(stand.engine)
-    assert after[0] == before[0] and np.array_equal(after[1], before[1])
+    assert after[0] == before[0]
+    stand.assert_same(after[1], before[1])
 
 
 async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
