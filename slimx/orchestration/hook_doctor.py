@@ -7,13 +7,7 @@ says, in three rollouts, the prompt's answer, something else, and something else
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,25 +22,15 @@ from slimx.data.tokens import check_prompts, load_tokenizer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec, configured_model
 from slimx.orchestration.batches import longest_trajectory
+from slimx.orchestration.hook_trial import Trial, Tried
 from slimx.preflight.layout import check_layout
 from slimx.preflight.probe import try_hooks
-from slimx.rollout.client import GenerationClient
 from slimx.rollout.completion import ModelShape
-from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Hooks, load_generate, load_keep, load_rewards
-from slimx.rollout.proxy import ChatProxy
-from slimx.rollout.rollouts import GroupMaker, Outcome
 from slimx.rollout.scripted_server import LOGPROB, VERDICT, ScriptedServer
 
-LIMIT_S = 60.0
-"""For one rollout, and for one reward, where the run's own deadlines are longer."""
-BEAT_S = 0.05
 HELD_S = 0.5
 """An event loop that stands still for so long is worth a note."""
-STUCK_S = 20.0
-"""One that stands still for so long is given up."""
-ELSE = "I do not know that."
-"""What the stand-in says besides the answer."""
 
 
 @dataclass(slots=True)
@@ -57,19 +41,6 @@ class Examined:
     problems: list[str] = field(default_factory=list)
     """Why a run would fail, or teach nothing; one sentence each."""
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Tried:
-    """One of the stand-in's rollouts."""
-
-    says: str
-    outcome: Outcome
-    requests: int
-    same_seed: bool
-    frozen: int
-    """Requests to frozen models."""
-    seconds: float
 
 
 def examine_hooks(config: Config) -> Examined:
@@ -89,10 +60,12 @@ def examine_hooks(config: Config) -> Examined:
         found.problems.append(str(error))
         return found
     with ScriptedServer(ModelShape.of(spec)) as server:
-        trial = _Trial(config, hooks, spec, tokenizer, prompts[0], server)
-        tried = _watched(trial, config, found)
-    if tried:
-        _judge(config, hooks, spec, prompts[0], tried, found)
+        try:
+            tried = Trial(config, hooks, spec, tokenizer, prompts[0], server).watch()
+        except SlimxError as error:
+            found.problems.append(str(error))
+            return found
+    _judge(config, hooks, spec, prompts[0], tried, found)
     return found
 
 
@@ -123,105 +96,6 @@ def _load(config: Config, found: Examined) -> Hooks:
     return hooks
 
 
-class _Trial:
-    """The rollouts, in an event loop of a thread of their own."""
-
-    def __init__(
-        self, config: Config, hooks: Hooks, spec: ModelSpec, tokenizer: Any, prompt: Prompt, server: ScriptedServer
-    ) -> None:
-        rollout = {"group_size": 1, "rollout_deadline": min(config.rollout.rollout_deadline, LIMIT_S)}
-        reward = {"deadline": min(config.reward.deadline, LIMIT_S), "workers": 1}
-        self.config = config.model_copy(
-            update={
-                "rollout": config.rollout.model_copy(update=rollout),
-                "reward": config.reward.model_copy(update=reward),
-            }
-        )
-        self.hooks, self.spec, self.tokenizer, self.prompt, self.server = hooks, spec, tokenizer, prompt, server
-        self.beat = time.monotonic()
-        self.held = 0.0
-        """Longest time for which the event loop stood still, seconds."""
-        self.result: Future[list[Tried]] = Future()
-
-    def run(self) -> None:
-        """The body of the thread."""
-        try:
-            self.result.set_result(asyncio.run(self._all()))
-        except BaseException as error:
-            self.result.set_exception(error)
-
-    async def _all(self) -> list[Tried]:
-        heart = asyncio.create_task(self._beat())
-        url, shape = self.server.url, ModelShape.of(self.spec)
-        sampled = bool(self.config.rollout.policy_engines)
-        frozen = {
-            group.name: FrozenEngine(group.name, url, deadline_s=LIMIT_S, retries=0)
-            for group in self.config.rollout.frozen_engines
-        }
-        proxy = ChatProxy(context=self.spec.gpt["max_sequence_length"])
-        hooks = Hooks(self.hooks.generate, self.hooks.reward, None)
-        async with GenerationClient(url, shape, LIMIT_S, retry_s=0, retries=0) as client:
-            maker = GroupMaker(self.config, hooks, self.tokenizer, client if sampled else None, frozen, proxy)
-            try:
-                tried: list[Tried] = []
-                for number, script in enumerate(self._scripts()[: 3 if sampled else 1]):
-                    tried.append(await self._one(maker, number, *script))
-                    if (tried[-1].outcome.reason or "").endswith("deadline"):
-                        break  # it would only take as long again
-                return tried
-            finally:
-                heart.cancel()
-                maker.close()
-                await proxy.stop()
-
-    def _scripts(self) -> list[tuple[str, list[int], bool]]:
-        """(name, token ids, whether the model ends there)."""
-        end = self.tokenizer.eos_token_id
-
-        def ids(text: str) -> list[int]:
-            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-
-        right, other = ids(self.prompt.answer or "The answer is 42."), ids(ELSE)
-        closing = [] if end is None else [end]
-        name = "the answer" if self.prompt.answer is not None else '"The answer is 42."'
-        return [(name, right + closing, True), ("else", other + closing, True), ("else, cut off", other, False)]
-
-    async def _one(self, maker: GroupMaker, number: int, says: str, ids: list[int], ends: bool) -> Tried:
-        self.server.say(ids, ends=ends)
-        began = time.monotonic()
-        outcome = await maker.make(self.prompt, group_id=str(number), number=number)
-        asked, seeds = self.server.asked, self.server.seeds
-        frozen = sum(asked.values()) - seeds.total()
-        return Tried(says, outcome, seeds.total(), max(seeds.values(), default=0) > 1, frozen, time.monotonic() - began)
-
-    async def _beat(self) -> None:
-        while True:
-            now = time.monotonic()
-            self.held, self.beat = max(self.held, now - self.beat - BEAT_S), now
-            await asyncio.sleep(BEAT_S)
-
-
-def _watched(trial: _Trial, config: Config, found: Examined) -> list[Tried]:
-    """The rollouts of a trial; [] and a problem if a hook holds the event loop for good."""
-    trial.beat = time.monotonic()
-    threading.Thread(target=trial.run, name="slimx-trial", daemon=True).start()
-    while True:
-        with contextlib.suppress(Late):
-            tried = trial.result.result(timeout=0.2)
-            if trial.held > HELD_S:
-                found.notes.append(
-                    f"the event loop stood still for {trial.held:.1f} s, and all rollouts share it: let "
-                    f"{config.rollout.generate} await, or its environment live in a process (environment_processes)"
-                )
-            return tried
-        if time.monotonic() - trial.beat > STUCK_S:
-            found.problems.append(
-                f"rollout.generate: {config.rollout.generate} has held the event loop for {STUCK_S:.0f} s; all "
-                "rollouts share it: await, or move what blocks to asyncio.to_thread"
-            )
-            return []
-
-
 def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried: list[Tried], found: Examined) -> None:
     """Say what came back, and what is wrong with it."""
     hook = config.rollout.generate
@@ -245,6 +119,12 @@ def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried:
     if any(trajectory.loss_mask[trajectory.versions() < 0].any() for trajectory in trajectories) and tried[0].requests:
         found.notes.append(
             f"{hook} trains tokens that no engine sampled: their ratio to the rollout's policy is unknown"
+        )
+    held = min(each.held for each in tried)  # the first rollout may import and load besides
+    if held > HELD_S:
+        found.notes.append(
+            f"the event loop stood still for {held:.1f} s, and all rollouts share it: let {hook} await, or its "
+            "environment live in a process (environment_processes)"
         )
     if any(each.same_seed for each in tried):
         found.notes.append(

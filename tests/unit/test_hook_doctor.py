@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from slimx.cli import app
 from slimx.config import load_config
-from slimx.orchestration import hook_doctor
+from slimx.orchestration import hook_trial
 from slimx.orchestration.hook_doctor import Examined, examine_hooks
 
 STAND = "tests.unit.hook_doctor_stand"
@@ -72,6 +72,7 @@ def test_hooks_that_are_right_are_tried_and_shown(run_file):
             "reward.function=slime:examples.slime_style.right",
             "reward.options.reward_key=score",
         ],
+        ["rollout.generate=slimx.rollout.agent.generate", "rollout.options.agent=examples.openai_agent.solve"],
         [
             "rollout.generate=slimx.rollout.multi_turn.generate",
             "rollout.options.environment=tests.unit.environment_stand.Counting",
@@ -79,7 +80,7 @@ def test_hooks_that_are_right_are_tried_and_shown(run_file):
             "reward.function=slimx.rollout.multi_turn.reward",
         ],
     ],
-    ids=["stream", "own HTTP", "debate", "fan-out", "slime", "environment process"],
+    ids=["stream", "own HTTP", "debate", "fan-out", "slime", "agent", "environment process"],
 )
 def test_hooks_of_every_kind_work_with_the_scripted_engines(run_file, overrides):
     found = examine(run_file, *overrides)
@@ -155,7 +156,7 @@ def test_all_hooks_that_cannot_be_loaded_are_named_at_once(run_file):
 
 
 def test_a_hook_that_never_yields_is_given_up(run_file, monkeypatch):
-    monkeypatch.setattr(hook_doctor, "STUCK_S", 1.0)
+    monkeypatch.setattr(hook_trial, "STUCK_S", 1.0)
     found = examine(run_file, f"rollout.generate={STAND}.stuck")
     assert [problem for problem in found.problems if "has held the event loop for 1 s" in problem], found
 

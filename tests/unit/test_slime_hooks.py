@@ -12,10 +12,11 @@ import pytest
 from rollout_stand import config_of, the_tokenizer
 
 from slimx.adapters.slime_hooks import hooks as slime
+from slimx.adapters.slime_hooks.arguments import Arguments
 from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
 from slimx.adapters.slime_hooks.grading import compute_score, grade
 from slimx.adapters.slime_hooks.sample import Sample
-from slimx.adapters.slime_hooks.scene import Arguments, Call
+from slimx.adapters.slime_hooks.scene import Call
 from slimx.data.codec import decode, encode
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import SlimxError
@@ -433,6 +434,13 @@ def test_a_hook_that_cannot_work_is_refused_before_the_run(mine, module, said):
     with pytest.raises(SlimxError) as refused:
         load(mine(module) + ".generate")
     assert said in str(refused.value) and "rollout.generate: " in str(refused.value)
+
+
+def test_options_that_only_the_run_can_say_are_refused():
+    with pytest.raises(
+        SlimxError, match=r"rollout\.options\.sglang_router_ip is what the run itself tells slime hooks"
+    ):
+        load("examples.slime_style.search", turns=1, sglang_router_ip="10.0.0.1")
 
 
 def test_a_hook_without_the_prefix_is_told_of_it(mine):

@@ -5,11 +5,12 @@ sampling_params)`, `custom_rm(args, sample)`, filters `(args, samples)`. Its pub
 the router by HTTP and fill a `Sample`. Here these modules are ours, a request goes to the run's router through slimx's
 own client, and what came back is what a sample is checked against when it becomes a Trajectory.
 
-sample.py   the Sample that hooks fill
-scene.py    one rollout while a hook runs: its requests, its arguments (`args`)
-convert.py  Sample <-> Trajectory
-served.py   what the modules hold: post, GenerateState, load_function, ...
-grading.py  slime.rollout.rm_hub
-modules.py  the modules by name, and how they are imported
-hooks.py    the three hooks
+sample.py     the Sample that hooks fill
+arguments.py  what `args` hold
+scene.py      one rollout while a hook runs, and its requests
+convert.py    Sample <-> Trajectory
+served.py     what the modules hold: post, GenerateState, load_function, ...
+grading.py    slime.rollout.rm_hub
+modules.py    the modules by name, and how they are imported
+hooks.py      the three hooks
 """

@@ -9,21 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
 
 from slimx.adapters.slime_hooks import grading
+from slimx.adapters.slime_hooks.arguments import PREFIX, TOLD, Arguments, run_values
 from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
 from slimx.adapters.slime_hooks.modules import NotServed, serve
 from slimx.adapters.slime_hooks.sample import Sample
-from slimx.adapters.slime_hooks.scene import CURRENT, Arguments, Scene
+from slimx.adapters.slime_hooks.scene import CURRENT, Scene
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import encode_prompt, load_tokenizer
 from slimx.dotted import imported
 from slimx.errors import SlimxError
 
-PREFIX = "slime:"
-"""Before the dotted path of a hook of slime's form."""
 FORMS = {
     "generate": ("async def {}(args, sample, sampling_params)", ("args", "sample", "sampling_params")),
     "reward": ("async def {}(args, sample)", ("args", "sample")),
@@ -79,9 +77,9 @@ class GenerateHook:
         """Of `rollout.generate`. SlimxError as `load`."""
         path = config.rollout.generate.removeprefix(PREFIX)
         semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
-        hook = cls(load("rollout.generate", path, "generate"), path, config, semaphore)
-        hook._check_options()
-        return hook
+        if taken := sorted(TOLD & config.rollout.options.keys()):
+            raise SlimxError(f"rollout.options.{taken[0]} is what the run itself tells slime hooks; leave it out")
+        return cls(load("rollout.generate", path, "generate"), path, config, semaphore)
 
     async def __call__(self, ctx: Any, prompt: Prompt) -> Trajectory | list[Trajectory]:
         """ctx: RolloutContext."""
@@ -98,11 +96,6 @@ class GenerateHook:
             raise SlimxError(f"{self.path} returned a {type(result).__name__}; return a Sample or a list of them")
         return [to_trajectory(each, ctx, scene.calls, suffix=f"-{n}") for n, each in enumerate(result)]
 
-    def _check_options(self) -> None:
-        known = self._values(None).keys() & {"sglang_router_ip", "sglang_router_port", "hf_checkpoint"}
-        if taken := sorted(known & self.config.rollout.options.keys()):
-            raise SlimxError(f"rollout.options.{taken[0]} is what the run itself gives to slime hooks; leave it out")
-
     def _scene(self, ctx: Any) -> Scene:
         sampling = {
             "top_p": 1.0,
@@ -115,7 +108,7 @@ class GenerateHook:
             "spaces_between_special_tokens": False,
         }
         return Scene(
-            Arguments(self._values(ctx)),
+            Arguments(run_values(self.config, ctx)),
             ctx.tokenizer,
             ctx.engines,
             engine=ctx.engine,
@@ -123,51 +116,6 @@ class GenerateHook:
             sampling=sampling,
             semaphore=self.semaphore,
         )
-
-    def _values(self, ctx: Any) -> dict[str, Any]:
-        """`args`: what published hooks read and a run of slimx has."""
-        config, rollout = self.config, self.config.rollout
-        address = urlsplit(ctx.address if ctx is not None else "")
-        own = config.reward.function or ""
-        policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}
-        values = {
-            "sglang_router_ip": f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname,
-            "sglang_router_port": address.port,
-            "sglang_server_concurrency": rollout.concurrency,
-            "sglang_model_routers": {name: _place(each.url) for name, each in (ctx.engines if ctx else {}).items()},
-            "sglang_tool_call_parser": policy.get("tool_call_parser"),
-            "sglang_reasoning_parser": policy.get("reasoning_parser"),
-            "hf_checkpoint": config.model.path,
-            "partial_rollout": False,
-            "mask_offpolicy_in_partial_rollout": False,
-            "use_rollout_routing_replay": rollout.routed_experts,
-            "rollout_batch_size": rollout.prompts_per_step,
-            "n_samples_per_prompt": rollout.group_size,
-            "n_samples_per_eval_prompt": config.eval.samples,
-            "rollout_seed": config.run.seed,
-            "rollout_temperature": rollout.sampling.temperature,
-            "rollout_top_p": rollout.sampling.top_p,
-            "rollout_top_k": rollout.sampling.top_k,
-            "rollout_stop": None,
-            "rollout_stop_token_ids": list(rollout.sampling.stop_token_ids) or None,
-            "rollout_skip_special_tokens": False,
-            "rollout_max_response_len": rollout.sampling.max_new_tokens,
-            "rollout_max_prompt_len": rollout.max_prompt_tokens,
-            "rollout_max_context_len": None,
-            "eval_max_response_len": rollout.sampling.max_new_tokens,
-            "eval_max_context_len": None,
-            "max_tokens_per_gpu": config.trainer.max_tokens_per_microbatch // config.trainer.context,
-            "context_parallel_size": config.trainer.context,
-            "custom_generate_function_path": self.path,
-            "custom_rm_path": own.removeprefix(PREFIX) if own.startswith(PREFIX) else None,
-            "rm_type": None,
-            "group_rm": config.reward.scope == "group",
-            "reward_key": config.reward.options.get("reward_key"),
-            "apply_chat_template": True,
-            "apply_chat_template_kwargs": {},
-            "ci_test": False,
-        }
-        return values | rollout.options
 
 
 @dataclass(frozen=True)
@@ -296,8 +244,3 @@ def _number(sample: Sample, args: Any, path: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise SlimxError(f"{path} gives {value!r} as the reward; give a number") from None
-
-
-def _place(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    return parts.hostname or "", parts.port or 80

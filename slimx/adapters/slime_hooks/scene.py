@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimx.adapters.slime_hooks.arguments import Arguments
 from slimx.errors import SlimxError
 
 TEXT_ONLY = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"})
@@ -16,19 +17,6 @@ TEXT_ONLY = frozenset({"skip_special_tokens", "no_stop_trim", "spaces_between_sp
 PAYLOAD = frozenset(
     {"text", "input_ids", "sampling_params", "return_logprob", "return_routed_experts", "stream", "rid"}
 )
-
-
-class Arguments:
-    """slime's `args`: the values that a run can give, and `rollout.options` (for rewards: `reward.options`). A hook may
-    set more; they last for one rollout."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self.__dict__.update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        # AttributeError, so that getattr(args, name, default) has its default.
-        where = "" if name.startswith("__") else " by slimx; give it in rollout.options (for a reward: reward.options)"
-        raise AttributeError(f"args.{name} is not set{where}")
 
 
 @dataclass(slots=True)

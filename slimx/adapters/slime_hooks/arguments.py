@@ -1,0 +1,77 @@
+"""slime's `args`: one namespace for a whole run, of which hooks get what slimx has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from slimx.config.schema import Config
+
+PREFIX = "slime:"
+"""Before the dotted path of a hook of slime's form."""
+TOLD = frozenset({"sglang_router_ip", "sglang_router_port", "sglang_model_routers", "hf_checkpoint"})
+"""Names that only the run itself can say."""
+
+
+class Arguments:
+    """slime's `args`: the values that a run can give, and `rollout.options` (for rewards: `reward.options`). A hook may
+    set more; they last for one rollout."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        # AttributeError, so that getattr(args, name, default) has its default.
+        where = "" if name.startswith("__") else " by slimx; give it in rollout.options (for a reward: reward.options)"
+        raise AttributeError(f"args.{name} is not set{where}")
+
+
+def run_values(config: Config, ctx: Any) -> dict[str, Any]:
+    """What published generate hooks read of `args`, as far as a run of slimx has it. ctx: RolloutContext."""
+    rollout, address = config.rollout, urlsplit(ctx.address)
+    own = config.reward.function or ""
+    policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}
+    values = {
+        "sglang_router_ip": f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname,
+        "sglang_router_port": address.port,
+        "sglang_server_concurrency": rollout.concurrency,
+        "sglang_model_routers": {name: _place(each.url) for name, each in ctx.engines.items()},
+        "sglang_tool_call_parser": policy.get("tool_call_parser"),
+        "sglang_reasoning_parser": policy.get("reasoning_parser"),
+        "hf_checkpoint": config.model.path,
+        "partial_rollout": False,
+        "mask_offpolicy_in_partial_rollout": False,
+        "use_rollout_routing_replay": rollout.routed_experts,
+        "rollout_batch_size": rollout.prompts_per_step,
+        "n_samples_per_prompt": rollout.group_size,
+        "n_samples_per_eval_prompt": config.eval.samples,
+        "rollout_seed": config.run.seed,
+        "rollout_temperature": rollout.sampling.temperature,
+        "rollout_top_p": rollout.sampling.top_p,
+        "rollout_top_k": rollout.sampling.top_k,
+        "rollout_stop": None,
+        "rollout_stop_token_ids": list(rollout.sampling.stop_token_ids) or None,
+        "rollout_skip_special_tokens": False,
+        "rollout_max_response_len": rollout.sampling.max_new_tokens,
+        "rollout_max_prompt_len": rollout.max_prompt_tokens,
+        "rollout_max_context_len": None,
+        "eval_max_response_len": rollout.sampling.max_new_tokens,
+        "eval_max_context_len": None,
+        "max_tokens_per_gpu": config.trainer.max_tokens_per_microbatch // config.trainer.context,
+        "context_parallel_size": config.trainer.context,
+        "custom_generate_function_path": rollout.generate.removeprefix(PREFIX),
+        "custom_rm_path": own.removeprefix(PREFIX) if own.startswith(PREFIX) else None,
+        "rm_type": None,
+        "group_rm": config.reward.scope == "group",
+        "reward_key": config.reward.options.get("reward_key"),
+        "apply_chat_template": True,
+        "apply_chat_template_kwargs": {},
+        "ci_test": False,
+    }
+    return values | rollout.options
+
+
+def _place(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or 80
