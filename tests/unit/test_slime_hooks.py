@@ -314,6 +314,8 @@ def test_a_hook_with_a_client_of_its_own_must_say_versions_and_logprobs():
     trajectory = converted(sample, [])
     assert trajectory.versions().tolist() == [-1, -1, 6, 6, -1, 7, 7]
     assert np.allclose(trajectory.logprobs[[2, 3, 5, 6]], [-0.1, -0.2, -0.3, -0.4])
+    sample.weight_versions = []
+    assert set(to_trajectory(sample, context(Scripted()), [], version=9).versions().tolist()) == {-1, 9}
     sample.weight_versions = ["default"]
     with pytest.raises(SlimxError, match="version 'default', which slimx never published"):
         converted(sample, [])
@@ -374,6 +376,49 @@ def load_tokenizer(args):
     assert [await slime.reward(ctx, each) for each in (first, second)] == [0.5, 0.0]
     rewards = load_hooks(config_of(reward__function="slime:examples.slime_style.right")).reward
     assert await rewards(ctx, first) == 0.5, "a reward that the hook set is not asked for again"
+
+
+CONVERSATION = """
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+async def generate(args, sample, sampling_params):
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    messages = [{"role": "user", "content": sample.prompt}]
+    def render(ask):
+        return state.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    prompt = render(True)
+    for said in ("again", "well", None):
+        output = await post(url, {"text": render(True), "sampling_params": sampling_params})
+        messages.append({"role": "assistant", "content": output["text"].removesuffix("<end>")})
+        if said:
+            messages.append({"role": "user", "content": said})
+    start = len(state.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    tokens = state.tokenizer(render(False), add_special_tokens=False)["input_ids"]
+    (assistant,) = state.tokenizer("<assistant>", add_special_tokens=False)["input_ids"]
+    mask, inside = [], True
+    for token in tokens[start:]:
+        mask.append(int(inside))
+        inside = token == assistant or (inside and token != state.tokenizer.eos_token_id)
+    made = Sample(index=0, prompt=prompt, tokens=tokens, loss_mask=mask, reward=0.75, status="completed")
+    made.response_length, made.metadata = len(mask), {"info": {"turns": 3}}
+    return made
+"""
+
+
+async def test_a_conversation_that_is_rendered_and_tokenised_again_is_served_where_its_ids_are_those_sampled(mine):
+    """As tool-calling agents do: text in, no log-probs asked for, the tokens made from the chat template at the end."""
+    hook = load(f"{mine(CONVERSATION)}.generate", apply_chat_template=False)
+    engine = Scripted("46", "47", "48")
+    trajectory = await hook(context(engine), PROMPT)
+    assert the_tokenizer().decode(trajectory.token_ids[trajectory.loss_mask == 1]) == "46<end>47<end>48<end>"
+    assert engine.asked[2][0] == trajectory.token_ids[: len(engine.asked[2][0])].tolist()
+    assert trajectory.metadata["info"] == {"turns": 3} and trajectory.metadata["slime"]["reward"] == 0.75
+    odd = [*ids_of("4"), *ids_of("<"), *ids_of("end"), *ids_of(">"), END]
+    with pytest.raises(SlimxError, match="which no request of this rollout sampled after the tokens before it"):
+        await hook(context(Scripted(odd, "47", "48")), PROMPT)
 
 
 ASKS = """

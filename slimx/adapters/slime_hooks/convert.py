@@ -3,7 +3,7 @@
 What a sample says of its tokens is believed only where an engine said it too: a trained token is one that a request of
 this rollout sampled, after exactly the tokens that stand before it. Its log-prob, weight versions, experts and support
 are the engine's own record. A hook that asks the engines by other means than `post` has made no such request; then its
-sample's `rollout_log_probs` and `weight_versions` must be complete.
+sample's `rollout_log_probs` must be complete, and `weight_versions` where weights change while rollouts run.
 """
 
 from __future__ import annotations
@@ -61,8 +61,12 @@ def begin(prompt: Prompt, text: str | list[dict[str, Any]], *, index: int, group
     )
 
 
-def to_trajectory(sample: Sample, ctx: Any, calls: Sequence[Call], *, suffix: str = "") -> Trajectory:
-    """The trajectory of a sample that a hook filled. Raises SlimxError naming what cannot be so."""
+def to_trajectory(
+    sample: Sample, ctx: Any, calls: Sequence[Call], *, suffix: str = "", version: int | None = None
+) -> Trajectory:
+    """The trajectory of a sample that a hook filled. Raises SlimxError naming what cannot be so.
+
+    `version`: of the weights in all engines while the hook ran; None where it may have changed."""
     name = f"the sample of rollout {ctx.group_id}/{ctx.index}{suffix}"
     for field, why in UNSERVED.items():
         if getattr(sample, field):
@@ -74,7 +78,9 @@ def to_trajectory(sample: Sample, ctx: Any, calls: Sequence[Call], *, suffix: st
     start = len(tokens) - sample.response_length
     draft, position, told = ctx.draft(tokens[:start], suffix=suffix), start, start
     while position < len(tokens):
-        found = _sampled_here(tokens, position, calls) or _by_its_own_account(sample, position, mask, ctx, name, calls)
+        found = _sampled_here(tokens, position, calls)
+        if found is None and not calls and mask[position]:
+            found = _by_its_own_account(sample, position, mask, ctx, name, version)
         if found is None:
             if mask[position]:
                 raise SlimxError(
@@ -169,29 +175,28 @@ def _first(completion: Any, count: int, position: int) -> Any:
 
 
 def _by_its_own_account(
-    sample: Sample, position: int, mask: list[int], ctx: Any, name: str, calls: Sequence[Call]
-) -> Sampled | None:
+    sample: Sample, position: int, mask: list[int], ctx: Any, name: str, version: int | None
+) -> Sampled:
     """The run of trained tokens at `position`, of a hook that asks the engines by its own means."""
-    if calls or not mask[position]:
-        return None
     start = len(sample.tokens) - sample.response_length
     edges = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
     number = next(n for n, (a, _) in enumerate(edges) if a == position)
-    stop, versions = int(edges[number][1]), sample.weight_versions
+    stop = int(edges[number][1])
+    versions = sample.weight_versions or ([str(version)] if version is not None else [])
     if sample.rollout_log_probs is None or (len(set(versions)) != 1 and len(versions) != len(edges)):
         raise SlimxError(
             f"{name} has trained tokens, but no request of this rollout went through slime.utils.http_utils.post; a "
-            "hook with a client of its own must set rollout_log_probs, and weight_versions (one for each run of "
-            "trained tokens)"
+            "hook with a client of its own must set rollout_log_probs and, unless schedule.max_staleness is 0, "
+            "weight_versions (one for each run of trained tokens)"
         )
-    version = versions[number if len(versions) == len(edges) else 0]
-    if not version.isdigit():
-        raise SlimxError(f"{name} was sampled by weights of version {version!r}, which slimx never published")
+    said = versions[number if len(versions) == len(edges) else 0]
+    if not said.isdigit():
+        raise SlimxError(f"{name} was sampled by weights of version {said!r}, which slimx never published")
     routes = sample.rollout_routed_experts
     return Sampled(
         token_ids=np.array(sample.tokens[position:stop], np.int32),
         logprobs=np.array(sample.rollout_log_probs[position - start : stop - start], np.float32),
-        versions=[(0, stop - position, int(version))],
+        versions=[(0, stop - position, int(said))],
         temperature=ctx.engine.sampling["temperature"],
         routed_experts=None if routes is None else np.asarray(routes)[: stop - 1],
     )

@@ -90,11 +90,16 @@ class GenerateHook:
         more = {"evaluation": ctx.evaluation} if "evaluation" in takes else {}
         with _set(scene):
             result = await self.function(scene.args, sample, dict(scene.sampling), **more)
+        # Without staleness nothing is published while a rollout runs.
+        version = ctx.version if self.config.schedule.max_staleness == 0 else None
         if isinstance(result, Sample):
-            return to_trajectory(result, ctx, scene.calls)
+            return to_trajectory(result, ctx, scene.calls, version=version)
         if not isinstance(result, list) or not all(isinstance(each, Sample) for each in result):
             raise SlimxError(f"{self.path} returned a {type(result).__name__}; return a Sample or a list of them")
-        return [to_trajectory(each, ctx, scene.calls, suffix=f"-{n}") for n, each in enumerate(result)]
+        return [
+            to_trajectory(each, ctx, scene.calls, suffix=f"-{number}", version=version)
+            for number, each in enumerate(result)
+        ]
 
     def _scene(self, ctx: Any) -> Scene:
         sampling = {

@@ -28,7 +28,8 @@ RETRIES = 5
 async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict[str, str] | None = None) -> Any:
     """`http_utils.post`. To the policy's /generate it is a request of this rollout, with all that slimx knows of one:
     deadline, retries on other engines, versions. To a frozen engine or elsewhere it is plain HTTP with a deadline, sent
-    again at most `RETRIES` times."""
+    again at most `RETRIES` times. `headers` go with plain HTTP only: which engine serves a rollout is
+    `rollout.affinity`'s."""
     scene = current("slime.utils.http_utils.post")
     parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc}"
