@@ -439,25 +439,26 @@ async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along()
 
 
 async def test_an_answer_that_nobody_waited_for_is_no_part_of_the_rollout():
-    begun = asyncio.Event()
+    begun, over = asyncio.Event(), asyncio.Event()
 
     async def gate(number: int) -> None:
         if number == 0:
             begun.set()
-            await asyncio.sleep(60)
+            await over.wait()
 
     async def impatient(client: Any, prompt: Any) -> None:
         first = asyncio.create_task(said(client, USER))
         await begun.wait()
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await asyncio.sleep(0.05)
+        await said(client, USER)
+        over.set()  # the engine would answer now
         await said(client, USER)
 
-    engine = Script("never", "2")
+    engine = Script("too late", "2", "3")
     engine.gate = gate
-    (found,) = await rollout(engine, impatient)
-    assert trained(found) == "2<end>"
+    found = await rollout(engine, impatient)
+    assert [trained(trajectory) for trajectory in found] == ["2<end>", "3<end>"]
 
 
 async def test_a_stream_that_the_agent_leaves_ends_at_the_engine_and_is_no_part_of_the_rollout():
