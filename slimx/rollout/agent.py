@@ -17,11 +17,11 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import load_function
 from slimx.errors import SlimxError
 from slimx.rewards.needs import checked_by
-from slimx.rollout import tool_calls
 from slimx.rollout.agent_process import run_command
 from slimx.rollout.hooks import GivenUp, RolloutContext
 from slimx.rollout.proxy_answer import Reading
 from slimx.rollout.proxy_session import Limits, Session
+from slimx.rollout.tool_calls import find_parser
 
 
 def check(
@@ -29,7 +29,7 @@ def check(
     agent: str | None = None,
     command: list[str] | None = None,
     agent_options: dict[str, Any] | None = None,
-    tool_parser: str | None = None,
+    tool_parser: str = "hermes",
     sampling: str = "run",
     **_: Any,
 ) -> None:
@@ -42,8 +42,7 @@ def check(
         raise SlimxError(f"rollout.options.command: there is no program {command[:1]}; give its path")
     if sampling not in ("run", "strict"):
         raise SlimxError(f"rollout.options.sampling is {sampling!r}; choose run or strict")
-    if tool_parser is not None:
-        load_function("rollout.options.tool_parser", tool_parser, ("text",), is_async=False)
+    find_parser(tool_parser, "")
 
 
 @checked_by(check)
@@ -58,15 +57,15 @@ async def generate(
     max_requests: int = 64,
     max_tokens: int | None = None,
     sampling: str = "run",
-    tool_parser: str | None = None,
+    tool_parser: str = "hermes",
     separate_reasoning: bool = False,
 ) -> list[Trajectory]:
     """The conversations of one agent with the policy.
 
     `max_context`: tokens of a conversation; None: what can be trained. `max_requests` and `max_tokens` (sampled, in all
     answers together) bound the session: further requests are refused, those under way are not. `sampling`: "run" gives
-    an agent that asks for another temperature or top_p the run's, "strict" refuses it. `tool_parser`: see
-    slimx.rollout.tool_calls. `separate_reasoning`: what stands before </think> is not part of an answer's content.
+    an agent that asks for another temperature or top_p the run's, "strict" refuses it. `tool_parser`: a name for
+    `slimx.rollout.tool_calls.find_parser`. `separate_reasoning`: what stands before </think> is no answer's content.
 
     Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided), `branch` (its number), and
     `result`, what the agent returned or the program wrote. An agent that fails after it reached a limit has none, and
@@ -75,10 +74,7 @@ async def generate(
     """
     if ctx.proxy is None:
         raise SlimxError("agents sample through the run's proxy, and there is none here")
-    parser = (
-        load_function("rollout.options.tool_parser", tool_parser, ("text",), is_async=False) if tool_parser else None
-    )
-    reading = Reading(ctx.tokenizer, parser or tool_calls.hermes, separate_reasoning)
+    reading = Reading(ctx.tokenizer, find_parser(tool_parser, ctx.address), separate_reasoning)
     context = min(max_context or ctx.proxy.context, ctx.proxy.context)
     limits = Limits(context=context, requests=max_requests, sampled=max_tokens)
     session = Session(ctx, reading, limits, strict=sampling == "strict")

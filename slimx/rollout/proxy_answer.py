@@ -31,19 +31,28 @@ class Reading:
         """For an answer that can be shown while it is sampled; None where it has to be read as a whole first."""
         return None if request.calls_tools or self.separates_reasoning else Pieces(self, request.stop)
 
-    def message(self, text: str, request: ChatRequest, number: int) -> Message:
+    async def message(self, token_ids: Sequence[int], request: ChatRequest, number: int) -> Message:
         """The assistant's message, as the API tells it; `number` makes the ids of tool calls unique."""
+        text, thought = self.text(token_ids, request.stop), ""
+        if self.separates_reasoning:
+            thought, text = split(text)
         message: Message = {"role": "assistant", "content": text}
-        if self.separates_reasoning and THOUGHT_ENDS in text:
-            thought, _, text = text.partition(THOUGHT_ENDS)
-            message["reasoning_content"] = thought.replace("<think>", "", 1).strip()
-            message["content"] = text.strip()
+        if thought:
+            message["reasoning_content"] = thought
         if request.calls_tools:
-            content, calls = self.parse_tools(message["content"])
-            message["content"] = content or None if calls else content
+            content, calls = await self.parse_tools(self._raw(token_ids, request.stop), request.tools or [])
             if calls:
+                message["content"] = content or None
                 message["tool_calls"] = [_call(call, number, index) for index, call in enumerate(calls)]
         return message
+
+    def _raw(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """The text with the special tokens in it, by which some models mark their calls, but those at its end."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self.tokenizer.all_special_ids:
+            ids.pop()
+        text = cut(self.tokenizer.decode(ids, skip_special_tokens=False), stop)
+        return split(text)[1] if self.separates_reasoning else text
 
 
 class Pieces:
@@ -141,6 +150,12 @@ def logprobs(completion: Completion, tokenizer: Any) -> list[dict[str, Any]]:
         text = tokenizer.decode([token])
         out.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
     return out
+
+
+def split(text: str) -> tuple[str, str]:
+    """What was thought, and the answer."""
+    thought, ends, answer = text.rpartition(THOUGHT_ENDS)
+    return (thought.replace("<think>", "", 1).strip(), answer.strip()) if ends else ("", text)
 
 
 def cut(text: str, stop: Sequence[str]) -> str:

@@ -44,14 +44,10 @@ class Exchange:
     """What is sampled otherwise than the run does."""
     number: int
     """Of the request in its session: the turn by which it is seeded."""
-    reading: Reading
 
     @property
     def reply(self) -> Reply:
         return Reply(f"chatcmpl-{self.number}", self.request.model, len(self.place.token_ids))
-
-    def text(self, completion: Completion) -> str:
-        return self.reading.text(completion.token_ids.tolist(), self.request.stop)
 
 
 class Session:
@@ -81,7 +77,7 @@ class Session:
             place, sampling = self._admit(request)
             number, self._requests = self._requests, self._requests + 1
             self.last_error = None
-            exchange = Exchange(request, place, sampling, number, self._reading)
+            exchange = Exchange(request, place, sampling, number)
             return await (self._stream(exchange, http) if request.stream else self._whole(exchange))
         except ApiError as error:
             self.last_error = str(error)
@@ -124,7 +120,7 @@ class Session:
             completion = await self._ctx.engine.generate(
                 exchange.place.token_ids, exchange.sampling, turn=exchange.number
             )
-        message = self._keep(exchange, completion, exchange.text(completion))
+        message = self._keep(exchange, completion, await self._message(exchange, completion))
         return web.json_response(exchange.reply.whole(message, completion, exchange.request, self._ctx.tokenizer))
 
     async def _stream(self, exchange: Exchange, http: web.Request) -> web.StreamResponse:
@@ -164,9 +160,9 @@ class Session:
                 completion = tokens.completion
         if pieces is not None:
             delta: dict[str, Any] = {"content": pieces.end()}
-            message = self._keep(exchange, completion, pieces.shown)
+            message = self._keep(exchange, completion, {"role": "assistant", "content": pieces.shown})
         else:
-            message = self._keep(exchange, completion, exchange.text(completion))
+            message = self._keep(exchange, completion, await self._message(exchange, completion))
             delta = {name: value for name, value in message.items() if name != "role"}
             calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", []))]
             delta |= {"tool_calls": calls} if calls else {}
@@ -176,15 +172,18 @@ class Session:
         if request.usage:
             yield reply.last(completion)
 
-    def _keep(self, exchange: Exchange, completion: Completion, text: str) -> Message:
-        """The message for the agent, whose answer is a part of the rollout from now on."""
-        if completion.finish_reason == "abort":
-            raise ApiError("the engine aborted the request", code="aborted", status=503)
+    async def _message(self, exchange: Exchange, completion: Completion) -> Message:
+        ids = completion.token_ids.tolist()
         try:
-            message = self._reading.message(text, exchange.request, exchange.number)
+            return await self._reading.message(ids, exchange.request, exchange.number)
         except Exception as error:
             text = f"rollout.options.tool_parser raised {type(error).__name__}: {error}"
             raise ApiError(text, code="tool_parser_failed", status=500) from error
+
+    def _keep(self, exchange: Exchange, completion: Completion, message: Message) -> Message:
+        """The message for the agent, whose answer is a part of the rollout from now on."""
+        if completion.finish_reason == "abort":
+            raise ApiError("the engine aborted the request", code="aborted", status=503)
         self._conversations.add(exchange.place, completion, read_message(message))
         self._sampled += len(completion.token_ids)
         return message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from slimx.rollout.engine import Engine
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
 from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.router import Router
+from slimx.rollout.tool_calls import find_parser
 from tests.integration.conftest import ROOT, Weights, perturbed, publish
 
 pytestmark = pytest.mark.integration
@@ -32,6 +34,18 @@ pytestmark = pytest.mark.integration
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46")
 SAMPLING = {"temperature": 0.8, "top_k": 40, "max_new_tokens": 12, "stop_token_ids": list(range(4, 128, 3))}
 """An untrained model hardly ever ends a turn: one token in three does it here."""
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+CALLS = {
+    "qwen": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "glm45_moe": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "kimik2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+}
+"""The same call in the words of several families, by the name of its parser in the router."""
 AGAIN = {"role": "user", "content": "Sure?"}
 
 
@@ -121,6 +135,10 @@ async def test_agents_of_the_official_client_are_the_rollout_that_a_hook_makes(
                     (found,) = await agent.generate(ctx, PROMPT, **options)
                     results.add((found.metadata["result"], found.token_ids.tobytes()))
                 assert len(results) == 1, "the agent samples the same in this process and in one of its own"
+            for parser, text in CALLS.items():
+                content, (call,) = await find_parser(parser, router.url)(f"So: {text}", [ADD])
+                assert (content, call.name, json.loads(call.arguments)) == ("So:", "add", {"a": 1}), parser
+                assert await find_parser(parser, router.url)("So: nothing", [ADD]) == ("So: nothing", [])
             # What the server itself refuses, and what nobody serves.
             async with rolling(client, tiny_model) as ctx:
                 ctx = replace(ctx, proxy=ChatProxy(context=10_000))

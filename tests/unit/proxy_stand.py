@@ -18,6 +18,7 @@ from slimx.rollout import agent
 from slimx.rollout.completion import Completion
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
 from slimx.rollout.proxy import ChatProxy
+from slimx.rollout.tool_calls import ToolCall
 
 TEMPLATE = (
     "{% if tools %}{{ '[tools ' + tools|tojson + ']' }}{% endif %}"
@@ -116,6 +117,12 @@ class Stream:
 def fragile(text: str) -> Any:
     """A tool parser that cannot."""
     raise IndexError(text)
+
+
+def marked(text: str) -> Any:
+    """A tool parser of a model that marks its calls by a special token."""
+    content, mark, name = text.partition("<user>")
+    return content, [ToolCall(name, "{}")] if mark else []
 
 
 def context(engine: Any, proxy: ChatProxy | None, **sampling: Any) -> RolloutContext:

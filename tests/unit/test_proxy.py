@@ -209,6 +209,18 @@ async def test_tool_calls_are_parsed_and_malformed_ones_are_text():
     )
 
 
+@pytest.mark.parametrize("apart", [False, True])
+async def test_a_parser_sees_the_special_tokens_that_mark_calls_but_the_agent_does_not(apart):
+    async def look(client: Any, prompt: Any) -> None:
+        for content, calls in (("so", ["add"]), ("so", [])):
+            answer = await said(client, USER, tools=TOOLS)
+            assert answer.content == content and [c.function.name for c in answer.tool_calls or []] == calls
+
+    thought = "<think>add <user>them</think>" if apart else ""
+    engine = Script(f"{thought}so<user>add", f"{thought}so<pad>")
+    await rollout(engine, look, tool_parser="proxy_stand.marked", separate_reasoning=apart)
+
+
 async def test_reasoning_is_set_apart_if_asked_for_and_stays_in_the_tokens():
     async def look(client: Any, prompt: Any) -> None:
         first = await said(client, USER)
@@ -538,6 +550,7 @@ async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():
         ({"command": ["no-such-program"]}, "there is no program"),
         ({"agent": "proxy_stand.call", "sampling": "own"}, "choose run or strict"),
         ({"agent": "proxy_stand.call", "tool_parser": "proxy_stand.rollout"}, "rollout.options.tool_parser"),
+        ({"agent": "proxy_stand.call", "tool_parser": "glm"}, "choose hermes, a dotted path, or one of .*glm45_moe"),
     ],
 )
 def test_an_agent_that_cannot_run_is_refused_before_the_run(options, text):
