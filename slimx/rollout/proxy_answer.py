@@ -47,9 +47,9 @@ class Reading:
         return message
 
     def _raw(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """The text with the special tokens in it, by which some models mark their calls, but those at its end."""
+        """The text with the special tokens in it by which some models mark their calls, but without the end token."""
         ids = list(token_ids)
-        while ids and ids[-1] in self.tokenizer.all_special_ids:
+        if ids and ids[-1] in self.tokenizer.all_special_ids:
             ids.pop()
         text = cut(self.tokenizer.decode(ids, skip_special_tokens=False), stop)
         return split(text)[1] if self.separates_reasoning else text

@@ -122,7 +122,7 @@ def fragile(text: str) -> Any:
 def marked(text: str) -> Any:
     """A tool parser of a model that marks its calls by a special token."""
     content, mark, name = text.partition("<user>")
-    return content, [ToolCall(name, "{}")] if mark else []
+    return content, [ToolCall(name.removesuffix("<pad>"), "{}")] if mark and name.endswith("<pad>") else []
 
 
 def context(engine: Any, proxy: ChatProxy | None, **sampling: Any) -> RolloutContext:

@@ -217,7 +217,7 @@ async def test_a_parser_sees_the_special_tokens_that_mark_calls_but_the_agent_do
             assert answer.content == content and [c.function.name for c in answer.tool_calls or []] == calls
 
     thought = "<think>add <user>them</think>" if apart else ""
-    engine = Script(f"{thought}so<user>add", f"{thought}so<pad>")
+    engine = Script(f"{thought}so<user>add<pad>", f"{thought}so<pad>")
     await rollout(engine, look, tool_parser="proxy_stand.marked", separate_reasoning=apart)
 
 
