@@ -116,6 +116,10 @@ def doctor(
     hooks: Annotated[
         bool, typer.Option("--hooks", help="Only load FILE's hooks and try them on a prompt, with scripted engines.")
     ] = False,
+    gap: Annotated[
+        bool, typer.Option("--gap", help="Only sample a batch and compare its log-probs between engines and trainers.")
+    ] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="With --gap: name the first part that differs.")] = False,
     debug: Debug = False,
 ) -> None:
     """Say what this machine has, what is missing and how to get it."""
@@ -124,6 +128,9 @@ def doctor(
         return
     if hooks:
         _show_hooks(file, overrides or [])
+        return
+    if gap or layers:
+        _show_gap(file, overrides or [], layers)
         return
     from slimx.preflight.doctor import examine
 
@@ -141,6 +148,17 @@ def doctor(
             highlight=False,
         )
     if not healthy:
+        raise typer.Exit(1)
+
+
+def _show_gap(file: Path | None, overrides: list[str], layers: bool) -> None:
+    """Exit code 1 if numerics.mode is exact and there is a gap."""
+    if file is None:
+        raise SlimxError("slimx doctor --gap needs the YAML file of a run; give it as FILE")
+    config = load_config(file, overrides)
+    from slimx.orchestration.gap import run_gap
+
+    if not run_gap(config, Console(), layers=layers) and config.exact:
         raise typer.Exit(1)
 
 

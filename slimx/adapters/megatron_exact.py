@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slimx.adapters.megatron_attention import Attention
@@ -48,7 +49,7 @@ def install(block: Any, *, leaves: int, rotary_base: float | None) -> None:
         ColumnParallelLinear: ModuleSpec(ExactColumn),
         NormColumnParallelLinear: ModuleSpec(ExactNormColumn),
         RowParallelLinear: ModuleSpec(ExactRow, params={"leaves": leaves}),
-        Linear: ModuleSpec(ExactLinear),
+        MLASelfAttention: ModuleSpec(ExactLatentAttention),
         Norm: ModuleSpec(ExactNorm),
         Attention: ModuleSpec(ExactAttention, params={"rotary_base": rotary_base}),
         ColumnGroupedLinear: ModuleSpec(ExactColumnGrouped),
@@ -113,11 +114,16 @@ class ExactNormColumn(_Column, NormColumnParallelLinear):
     norm = staticmethod(exact.rms_norm)
 
 
-class ExactLinear(Linear):
-    """A layer that all ranks of TP have whole."""
+class ExactLinear(torch.nn.Module):
+    """The product of a layer that all ranks of TP have whole, with that layer's parameter and checkpoint keys."""
+
+    def __init__(self, whole: Linear):
+        super().__init__()
+        self.weight = whole.weight
+        self.sharded_state_dict = whole.sharded_state_dict
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return exact.linear(x, self.weight, bias=self.bias), None
+        return exact.linear(x, self.weight), None
 
 
 class _TreeSum(torch.autograd.Function):
@@ -217,6 +223,16 @@ class ExactAttention(Attention):
         bounds = torch.tensor([0, *lengths]).cumsum(0)
         how = {"rows": rows, "window": self.window, "sinks": self.softmax_offset}
         return exact.attention(query, key, value, bounds, self.scale, **how).flatten(1)
+
+
+class ExactLatentAttention(MLASelfAttention):
+    """Upstream looks at the very classes of the down projections in a spec, so they are exchanged afterwards."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if isinstance(layer := getattr(self, name, None), Linear):
+                setattr(self, name, ExactLinear(layer))
 
 
 # Experts -----------------------------------------------------------------------------------------------------------

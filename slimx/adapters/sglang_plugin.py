@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 import slimx
-from slimx.adapters import sglang_cpu, sglang_numerics
+from slimx.adapters import sglang_cpu, sglang_numerics, sglang_trace
 from slimx.adapters.sglang_receiver import receiver_of
 from slimx.errors import SlimxError
 
@@ -135,12 +135,24 @@ def _answer(runner: Any, action: str, argument: dict[str, Any]) -> dict[str, Any
         "slimx.commit": lambda: receiver.commit(**argument),
         "slimx.abort": receiver.abort,
         "slimx.status": receiver.status,
+        "slimx.trace": lambda: _trace(runner, **argument),
     }
     if action not in actions:
         raise SlimxError(
             f"unknown action {action}; this server's slimx {slimx.__version__} knows {', '.join(sorted(actions))}"
         )
     return actions[action]()
+
+
+def _trace(runner: Any, on: bool) -> dict[str, Any]:
+    """Begin to note what goes through the model, or end it: {point: digests of rows}."""
+    if on:
+        runner.slimx_trace = sglang_trace.Trace(runner.model)
+        return {}
+    trace = runner.__dict__.pop("slimx_trace", None)
+    if trace is None:
+        raise SlimxError("no trace was begun in this process")
+    return trace.end()
 
 
 def _own_part(argument: dict[str, Any], rank: int) -> dict[str, Any]:

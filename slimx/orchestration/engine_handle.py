@@ -128,6 +128,10 @@ class EngineHandle:
         """End all requests of the server now; each brings what it has."""
         await self._call("the interruption", self._living.call.remote("interrupt"))
 
+    async def trace(self, on: bool) -> dict[str, list[str]]:
+        """Begin or end noting what goes through its model."""
+        return await self._call("the trace", self._living.call.remote("trace", on))
+
     async def sleep(self) -> None:
         """Release the memory of weights and KV cache (nothing on the CPU)."""
         if await self.state() is State.READY:

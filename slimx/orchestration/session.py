@@ -49,7 +49,12 @@ from slimx.trainer.checkpoint.files import MANIFEST
 
 
 def run_training(config: Config, console: Console) -> Path:
-    """Check, start, train, stop; returns the run's directory.
+    """Check, start, train, stop; returns the run's directory. Raises as `run_session` does."""
+    return run_session(config, console, train)
+
+
+def run_session(config: Config, console: Console, work: Callable[[Run], Awaitable[None]]) -> Path:
+    """Check, start everything, do `work`, stop; returns the run's directory.
 
     Raises SlimxError, Interrupted after a stop, or Preempted after a checkpoint that SIGUSR1 asked for.
     """
@@ -82,7 +87,7 @@ def run_training(config: Config, console: Console) -> Path:
         (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
         start_ray(config, device_of(config))
         try:
-            asyncio.run(interruptible(partial(_session, config, prepared, saves, resume_from, console)))
+            asyncio.run(interruptible(partial(_session, config, prepared, saves, resume_from, console, work)))
         finally:
             stop_ray()
     return directory
@@ -119,6 +124,7 @@ async def _session(
     saves: Saves,
     resume_from: Path | None,
     console: Console,
+    work: Callable[[Run], Awaitable[None]],
     leaving: asyncio.Event,
 ) -> None:
     directory, replayed = Path(config.run.dir), config.rollout.replay
@@ -219,7 +225,7 @@ async def _session(
         # What is alive now is imported modules, mostly: each full garbage collection would look at it again (0.2 s).
         gc.collect()
         gc.freeze()
-        await train(run)
+        await work(run)
 
 
 def finish(config: Config, directory: Path) -> Path | None:

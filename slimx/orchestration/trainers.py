@@ -13,6 +13,7 @@ import ray
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch
 from slimx.data.routes import for_stage
+from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
 from slimx.models.checkpoint_writer import finish_directory, shard_name
@@ -25,6 +26,7 @@ from slimx.reshard.packed import PackedBucket
 from slimx.reshard.packer import describe
 from slimx.reshard.pieces import PlannedBuckets
 from slimx.reshard.plan import Plan
+from slimx.trainer.contract import contract_of
 from slimx.trainer.worker import TrainerWorker
 
 
@@ -49,6 +51,13 @@ class TrainerGroup(RankGroup):
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks up, with the plans by which weights leave; their pids and adapters, by rank."""
         started = await super().start()
+        wanted = contract_of(self.config)
+        for rank, one in enumerate(started):
+            if one["numerics"] != wanted:  # another release of slimx on its machine
+                raise SlimxError(
+                    f"trainer rank {rank} computes by the contract {one['numerics']}, this process by {wanted}; "
+                    "install the same slimx on every machine"
+                )
         await self._prepare()
         return started
 
@@ -86,6 +95,13 @@ class TrainerGroup(RankGroup):
         arguments = self.sharded(batch.shards, version, mismatch)
         results = await self.call("measure_gap", arguments, "the measurement of the log-prob gap")
         return self.metrics_of(results)
+
+    async def trace(self, batch: TrainBatch) -> dict[str, list[str]]:
+        """Digests of the residual stream in a pass over `batch`, by point: those of one data-parallel rank."""
+        found: dict[str, list[str]] = {}
+        for points in await self.call("trace", self.sharded(batch.shards), "the trace of a pass"):
+            found = points | found
+        return found
 
     async def save(self, path: Path, *, step: int) -> None:
         """Have all ranks copy their state and start writing it; their reports in `path` tell the rest."""

@@ -105,6 +105,10 @@ class EngineControl:
                 f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')"
             )
 
+    async def trace(self, on: bool) -> dict[str, list[str]]:
+        """Begin (`on`) or end noting digests of the residual stream; at the end the first rank's, by point."""
+        return (await self._ask("slimx.trace", {"on": on}))[0]
+
     async def server_info(self) -> Json:
         """The arguments that the server runs with, by the names of SGLang's ServerArgs, and more."""
         return await self._call("GET", "/server_info")

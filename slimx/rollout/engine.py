@@ -178,6 +178,11 @@ class Engine:
         if self.state is State.READY:
             await self.control.health(deadline_s)
 
+    async def trace(self, on: bool) -> dict[str, list[str]]:
+        """Begin or end noting what goes through the model (`EngineControl.trace`)."""
+        self.require("trace", State.READY)
+        return await self.control.trace(on)
+
     # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:

@@ -32,6 +32,7 @@ from slimx.trainer.parallel import ParallelState
 from slimx.trainer.passes import ForwardPasses, Holder
 from slimx.trainer.routes import within_sequence
 from slimx.trainer.routing import Routes, Routing
+from slimx.trainer.trace import traced
 from slimx.trainer.updates import combine
 from slimx.trainer.weights import Weights
 
@@ -157,6 +158,12 @@ class Trainer:
         with self.routing.forward(batches, replay=replay):
             scores = self.pipeline.scores(batches)
         return self._metrics(batches, [({}, each.logprobs) for each in scores], version, mismatch=mismatch)
+
+    def trace(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
+        """Digests of the residual stream in this rank's layers in a pass over `batches` (slimx.trainer.trace)."""
+        with traced([unwrap(chunk) for chunk in self.chunks]) as rows:
+            self.pipeline.scores(self._local(batches))
+        return dict(rows)
 
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after step `step` and start writing this rank's part of it into `path`."""

@@ -43,8 +43,8 @@ class TrainerWorker:
         return f"tcp://{address(host, free_port(host))}"
 
     def start(self, init_method: str) -> dict[str, Any]:
-        """Join the other ranks, build the model, load the weights; returns this rank's pid, adapters in force, and
-        on CUDA the UUID of its GPU and the number of CPUs that it runs on."""
+        """Join the other ranks, build the model, load the weights; returns this rank's pid, adapters in force,
+        contract of exact mode (None in fast mode), and on CUDA the UUID of its GPU and the number of its CPUs."""
         from slimx.config.schema import Config
 
         config = Config.model_validate(self._values)
@@ -54,6 +54,7 @@ class TrainerWorker:
         import torch
 
         from slimx.layout.ranks import sizes_of
+        from slimx.trainer.contract import contract_of
         from slimx.trainer.memory import PhaseMemory, meter_of
         from slimx.trainer.parallel import ParallelState
 
@@ -70,7 +71,7 @@ class TrainerWorker:
             seed=config.run.seed,
         )
         self._build(config)
-        return {"pid": os.getpid(), "adapters": adapters, **place}
+        return {"pid": os.getpid(), "adapters": adapters, "numerics": contract_of(config), **place}
 
     def _look_at_gpu(self, config: Any, device: Any) -> dict[str, Any]:
         """Refuse a broken GPU, run on the CPUs beside it, and guard its memory from now on."""
@@ -123,6 +124,10 @@ class TrainerWorker:
         with self._memory.phase("probe"):
             self._resident(training=False)
             return self._trainer.measure_gap(batches, version=version, mismatch=mismatch)
+
+    def trace(self, batches: Any) -> dict[str, list[str]]:
+        self._resident(training=False)
+        return self._trainer.trace(batches)
 
     def save(self, path: str, step: int) -> None:
         with self._memory.phase("save"):

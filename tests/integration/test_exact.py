@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from slimx.ports import free_port
+from tests.integration import exact_server
+from tests.integration.engine_families import make_model
+from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, steps, write_config
+from tests.integration.test_engine_ranks import make_deepseek
 
 pytestmark = pytest.mark.integration
+
+ONE: dict[str, Any] = {"trainer": {}}
+TWO: list[dict[str, Any]] = [
+    {"trainer": {"world_size": 2, "tensor": 2}},  # experts cut by tensor parallelism too
+    {"trainer": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1}},
+    {"trainer": {"world_size": 2, "expert": 2}},
+    {"trainer": {"world_size": 2, "pipeline": 2, "max_tokens_per_microbatch": 4096}},
+    {"trainer": {"world_size": 2, "context": 2}},
+    {"trainer": {"world_size": 2, "max_tokens_per_microbatch": 60}},  # data parallel
+]
+"""Layouts of two ranks; the packing differs as well."""
+DENSE = [case for case in TWO if "expert" not in case["trainer"]]
+SPOILT = ["weights", "rms_norm", "linear", "silu_and_mul", "moe_combine"]
 
 
 def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
@@ -29,3 +50,82 @@ def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["gap/max"] == 0.0 and row["mismatch/max"] == 0.0
         assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
+
+
+def gaps(out: Path, groups: list[dict[str, Any]], world: int = 2) -> list[list[dict[str, float]]]:
+    """Gap metrics of every group's cases (exact_rank)."""
+    out.mkdir(exist_ok=True)
+    count = sum(len(group["cases"]) for group in groups)
+    meetings = [f"tcp://127.0.0.1:{free_port()}" for _ in range(count)]
+    (out / "job.json").write_text(json.dumps({"groups": groups, "init_methods": meetings}))
+    run_ranks("tests.integration.exact_rank", out, world, 240)
+    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
+    return [
+        [next((rank[g][c] for rank in ranks if rank[g][c]), {}) for c in range(len(group["cases"]))]
+        for g, group in enumerate(groups)
+    ]
+
+
+def sequences(count: int = 24) -> list[dict[str, Any]]:
+    random = np.random.default_rng(3)
+    lengths = [(int(random.integers(2, 30)), int(random.integers(1, 12))) for _ in range(count)]
+    tokens = [[random.integers(4, 100, n).tolist() for n in pair] for pair in lengths]
+    return [
+        {"prompt": prompt, "tokens": sampled, "temperature": (1.0, 0.7)[number % 2]}
+        for number, (prompt, sampled) in enumerate(tokens)
+    ]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
+    """Directories by family."""
+    out = tmp_path_factory.mktemp("models")
+    for name in ("qwen3", "qwen2"):
+        make_model(name, out / name)
+    make_deepseek(out / "deepseek")
+    return {"moe": tiny_model} | {name: out / name for name in ("qwen3", "qwen2", "deepseek")}
+
+
+def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    def group(name: str, dtype: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+        cases = [{"leaves": 2, **case} for case in [ONE, *cases]]
+        return {"model": str(models[name]), "dtype": dtype, "completions": sequences(), "cases": cases}
+
+    spoilt = [{**ONE, "spoil": what} for what in SPOILT]
+    groups = [
+        group("moe", "bfloat16", TWO),
+        group("moe", "float32", [*TWO, {**ONE, "leaves": 4}, *spoilt]),  # rounding to bfloat16 would hide some
+        group("qwen2", "bfloat16", DENSE),  # biases, tied embeddings
+        group("deepseek", "float32", TWO),  # latent attention, sigmoid router with bias and groups, shared experts
+    ]
+    found = gaps(tmp_path / "ranks", groups)
+    tokens = sum(len(one["tokens"]) for one in sequences())
+    for group_of, (_, *metrics) in zip(groups, found, strict=True):
+        for case, metric in zip(group_of["cases"][1:], metrics, strict=True):
+            assert metric["gap/tokens"] == tokens, case
+            wanted = "spoil" in case or case["leaves"] != 2
+            assert (metric["gap/max"] > 0) == wanted, (group_of["model"], case, metric["gap/max"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "tensor"),
+    [("moe", "bfloat16", 1), ("moe", "float32", 2), ("qwen3", "bfloat16", 2), ("qwen2", "float32", 1)],
+)
+def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publication(
+    models: dict[str, Path], tmp_path: Path, name: str, dtype: str, tensor: int
+) -> None:
+    other = exact_server.changed(models[name], tmp_path / "other")
+    engine = exact_server.server(models[name], dtype, 2, tensor, tmp_path / "server.log")
+    sampled = exact_server.run(engine, models[name], other, dtype)
+    cases = [{"leaves": 2, **case} for case in [ONE, *(TWO if name == "moe" else DENSE)]]
+    groups = [{"model": model, "dtype": dtype, "completions": done, "cases": cases} for model, done in sampled.items()]
+    stale = {"model": groups[0]["model"], "completions": groups[1]["completions"], "cases": [cases[0]], "dtype": dtype}
+    *found, [seen] = gaps(tmp_path / "ranks", [*groups, stale])
+    for group, metrics in zip(groups, found, strict=True):
+        for case, metric in zip(group["cases"], metrics, strict=True):
+            assert metric["gap/tokens"] == sum(len(one["tokens"]) for one in group["completions"])
+            assert metric["gap/max"] == 0.0, (group["model"], case)
+    assert seen["gap/max"] > 0, "weights of another version must show"

@@ -1,0 +1,73 @@
+"""`slimx doctor --gap`: one batch through engines and trainers, their gap, and where it begins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from slimx.config.schema import Config
+from slimx.data.batch import make_rows
+from slimx.data.records import Trajectory
+from slimx.errors import SlimxError
+from slimx.numerics.rows import first_difference
+from slimx.orchestration.run import Run
+from slimx.orchestration.session import run_session
+
+FOLDER = "gap"
+"""Of a run's directory: what is measured does not touch the run."""
+SHOWN = ("gap/tokens", "gap/mean", "gap/max", "gap/tokens_above_1e-5", "gap/tokens_other_routes", "routes/differing")
+
+
+def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
+    """Start trainers and engines as a run would, sample one step's batch and compare its log-probs.
+
+    `layers`: also say which part of the model is the first that differs. Prints the figures; returns whether the two
+    sides agree to the last bit. Raises SlimxError for a configuration without engines, or what a run would raise."""
+    if not config.rollout.policy_engines:
+        raise SlimxError("slimx doctor --gap compares trainers with engines, and rollout.engines is empty")
+    if layers and config.trainer.tensor * config.trainer.context > 1:
+        raise SlimxError(
+            "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
+            "trainer.context=1 beside it (and numerics.leaves to what the run has)"
+        )
+    own = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
+    figures: dict[str, float] = {}
+    say = partial(console.print, highlight=False, markup=False)
+    run_session(config.model_copy(update={"run": own}), console, partial(_measure, figures, say, layers))
+    return figures["gap/max"] == 0.0
+
+
+async def _measure(figures: dict[str, float], say: Callable[[str], None], layers: bool, run: Run) -> None:
+    await run.publish()
+    batch = await run.watched(run.rollouts.next_batch())
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
+    rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
+    figures |= await run.trainers.measure_gap(run.packer(rows), version=run.version)
+    for name in SHOWN:
+        if name in figures:
+            say(f"{name:<24} {figures[name]:.3g}")
+    if layers:
+        say(await _first(run, max(trajectories, key=lambda each: len(each.token_ids))))
+
+
+async def _first(run: Run, trajectory: Trajectory) -> str:
+    """Where the two sides part on the tokens of one rollout, in a sentence."""
+    await run.publish()  # forgets the KV of these tokens, so that the engine computes them all
+    engines = run.engines.engines
+    await asyncio.gather(*(engine.trace(True) for engine in engines))
+    await run.client.score(trajectory.token_ids)  # by one of them
+    served = max(await asyncio.gather(*(engine.trace(False) for engine in engines)), key=len)
+    weight = np.ones(len(trajectory.token_ids) - 1, np.float32)
+    batch = run.packer(make_rows([trajectory] * run.sizes.data, [0.0] * run.sizes.data, [weight] * run.sizes.data))
+    trained = await run.trainers.trace(batch)
+    found = first_difference(served, trained)
+    if found is None:
+        return "the residual stream is the same in every layer: what differs comes after the last norm, if anything"
+    part, tokens = found
+    return f"the first difference is after {part}: {tokens} of {len(trajectory.token_ids) - 1} tokens"

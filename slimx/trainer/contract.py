@@ -1,0 +1,11 @@
+"""What a trainer rank attests of its numerics."""
+
+from __future__ import annotations
+
+from slimx.config.schema import Config
+from slimx.numerics.exact.contract import contract
+
+
+def contract_of(config: Config) -> dict[str, int | str] | None:
+    """The contract of exact mode that a trainer with this configuration computes by; None in fast mode."""
+    return contract(leaves=config.leaves, dtype=config.numerics.dtype) if config.exact else None

@@ -1,0 +1,147 @@
+"""Exact mode refuses what it cannot do, and a side that does not compute what it should is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import slimx
+from slimx.adapters import sglang_numerics
+from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ExactServer, asked_leaves
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.numerics import exact
+from slimx.orchestration.measure import check_gap
+from slimx.preflight.exact import check_exact
+from slimx.rollout.control import PROTOCOL, EngineControl
+from slimx.rollout.engine import Engine
+from slimx.rollout.spec import EngineSpec, server_argv
+
+SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, exact_leaves=2)
+
+
+def config(**sections: Any) -> Config:
+    base = {
+        "run": {"dir": "/tmp/x"},
+        "model": {"path": "/model"},
+        "numerics": {"mode": "exact"},
+        "rollout": {"prompts": "p"},
+        "reward": {"function": "a.b"},
+    }
+    for name, section in sections.items():
+        base[name] = base.get(name, {}) | section
+    return Config.model_validate(base)
+
+
+def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
+    assert config().leaves == 1 and config(numerics={"mode": "fast"}).leaves is None
+    two = {"world_size": 4, "tensor": 2}
+    assert config(trainer=two).leaves == 2
+    assert config(trainer=two, rollout={"engines": [{"tensor": 4}]}).leaves == 4
+    assert config(trainer=two, numerics={"mode": "exact", "leaves": 8}).leaves == 8
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"numerics": {"leaves": 3}}, "numerics.leaves is 3, which makes no binary tree"),
+        ({"trainer": {"world_size": 2, "tensor": 2}, "numerics": {"leaves": 1}}, "trainer.tensor 2 does not divide"),
+        (
+            {"rollout": {"engines": [{"tensor": 4}]}, "numerics": {"leaves": 2}},
+            "rollout.engines group actor 4 does",
+        ),
+        ({"numerics": {"mode": "fast", "leaves": 2}}, "numerics.leaves cuts sums in numerics.mode exact"),
+        ({"cluster": {"device": "cuda"}}, "proven on the CPU only"),
+        ({"trainer": {"moe": {"replay": "R3"}}}, "set trainer.moe.replay=none"),
+        ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron.fp8 would change"),
+        ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p=1"),
+        ({"publish": {"quantise": "ieee"}}, "set publish.quantise=null"),
+        ({"rollout": {"engines": [{"tensor": 2, "expert": 2}]}}, "set expert=1 in rollout.engines group actor"),
+        ({"rollout": {"engines": [{"sglang": {"kv_cache_dtype": "fp8_e4m3"}}]}}, "sglang.kv_cache_dtype, which"),
+        ({"rollout": {"engines": [{"sglang": {"speculative_algorithm": "EAGLE"}}]}}, "sglang.speculative_algorithm"),
+    ],
+)
+def test_what_exact_mode_cannot_do_is_refused_by_the_key_to_change(sections: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(**sections)
+    assert named in str(caught.value)
+
+
+def test_a_family_that_was_not_proven_is_refused() -> None:
+    fields = {"num_attention_heads": 4, "kv_channels": 32, "ffn_hidden_size": 192, "moe_ffn_hidden_size": None}
+    spec = SimpleNamespace(path="/m", family=SimpleNamespace(ARCHITECTURE="Qwen3ForCausalLM"), transformer=fields)
+    check_exact(config(), spec, "cpu")
+    with pytest.raises(SlimxError, match="this machine has a GPU"):
+        check_exact(config(), spec, "cuda")
+    many = config(numerics={"mode": "exact", "leaves": 128})
+    with pytest.raises(SlimxError, match="numerics.leaves 128 does not divide the 192 inputs of the down projection"):
+        check_exact(many, spec, "cpu")
+    spec.family.ARCHITECTURE = "GptOssForCausalLM"
+    with pytest.raises(SlimxError, match="/m is a GptOssForCausalLM: set numerics.mode=fast"):
+        check_exact(config(), spec, "cpu")
+    check_exact(config(numerics={"mode": "fast"}), spec, "cuda")
+
+
+def test_a_server_is_told_its_leaves_on_its_command_line() -> None:
+    argv = server_argv(SPEC)
+    assert asked_leaves(argv) == 2 and argv[argv.index("--attention-backend") + 1] == ATTENTION
+    assert "--disable-radix-cache" not in argv
+    assert asked_leaves(server_argv(replace(SPEC, exact_leaves=None))) is None
+    assert asked_leaves(["server.py", "--", "--exact-leaves", "4"]) is None, "an argument of SGLang's is not ours"
+
+
+def test_a_server_with_another_contract_is_refused(tmp_path: Path) -> None:
+    engine = Engine(SPEC, tmp_path / "log")
+    same = exact.contract(leaves=2, dtype="float32")
+    engine.attestation = [{"numerics": same}]
+    engine._check_numerics()
+    others = (exact.contract(leaves=4, dtype="float32"), same | {"version": 0}, None)
+    for other in others:
+        engine.attestation = [{"numerics": same}, {"numerics": other}]
+        with pytest.raises(SlimxError, match="engine e rank 1 computes by .*, the trainer by the exact contract"):
+            engine._check_numerics()
+    engine.spec, engine.attestation = replace(SPEC, exact_leaves=None), [{"numerics": same}]
+    with pytest.raises(SlimxError, match=r"the trainer by no contract \(numerics.mode fast\)"):
+        engine._check_numerics()
+
+
+def test_an_operation_that_is_not_in_force_is_named() -> None:
+    room = ExactServer(1)
+    targets = (*room.replacements(), LOG_SOFTMAX)
+    model = torch.nn.ModuleList([type("FusedMoE", (torch.nn.Module,), {})()])
+    room.calls.update([*targets, ATTENTION])
+    registry = SimpleNamespace(_patched=set(targets))
+    assert all(room.in_force(registry, model).values())
+    registry._patched.discard(LINEAR)  # SGLang only logs a hook that fails
+    room.calls[NORM] = 0  # replaced, but the model takes another path
+    wrong = [target for target, good in room.in_force(registry, model).items() if not good]
+    assert wrong == [NORM, LINEAR]
+    rank = {"protocol": PROTOCOL, "slimx": slimx.__version__, "cpu": None, "pid": 7}
+    with pytest.raises(SlimxError, match=f"not in force in process 7: {NORM}, {LINEAR}; SGLang's log says why"):
+        EngineControl("http://127.0.0.1:1", "e")._check(rank | {"hooks": room.in_force(registry, model)})
+
+
+def test_operations_that_a_model_does_not_have_need_not_have_been_called() -> None:
+    room = ExactServer(1)
+    room.calls.update([*room.replacements(), ATTENTION])
+    for target in (sglang_numerics.TOP_K, sglang_numerics.EXPERTS, LOG_SOFTMAX):
+        room.calls[target] = 0
+    registry = SimpleNamespace(_patched={*room.replacements(), LOG_SOFTMAX})
+    assert all(room.in_force(registry, torch.nn.Linear(1, 1)).values())
+
+
+def test_a_gap_ends_an_exact_run_and_no_other() -> None:
+    metrics = {"gap/tokens": 12.0, "gap/max": 1e-7}
+    with pytest.raises(SlimxError, match=r"step 3: numerics.mode is exact, but .* by up to 1.0e-07 on 12 tokens"):
+        check_gap(config(), metrics, 3)
+    with pytest.raises(SlimxError, match="by up to nan"):
+        check_gap(config(), metrics | {"gap/max": float("nan")}, 3)
+    check_gap(config(numerics={"mode": "fast"}), metrics, 3)
+    check_gap(config(), metrics | {"gap/max": 0.0}, 3)
+    check_gap(config(), {}, 3)
