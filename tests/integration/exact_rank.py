@@ -5,6 +5,7 @@
 JOB has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, logprobs, temperature of each) and `cases`
 in order: a `trainer` section, `leaves`, and what is spoilt (`spoil`). Completions without log-probs take those of the
 first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {} where this rank has none.
+Of a case with `gradients` (the numerics.mode in which they are computed), GROUP-CASE.safetensors has those of one step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.data.batch import make_rows
 from slimx.data.records import Span, Trajectory
+from slimx.data.weights import loss_weights
 from tests.integration.rank_start import enter, join, leave
 
 VERSION = 1
@@ -55,13 +57,20 @@ def trajectories(completions: list[dict[str, Any]]) -> list[Trajectory]:
     return out
 
 
-def config(group: dict[str, Any], case: dict[str, Any], out: Path) -> Config:
-    trainer = {"max_tokens_per_microbatch": 150, "logprob_chunk_tokens": 64, **case["trainer"]}
+def config(group: dict[str, Any], case: dict[str, Any], out: Path, mode: str = "exact") -> Config:
+    trainer = {
+        "max_tokens_per_microbatch": 150,
+        "logprob_chunk_tokens": 64,
+        "distributed_optimizer": False,  # every rank then holds whole gradients
+        "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
+        **case["trainer"],
+    }
+    exact = {"mode": "exact", "leaves": case.get("leaves")} if mode == "exact" else {}
     return Config.model_validate(
         {
             "run": {"dir": str(out)},
             "model": {"path": group["model"]},
-            "numerics": {"dtype": group["dtype"], "mode": "exact", "leaves": case.get("leaves")},
+            "numerics": {"dtype": group["dtype"], **exact},
             "trainer": trainer,
             "rollout": {"prompts": "p"},
             "reward": {"function": "tests.integration.hooks.digits"},
@@ -74,7 +83,7 @@ def spoilt(what: str | None) -> Iterator[None]:
     """One operation of the trainer as torch has it."""
     import torch.nn.functional as F
 
-    from slimx.numerics import exact
+    from slimx.numerics.attention import packed_attention
     from slimx.numerics.norm import rms_norm
 
     plain = {
@@ -87,9 +96,9 @@ def spoilt(what: str | None) -> Iterator[None]:
             "slimx.numerics.exact.silu_and_mul",
             lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
         ),
-        "moe_combine": (
-            "slimx.numerics.exact.moe_combine",
-            lambda rows, weights, shared=None: exact.combine_leaves(list((rows * weights[..., None]).unbind(1))),
+        "attention": (
+            "slimx.numerics.exact.attention",
+            lambda q, k, v, bounds, scale, **_: packed_attention(q, k, v, bounds.diff().tolist(), scale),
         ),
     }
     if what not in plain:
@@ -125,6 +134,29 @@ def gap(group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], ou
         return trainer.measure_gap(batches, version=VERSION)
 
 
+def write_gradients(
+    group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], path: Path, parallel: Any
+) -> None:
+    """Of one step on these tokens, under their Hugging Face names."""
+    import torch
+
+    from slimx.models.families import read_model
+    from slimx.orchestration.batches import make_packer
+    from slimx.trainer.trainer import Trainer
+    from tests.integration.gathering import write_tensors
+
+    settings, spec = config(group, case, path.parent, case["gradients"]), read_model(group["model"])
+    trainer = Trainer(settings, spec, parallel)
+    rows = make_rows(known, [(-1.0) ** number for number in range(len(known))], loss_weights(known, "token"))
+    batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.place.data]
+    trainer.train_step(batches, step=0, version=VERSION)
+    gradients = {
+        name: getattr(parameter, "main_grad", torch.zeros_like(parameter))  # the selection bias has none
+        for name, parameter in trainer.weights.parameters.items()
+    }
+    write_tensors(path, gradients, spec, parallel)
+
+
 def shared_logprobs(path: Path, known: list[Trajectory], rank: int, seconds: float = 120) -> None:
     """What rank 0 computed alone, on every rank."""
     if rank == 0:
@@ -146,12 +178,14 @@ def main() -> None:
     meetings = iter(job["init_methods"])
     for number, group in enumerate(job["groups"]):
         known, metrics = trajectories(group["completions"]), []
-        for case in group["cases"]:
+        for at, case in enumerate(group["cases"]):
             trainer, meeting, mine = config(group, case, out).trainer, next(meetings), {}
             if rank < trainer.world_size:
                 parallel = start(trainer, rank, meeting)
                 start = enter
                 mine = gap(group, case, known, out, parallel)
+                if "gradients" in case:
+                    write_gradients(group, case, known, out / f"{number}-{at}.safetensors", parallel)
                 leave(parallel)
             metrics.append(mine)
             if "logprobs" not in group["completions"][0]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from slimx.ports import free_port
 from tests.integration import exact_server
@@ -29,7 +30,9 @@ TWO: list[dict[str, Any]] = [
 ]
 """Layouts of two ranks; the packing differs as well."""
 DENSE = [case for case in TWO if "expert" not in case["trainer"]]
-SPOILT = ["weights", "rms_norm", "linear", "silu_and_mul", "moe_combine"]
+THREE_LAYERS = {"layers_per_stage": (1, 2)}
+"""Of the two stages, in models that have three layers; the quickstart's has two."""
+SPOILT = ["weights", "rms_norm", "linear", "silu_and_mul", "attention"]
 
 
 def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
@@ -66,6 +69,19 @@ def gaps(out: Path, groups: list[dict[str, Any]], world: int = 2) -> list[list[d
     ]
 
 
+def cases_of(name: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One rank first; all with two leaves unless they say otherwise."""
+    out = [{"leaves": 2, **case} for case in [ONE, *cases]]
+    return (
+        out
+        if name == "moe"
+        else [
+            {**case, "trainer": case["trainer"] | (THREE_LAYERS if "pipeline" in case["trainer"] else {})}
+            for case in out
+        ]
+    )
+
+
 def sequences(count: int = 24) -> list[dict[str, Any]]:
     random = np.random.default_rng(3)
     lengths = [(int(random.integers(2, 30)), int(random.integers(1, 12))) for _ in range(count)]
@@ -90,16 +106,23 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     def group(name: str, dtype: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
-        cases = [{"leaves": 2, **case} for case in [ONE, *cases]]
+        cases = cases_of(name, cases)
         return {"model": str(models[name]), "dtype": dtype, "completions": sequences(), "cases": cases}
 
     spoilt = [{**ONE, "spoil": what} for what in SPOILT]
+
+    def trained(case: dict[str, Any]) -> dict[str, Any]:
+        return {**case, "gradients": "exact" if case["trainer"].get("world_size", 1) > 1 else "fast"}
+
     groups = [
         group("moe", "bfloat16", TWO),
         group("moe", "float32", [*TWO, {**ONE, "leaves": 4}, *spoilt]),  # rounding to bfloat16 would hide some
         group("qwen2", "bfloat16", DENSE),  # biases, tied embeddings
         group("deepseek", "float32", TWO),  # latent attention, sigmoid router with bias and groups, shared experts
     ]
+    for each in groups:
+        if each["dtype"] == "float32":
+            each["cases"][: 1 + len(TWO)] = [trained(case) for case in each["cases"][: 1 + len(TWO)]]
     found = gaps(tmp_path / "ranks", groups)
     tokens = sum(len(one["tokens"]) for one in sequences())
     for group_of, (_, *metrics) in zip(groups, found, strict=True):
@@ -107,6 +130,19 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
             assert metric["gap/tokens"] == tokens, case
             wanted = "spoil" in case or case["leaves"] != 2
             assert (metric["gap/max"] > 0) == wanted, (group_of["model"], case, metric["gap/max"])
+    for number, group_of in enumerate(groups):
+        oracle, *others = [n for n, case in enumerate(group_of["cases"]) if "gradients" in case] or [None]
+        for other in others:
+            same_gradients(*(tmp_path / "ranks" / f"{number}-{n}.safetensors" for n in (oracle, other)))
+
+
+def same_gradients(stock: Path, exact: Path) -> None:
+    """Those of stock operations on one rank, up to rounding."""
+    wanted, got = load_file(stock), load_file(exact)
+    assert wanted.keys() == got.keys()
+    for name, tensor in wanted.items():
+        scale = max(tensor.abs().max().item(), 1e-3)
+        assert (got[name] - tensor).abs().max().item() <= 1e-5 * scale, name
 
 
 @pytest.mark.slow
@@ -120,7 +156,7 @@ def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publicat
     other = exact_server.changed(models[name], tmp_path / "other")
     engine = exact_server.server(models[name], dtype, 2, tensor, tmp_path / "server.log")
     sampled = exact_server.run(engine, models[name], other, dtype)
-    cases = [{"leaves": 2, **case} for case in [ONE, *(TWO if name == "moe" else DENSE)]]
+    cases = cases_of(name, TWO if name == "moe" else DENSE)
     groups = [{"model": model, "dtype": dtype, "completions": done, "cases": cases} for model, done in sampled.items()]
     stale = {"model": groups[0]["model"], "completions": groups[1]["completions"], "cases": [cases[0]], "dtype": dtype}
     *found, [seen] = gaps(tmp_path / "ranks", [*groups, stale])
