@@ -78,7 +78,8 @@ async def train(run: Run) -> None:
         if run.engines is not None and not metrics["gap/tokens"]:
             with run.phase("probe"):
                 metrics |= await run.watched(probe_gap(run, batch.groups))
-        check_gap(config, metrics, run.step)
+        if run.engines is not None:
+            check_gap(config, metrics, run.step)
         if run.due(config.eval.every) or run.step == schedule.steps:
             metrics |= await evaluate(run)
         await run.rollouts_kept()
