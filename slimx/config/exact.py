@@ -69,6 +69,8 @@ def exact_problems(
         yield f"{mode}, whose experts meet their tokens by trainer.moe.dispatcher=alltoall; set it"
     if field := next((name for name in MEGATRON_FIELDS if trainer.megatron.get(name)), None):
         yield f"{mode}, and trainer.megatron.{field} would change what the trainer computes; leave it out"
+    if trainer.recompute.granularity == "selective" and "moe_act" in trainer.recompute.modules:
+        yield f"{mode}, whose experts keep their activations: leave moe_act out of trainer.recompute.modules"
     sampling = rollout.sampling
     if sampling.top_p < 1 or sampling.top_k != -1:
         yield (

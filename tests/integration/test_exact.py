@@ -32,6 +32,14 @@ TWO: list[dict[str, Any]] = [
 DENSE = [case for case in TWO if "expert" not in case["trainer"]]
 THREE_LAYERS = {"layers_per_stage": (1, 2)}
 """Of the two stages, in models that have three layers; the quickstart's has two."""
+FOUR: list[dict[str, Any]] = [
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 2, "expert": 4, "expert_tensor": 1},
+    {"tensor": 2, "expert": 2, "expert_tensor": 2},
+    {"tensor": 2, "context": 2, "expert": 2, "expert_tensor": 1},
+    {"pipeline": 2, "context": 2},
+    {"expert": 4},
+]
 SPOILT = ["weights", "rms_norm", "linear", "silu_and_mul", "attention"]
 
 
@@ -134,6 +142,15 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
         oracle, *others = [n for n, case in enumerate(group_of["cases"]) if "gradients" in case] or [None]
         for other in others:
             same_gradients(*(tmp_path / "ranks" / f"{number}-{n}.safetensors" for n in (oracle, other)))
+
+
+@pytest.mark.slow
+def test_trainers_of_four_ranks_agree_to_the_last_bit(models: dict[str, Path], tmp_path: Path) -> None:
+    cases = [{**ONE, "leaves": 2}] + [{"trainer": {"world_size": 4, **sizes}, "leaves": 2} for sizes in FOUR]
+    group = {"model": str(models["moe"]), "dtype": "float32", "completions": sequences(), "cases": cases}
+    ((_, *metrics),) = gaps(tmp_path / "ranks", [group], world=4)
+    for case, metric in zip(cases[1:], metrics, strict=True):
+        assert metric["gap/tokens"] > 0 and metric["gap/max"] == 0.0, case
 
 
 def same_gradients(stock: Path, exact: Path) -> None:

@@ -60,6 +60,7 @@ def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
         ({"cluster": {"device": "cuda"}}, "proven on the CPU only"),
         ({"trainer": {"moe": {"replay": "R3"}}}, "set trainer.moe.replay=none"),
         ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron.fp8 would change"),
+        ({"trainer": {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}}, "leave moe_act out"),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p=1"),
         ({"publish": {"quantise": "ieee"}}, "set publish.quantise=null"),
         ({"rollout": {"engines": [{"tensor": 2, "expert": 2}]}}, "set expert=1 in rollout.engines group actor"),
