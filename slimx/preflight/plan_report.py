@@ -24,6 +24,7 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.batch_plan import batch_plan
 from slimx.preflight.colocated import colocated_memory
 from slimx.preflight.constraints import batch_problems, machine_problems, machine_warnings, memory_problems
+from slimx.preflight.exact import check_exact
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.layout import check_critic_layout, layout_problems
 from slimx.preflight.link_bytes import link_bytes
@@ -80,6 +81,7 @@ def plan_report(config: Config) -> Planned:
     sizes = sizes_of(config.trainer)
     critic = found.attempt(lambda: check_critic_layout(config)) if config.critic is not None else None
     found.attempt(lambda: check_routing(config, spec))
+    found.attempt(lambda: check_exact(config, spec, "cpu"))  # the run's own machine decides where it says auto
     found.problems += batch_problems(config, spec, sizes, critic[1] if critic else None)
     groups = [(group, found.attempt(lambda group=group: engine_sizes(group))) for group in config.rollout.served]
     found.attempt(lambda: check_devices(config, device))

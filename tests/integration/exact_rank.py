@@ -65,6 +65,8 @@ def config(group: dict[str, Any], case: dict[str, Any], out: Path, mode: str = "
         "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
         **case["trainer"],
     }
+    longest = max(len(one["prompt"]) + len(one["tokens"]) for one in group["completions"])
+    trainer["max_tokens_per_microbatch"] = max(trainer["max_tokens_per_microbatch"], longest + 8)
     exact = {"mode": "exact", "leaves": case.get("leaves")} if mode == "exact" else {}
     return Config.model_validate(
         {
