@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -26,7 +27,7 @@ from slimx.data.records import Prompt
 from slimx.dotted import imported
 from slimx.environments.base import Environment, Step
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout.process import end_with_parent, kill_descendants
+from slimx.rollout.process import kill_descendants
 
 KEY = "rollout.options.environment"
 CLOSE_S = 5.0
@@ -101,6 +102,8 @@ class InProcess:
         self._path, self._options, self._deadline_s, self._rollout = path, options, deadline_s, rollout
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
+        self._lifeline: Connection | None = None
+        """Nothing is written to it: the process ends when it is closed, as it is when the driver dies."""
         self._ended = False
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
@@ -164,14 +167,17 @@ class InProcess:
         # Taken in by the server when it starts, with the first environment of the run: its children have them at once.
         context.set_forkserver_preload(["__main__", __name__, self._path.rpartition(".")[0]])
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._path, self._options), daemon=True)
+        lifeline, self._lifeline = context.Pipe(duplex=False)
+        arguments = theirs, lifeline, self._path, self._options
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
+        lifeline.close()
 
 
-def _serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
+def _serve(connection: Connection, lifeline: Connection, path: str, options: dict[str, Any]) -> None:
     """What the process of one environment does."""
-    end_with_parent(os.getppid())  # the server, which ends with the driver
+    _end_with(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt ends
     world: Environment | None = None
     with asyncio.Runner() as runner:
@@ -193,6 +199,17 @@ def _serve(connection: Connection, path: str, options: dict[str, Any]) -> None:
                     connection.send((False, f"{type(error).__name__}: its answer cannot be sent ({error})"))
             if name == "close":
                 return
+
+
+def _end_with(lifeline: Connection) -> None:
+    """Have the kernel end this process when the other end of a pipe is closed: by SIGIO, whose default is to end, and
+    which waits for no interpreter that computes. The parent of this process outlives the driver as long as this does.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if lifeline.poll():  # it was closed before
+        os._exit(128 + signal.SIGIO)
 
 
 async def _awaited(call: Awaitable[Any]) -> Any:

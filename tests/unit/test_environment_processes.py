@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -20,6 +23,7 @@ from slimx.rollout.hooks import load_hooks
 from tests.unit.rollout_stand import config_of
 from tests.unit.test_examples import PROMPT, ScriptedEngine, context
 
+ROOT = Path(__file__).resolve().parents[2]
 WORLD = "tests.unit.environment_stand.Misbehaving"
 
 
@@ -136,7 +140,27 @@ def test_a_number_of_processes_that_is_none_is_refused():
         load_hooks(config_of(generate="slimx.rollout.multi_turn.generate", options=options))
 
 
-def test_nothing_of_the_tests_is_left_behind(tmp_path: Path):
-    """Their processes are the server's children, which is this process's."""
-    for child in psutil.Process().children(recursive=True):
-        assert "sleep" not in child.name()
+DRIVER = f"""
+import asyncio
+from slimx.data.records import Prompt
+from slimx.rollout.environment_processes import Environments
+
+async def main():
+    world = Environments().make("{WORLD}", {{}}, deadline_s=60, rollout="g/0", processes=1)
+    print((await world.reset(Prompt(id="p", token_ids=[1]), 0)).split()[1], flush=True)
+    await world.step("compute for ever")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_driver_that_is_killed_leaves_no_environment_behind(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable, str(tmp_path / "driver.py")]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=-1) as driver:
+        pid = int(driver.stdout.readline())
+        psutil.Process(pid).cpu_percent()
+        driver.kill()
+    gone, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
+    assert not alive

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from examples import debate, fan_out
+from examples.python_tool import Solver
 from examples.search import Search
 from slimx.data.records import Prompt
 from slimx.environments.python_tool import PythonTool
@@ -87,6 +88,14 @@ async def test_the_python_tool_runs_the_last_program_and_an_answer_ends_it():
     assert (await tool.step("```python\nwhile True: pass\n```")).text.endswith("(killed: over the limit of time)")
     end = await tool.step("The answer is 42")
     assert end.done and end.info == {"runs": 3}
+
+
+async def test_an_answer_is_graded_by_the_example_with_a_python_tool():
+    solver = Solver(price=0.25)
+    assert await solver.reset(PROMPT, 0) == ""
+    solver.runs = 2  # programs so far
+    end = await solver.step("It is 46.")
+    assert end.done and end.reward == 0.5 and end.info == {"runs": 2, "right": 1.0}
 
 
 async def test_search_finds_the_passages_that_fit_best(tmp_path):
