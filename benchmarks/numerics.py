@@ -102,7 +102,7 @@ class Decoder:
         ]
         self.ones = torch.ones(hidden, dtype=dtype)
         self.table = exact.rope_table(exact.rope_frequencies(HEAD, 10000.0), 2 * KEYS)
-        self.vocabulary = torch.randn(8192, hidden).to(dtype)
+        self.vocabulary = (torch.randn(8192, hidden) * hidden**-0.5).to(dtype)
 
     def run(self, ops: SimpleNamespace, x: torch.Tensor, positions: torch.Tensor, attend: Callable) -> torch.Tensor:
         """Log-probs of x [T, hidden]; `attend`: of query, key and value [T, heads or groups, 64]."""

@@ -244,7 +244,7 @@ SlimxExactStatus slimx_exact_linear(const void* x, const SlimxExactGroup* groups
     linear->tile(rows, group.weight + task.column * width * item, std::min(columns - task.column, tile), s, scratch,
                  group.out + (task.row * columns + task.column) * item_out);
   };
-  const auto ready = for_each<true>(int64_t(held.size()), std::min(team, int(held.size())), 0, prepare);
+  const auto ready = for_each<true>(int64_t(held.size()), std::max(1, std::min(team, int(held.size()))), 0, prepare);
   return ready == SLIMX_EXACT_OK ? for_each<true>(int64_t(tasks.size()), team, linear->scratch(s), compute) : ready;
 }
 

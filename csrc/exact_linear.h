@@ -108,8 +108,11 @@ static void few_rows(const RowBlock& rows, const T* weight, int64_t columns, con
       for (int part = 0; part < SLIMX_K_BLOCK; part += kWidth) {
         const int64_t left = s.leaf - k - part;
         const T* from = weight + leaf * s.leaf + k + part;
-        for (int j = 0; j < kWidth; ++j)
-          block[part + j] = j < columns && left > 0 ? load_some(from + j * s.width, left) : Floats{};
+        if (columns >= kWidth && left >= kWidth)
+          for (int j = 0; j < kWidth; ++j) block[part + j] = load(from + j * s.width);
+        else
+          for (int j = 0; j < kWidth; ++j)
+            block[part + j] = j < columns && left > 0 ? load_some(from + j * s.width, left) : Floats{};
         transpose(block + part);
       }
       for (int64_t r = 0; r < rows.count; ++r) {

@@ -30,7 +30,7 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
         most, log_sum = forward_on(logits.device).log_normaliser(logits.contiguous(), temperature)
-        out = (logits.float() / temperature[:, None] - most[:, None]) - log_sum[:, None]
+        out = (logits.float() / temperature[:, None]).sub_(most[:, None]).sub_(log_sum[:, None])
         ctx.save_for_backward(out, temperature)
         ctx.dtype = logits.dtype
         return out
@@ -38,8 +38,8 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         out, temperature = ctx.saved_tensors
-        inner = gradient - out.exp() * gradient.sum(1, keepdim=True)
-        return (inner / temperature[:, None]).to(ctx.dtype), None
+        inner = out.exp().mul_(-gradient.sum(1, keepdim=True)).add_(gradient)
+        return inner.div_(temperature[:, None]).to(ctx.dtype), None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         logits, tokens, temperature, most, log_sum = ctx.saved_tensors
-        share = (logits.float() / temperature[:, None] - (most + log_sum)[:, None]).exp()
-        inner = (-gradient / temperature)[:, None] * share
+        share = (logits.float() / temperature[:, None]).sub_((most + log_sum)[:, None]).exp_()
+        inner = share.mul_((-gradient / temperature)[:, None])
         inner.scatter_add_(1, tokens[:, None].long(), (gradient / temperature)[:, None])
         return inner.to(logits.dtype), None, None
