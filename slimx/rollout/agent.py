@@ -74,6 +74,8 @@ async def generate(
     """
     if ctx.proxy is None:
         raise SlimxError("agents sample through the run's proxy, and there is none here")
+    if prompt.messages is None:
+        raise SlimxError(f"prompt {prompt.id!r} has token ids; an agent needs messages")
     reading = Reading(ctx.tokenizer, find_parser(tool_parser, ctx.address), separate_reasoning)
     context = min(max_context or ctx.proxy.context, ctx.proxy.context)
     limits = Limits(context=context, requests=max_requests, sampled=max_tokens)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rollout_stand import Stand, config_of, one, prompts
 
 from slimx.data.prompts import PromptSource
-from slimx.data.records import Trajectory
+from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout import agent
 from slimx.rollout.hooks import GivenUp
@@ -423,6 +423,12 @@ async def test_agents_that_fail_or_ask_for_nothing_are_given_up_under_their_reas
         with pytest.raises(GivenUp) as caught:
             await rollout(Script(SlimxError("the engine is gone") if function is swallows else "2"), function)
         assert caught.value.reason == reason and text in str(caught.value)
+
+
+async def test_a_prompt_of_token_ids_is_nothing_for_an_agent():
+    proxy = ChatProxy(context=100)
+    with pytest.raises(SlimxError, match="prompt 'ids' has token ids; an agent needs messages"):
+        await agent.generate(context(Script(), proxy), Prompt(id="ids", token_ids=[1]), agent="proxy_stand.call")
 
 
 async def test_dead_agents_are_counted_by_reason_and_take_no_other_group_along():
