@@ -33,6 +33,7 @@ def server(model: Path, dtype: str, leaves: int, tensor: int, log: Path) -> Engi
         max_total_tokens=8192,
         sizes=EngineSizes(tensor=tensor),
         exact_leaves=leaves,
+        routed_experts=read_model(model).experts > 0,
         sglang={"chunked_prefill_size": 64},
     )
     return Engine(spec, log)
