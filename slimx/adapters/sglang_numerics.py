@@ -134,15 +134,16 @@ class ExactServer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls[ROTARY] += 1
         positions = (positions if offsets is None else positions + offsets).flatten()
-        table = self._table(rotary.base, rotary.rotary_dim, rotary.max_position_embeddings)
+        table = self._table(rotary.base, rotary.rotary_dim, int(positions.max()) if len(positions) else 0)
         heads = (x.reshape(len(positions), -1, rotary.head_size) for x in (query, key))
         turned = exact.rope(*heads, table, positions)
         return turned[0].reshape(query.shape), turned[1].reshape(key.shape)
 
-    def _table(self, base: float, dim: int, positions: int) -> torch.Tensor:
+    def _table(self, base: float, dim: int, last: int) -> torch.Tensor:
+        """For positions up to `last` at least."""
         key = float(base), dim
-        if key not in self._tables:
-            self._tables[key] = exact.rope_table(exact.rope_frequencies(dim, base), positions)
+        if last >= len(self._tables.get(key, ())):
+            self._tables[key] = exact.rope_table(exact.rope_frequencies(dim, base), 1 << last.bit_length())
         return self._tables[key]
 
     def linear(self, _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
