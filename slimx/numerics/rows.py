@@ -27,14 +27,22 @@ def row_digests(x: torch.Tensor) -> list[str]:
 
 def first_difference(engine: dict[str, list[str]], trainer: dict[str, list[str]]) -> tuple[str, int] | None:
     """Which part of the model is the first whose result differs for some token, and for how many tokens; None if the
-    residual stream is the same up to the last norm. Both: digests of the tokens in order, by point."""
+    residual stream is the same up to the last norm.
+
+    Both: digests of rows by point. An engine may have noted other tokens before and after those of the trainer, such as
+    a health check's: where they lie is found by their embeddings."""
     layers = sum(point.endswith(".attention") for point in trainer)
-    parts = [(attention_point(0), "the embedding")]
+    wanted, noted = trainer[attention_point(0)], engine[attention_point(0)]
+    tokens = len(wanted)
+    first = next((at for at in range(len(noted) - tokens + 1) if noted[at : at + tokens] == wanted), None)
+    if first is None:
+        return "the embedding", tokens
+    parts = []
     for layer in range(layers):
         after = attention_point(layer + 1) if layer + 1 < layers else OUTPUT
         parts += [(mlp_point(layer), f"the attention of layer {layer}"), (after, f"the MLP of layer {layer}")]
     for point, part in parts:
-        tokens = min(len(engine[point]), len(trainer[point]))
-        if differing := sum(a != b for a, b in zip(engine[point][:tokens], trainer[point][:tokens], strict=True)):
+        pairs = zip(engine[point][first : first + tokens], trainer[point][:tokens], strict=True)
+        if differing := sum(a != b for a, b in pairs):
             return part, differing
     return None

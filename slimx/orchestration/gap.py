@@ -39,7 +39,7 @@ def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
     figures: dict[str, float] = {}
     say = partial(console.print, highlight=False, markup=False)
     run_session(config.model_copy(update={"run": own}), console, partial(_measure, figures, say, layers))
-    return figures["gap/max"] == 0.0
+    return figures["gap/tokens"] > 0 and figures["gap/max"] == 0.0
 
 
 async def _measure(figures: dict[str, float], say: Callable[[str], None], layers: bool, run: Run) -> None:

@@ -19,9 +19,9 @@ def test_the_first_part_that_differs_is_named() -> None:
     parts = ("the embedding", "the attention of layer 0", "the MLP of layer 0", "the attention of layer 1")
     for number, part in enumerate((*parts, "the MLP of layer 1")):
         other = same | {point: ["a", "x", "y"] for point in POINTS[number:]}
-        assert first_difference(same, other) == (part, 2)
-    # An engine notes the token after which it stops too; the trainer has no label for it.
-    assert first_difference({point: ["a", "b", "c", "d"] for point in POINTS}, same) is None
+        assert first_difference(same, other) == (part, 2 if number else 3)
+    # An engine notes the token after which it stops too, for which the trainer has no label, and health checks.
+    assert first_difference({point: ["a", "a", "b", "c", "d"] for point in POINTS}, same) is None
 
 
 def test_a_digest_is_of_a_rows_bits() -> None:
