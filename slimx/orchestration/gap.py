@@ -63,11 +63,12 @@ async def _first(run: Run, trajectory: Trajectory) -> str:
     await asyncio.gather(*(engine.trace(True) for engine in engines))
     await run.client.score(trajectory.token_ids)  # by one of them
     served = max(await asyncio.gather(*(engine.trace(False) for engine in engines)), key=len)
-    weight = np.ones(len(trajectory.token_ids) - 1, np.float32)
-    batch = run.packer(make_rows([trajectory] * run.sizes.data, [0.0] * run.sizes.data, [weight] * run.sizes.data))
-    trained = await run.trainers.trace(batch)
+    count = len(trajectory.token_ids) - 1
+    copies = [trajectory] * run.sizes.data  # a pass wants one for each data-parallel rank
+    batch = run.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))
+    trained = {point: rows[:count] for point, rows in (await run.trainers.trace(batch)).items()}  # no padding
     found = first_difference(served, trained)
     if found is None:
         return "the residual stream is the same in every layer: what differs comes after the last norm, if anything"
     part, tokens = found
-    return f"the first difference is after {part}: {tokens} of {len(trajectory.token_ids) - 1} tokens"
+    return f"the first difference is after {part}: {tokens} of {count} tokens"
