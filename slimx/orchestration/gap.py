@@ -62,7 +62,8 @@ async def _first(run: Run, trajectory: Trajectory) -> str:
     engines = run.engines.engines
     await asyncio.gather(*(engine.trace(True) for engine in engines))
     await run.client.score(trajectory.token_ids)  # by one of them
-    served = max(await asyncio.gather(*(engine.trace(False) for engine in engines)), key=len)
+    traces = await asyncio.gather(*(engine.trace(False) for engine in engines))
+    served = max(traces, key=lambda trace: sum(map(len, trace.values())))
     count = len(trajectory.token_ids) - 1
     copies = [trajectory] * run.sizes.data  # a pass wants one for each data-parallel rank
     batch = run.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from safetensors.torch import load_file
 
 from slimx.ports import free_port
 from tests.integration import exact_server
+from tests.integration.conftest import ROOT
 from tests.integration.engine_families import make_model
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, steps, write_config
@@ -61,6 +65,22 @@ def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["gap/max"] == 0.0 and row["mismatch/max"] == 0.0
         assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_the_doctor_says_how_large_the_gap_is_and_where_it_begins(
+    mode: str, tiny_model: Path, task_of_sums: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_model, task_of_sums / "train.jsonl", numerics={"mode": mode})
+    command = [sys.executable, "-m", "slimx.cli", "doctor", str(config), "--gap", "--layers"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    gap = float(re.search(r"gap/max +(\S+)", done.stdout)[1])
+    if mode == "exact":
+        assert gap == 0.0 and "the residual stream is the same in every layer" in done.stdout
+    else:
+        assert 0 < gap < 1e-4 and "the first difference is after the " in done.stdout
 
 
 def gaps(out: Path, groups: list[dict[str, Any]], world: int = 2) -> list[list[dict[str, float]]]:
