@@ -25,6 +25,7 @@ from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.hook_trial import Trial, Tried
 from slimx.preflight.layout import check_layout
 from slimx.preflight.probe import try_hooks
+from slimx.rewards.mixture import Mixture
 from slimx.rollout.completion import ModelShape
 from slimx.rollout.hooks import Hooks, load_generate, load_keep, load_rewards
 from slimx.rollout.scripted_server import LOGPROB, VERDICT, ScriptedServer
@@ -56,6 +57,8 @@ def examine_hooks(config: Config) -> Examined:
         check_prompts(
             tokenizer, prompts, Path(config.rollout.prompts), config.rollout.max_prompt_tokens, spec.vocab_size
         )
+        if isinstance(hooks.reward, Mixture):
+            hooks.reward.check(prompts)
     except SlimxError as error:
         found.problems.append(str(error))
         return found
@@ -100,13 +103,7 @@ def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried:
     """Say what came back, and what is wrong with it."""
     hook = config.rollout.generate
     found.lines += ["", f"prompt {prompt.id!r}, log-probs of the stand-in {LOGPROB}:", *_table(tried)]
-    for each in tried:
-        if each.outcome.reason is None:
-            continue
-        said = f"with the stand-in saying {each.says}: {each.outcome.reason}: {each.outcome.detail}"
-        if each.frozen:
-            said += f" (frozen models were asked too, and said {VERDICT!r}: that may be why)"
-        (found.notes if each.frozen else found.problems).append(said)
+    _failures(tried, found)
     whole = [(each, each.outcome.group) for each in tried if each.outcome.reason is None and each.outcome.group]
     trajectories = [trajectory for _, group in whole for trajectory in group.trajectories]
     if not trajectories:
@@ -138,6 +135,21 @@ def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried:
     if config.reward.given and len(tried) > 1 and len(set(rewards)) == 1:
         found.notes.append(f"the reward is {rewards[0]:g} whatever the engine says")
     _keep(hooks, Group(id="0", prompt=prompt, trajectories=trajectories), found)
+
+
+def _failures(tried: list[Tried], found: Examined) -> None:
+    """One sentence for all rollouts that failed in one way."""
+    by_reason: dict[str, list[Tried]] = {}
+    for each in tried:
+        if each.outcome.reason is not None:
+            by_reason.setdefault(each.outcome.reason, []).append(each)
+    for reason, failed in by_reason.items():
+        first = failed[0]
+        many = f" ({len(failed)} of {len(tried)} rollouts)" if len(failed) > 1 else ""
+        said = f"{reason} where the engine says {first.says}{many}: {' '.join(str(first.outcome.detail).split())}"
+        if first.frozen:
+            said += f" (frozen models were asked too, and said {VERDICT!r}: that may be why)"
+        (found.notes if first.frozen else found.problems).append(said)
 
 
 def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], found: Examined) -> None:

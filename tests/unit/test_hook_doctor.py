@@ -100,15 +100,25 @@ PROBLEMS = [
     ([f"rollout.generate={STAND}.unsaveable"], "unsaveable returns what no checkpoint can hold"),
     (
         [f"rollout.generate={STAND}.raising"],
-        "generate failed: tests.unit.hook_doctor_stand.raising raised KeyError: 'tool'",
+        "generate failed where the engine says the answer (3 of 3 rollouts): tests.unit.hook_doctor_stand.raising",
     ),
     ([f"rollout.generate={STAND}.strange"], "returned a str; return a Trajectory"),
     ([f"rollout.generate={STAND}.unknown_parameter"], "sampling parameter min_p is not supported by the engines"),
-    ([f"reward.function={STAND}.none"], "reward failed: reward hook tests.unit.hook_doctor_stand.none returned None"),
+    (
+        [f"reward.function={STAND}.none"],
+        "(3 of 3 rollouts): reward hook tests.unit.hook_doctor_stand.none returned",
+    ),
     ([f"rollout.keep={STAND}.strange_keep"], "rollout.keep returned a dict; return True, False or a reason"),
     ([f"rollout.keep={STAND}.raising_keep"], "rollout.keep raised ValueError on these rollouts as a group: no rewards"),
     ([f"algorithm.loss={STAND}.own_loss"], "algorithm.loss: tests.unit.hook_doctor_stand.own_loss returned"),
     (["rollout.prompts=nowhere.jsonl"], "nowhere.jsonl"),
+    (
+        [
+            f"reward.parts=[{{name: a, function: {STAND}.constant, where: {{dataset: x}}}}]",
+            "reward.function=null",
+        ],
+        "fits no entry of reward.parts",
+    ),
 ]
 
 
