@@ -56,7 +56,7 @@ $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
 build: $(LIBRARY) ## compile csrc/ into slimx/_lib and install slimx itself, editable
 
 $(LIBRARY): $(STAMP) setup.py pyproject.toml $(wildcard csrc/*)
-	@echo "build: compiling csrc/ and installing slimx: about 10 seconds"
+	@echo "build: compiling csrc/ and installing slimx: about 20 seconds, a minute where nvcc is"
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 

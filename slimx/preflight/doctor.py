@@ -203,17 +203,19 @@ def adapters() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """The library built from csrc/ and the instruction sets that it can use here."""
-    name = "libslimx_cpu.so"
-    try:
-        from slimx.reshard import kernel
-
-        yield Finding(name, f"{', '.join(isa for isa in kernel.isas() if isa != 'best')} at {kernel.LIBRARY}")
-    except Exception as error:
-        compiler = shutil.which(os.environ.get("CXX", "g++"))
-        how = "" if compiler else "; there is no C++ compiler either: apt-get install g++"
-        problem = f"{error}" if "make build" in str(error) else f"cannot be loaded ({error}); run `make venv build`"
-        yield Finding(name, "not usable", problem + how)
+    """The CPU libraries built from csrc/, of weights and of exact mode, and the instruction sets that they use here."""
+    for name, module in (
+        ("libslimx_cpu.so", "slimx.reshard.kernel"),
+        ("libslimx_exact.so", "slimx.numerics.exact.kernel"),
+    ):
+        try:
+            kernel = importlib.import_module(module)
+            yield Finding(name, f"{', '.join(isa for isa in kernel.isas() if isa != 'best')} at {kernel.LIBRARY}")
+        except Exception as error:
+            compiler = shutil.which(os.environ.get("CXX", "g++"))
+            how = "" if compiler else "; there is no C++ compiler either: apt-get install g++"
+            problem = f"{error}" if "make build" in str(error) else f"cannot be loaded ({error}); run `make venv build`"
+            yield Finding(name, "not usable", problem + how)
 
 
 # Facts --------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from slimx import cli
 from slimx.adapters import sglang_absent
+from slimx.numerics.exact import kernel as exact_kernel
 from slimx.preflight import doctor
 from slimx.reshard import kernel
 
@@ -45,6 +46,7 @@ def test_this_environment_is_healthy_and_its_adapters_are_named(screen):
     assert "sgl_kernel" in line(screen, "sglang_absent")
     assert "registered in sglang.srt.plugins" in line(screen, "sglang_plugin")
     assert all(isa in line(screen, "libslimx_cpu.so") for isa in kernel.isas() if isa != "best")
+    assert all(isa in line(screen, "libslimx_exact.so") for isa in exact_kernel.isas())
 
 
 def test_stand_ins_are_those_of_the_adapter():
