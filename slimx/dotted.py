@@ -27,7 +27,7 @@ def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
 def imported(key: str, path: str) -> Any:
     """The object at `path`, the value of `key`. Raises SlimxError naming both and what is wrong."""
     module_name, _, name = path.rpartition(".")
-    if not module_name:
+    if not module_name or ":" in path:
         raise SlimxError(f"{key} is {path!r}: give a dotted path such as package.module.name")
     module = load_module(key, module_name, path)
     try:

@@ -264,6 +264,7 @@ def test_hooks_that_are_not_configured_are_none(hooks_on_path):
 
 REFUSED = [
     ("generate", "generate", "rollout.generate is 'generate': give a dotted path"),
+    ("generate", "my_hooks:generate.now", "rollout.generate is 'my_hooks:generate.now': give a dotted path"),
     ("generate", "no_such_package.hooks.generate", "No module named 'no_such_package'); is its folder on PYTHONPATH?"),
     ("generate", "my_hooks.generat", "rollout.generate: module my_hooks has no generat"),
     ("generate", "my_hooks.limit", "my_hooks.limit is a int; write async def limit(ctx, prompt)"),
