@@ -75,7 +75,8 @@ def context(engine: Any, *, routed: bool = True, sampling: dict[str, Any] | None
 
 
 def load(name: str, **options: Any) -> Any:
-    return load_hooks(config_of(generate=f"slime:{name}", options=options)).generate
+    reward = "slimx.adapters.slime_hooks.hooks.reward"
+    return load_hooks(config_of(generate=f"slime:{name}", options=options, reward__function=reward)).generate
 
 
 def spans(trajectory: Trajectory) -> list[tuple[str, str, int | None]]:
@@ -419,6 +420,14 @@ async def test_a_conversation_that_is_rendered_and_tokenised_again_is_served_whe
     odd = [*ids_of("4"), *ids_of("<"), *ids_of("end"), *ids_of(">"), END]
     with pytest.raises(SlimxError, match="which no request of this rollout sampled after the tokens before it"):
         await hook(context(Scripted(odd, "47", "48")), PROMPT)
+
+
+async def test_a_reward_that_the_hook_gave_and_nobody_reads_is_refused(mine):
+    hook = load_hooks(config_of(generate=f"slime:{mine(CONVERSATION)}.generate")).generate
+    with pytest.raises(
+        SlimxError, match=r"set sample\.reward, which the run's reward slimx\.rewards\.exact\.reward does"
+    ):
+        await hook(context(Scripted("46", "47", "48")), PROMPT)
 
 
 ASKS = """

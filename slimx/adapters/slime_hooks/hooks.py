@@ -90,6 +90,7 @@ class GenerateHook:
         more = {"evaluation": ctx.evaluation} if "evaluation" in takes else {}
         with _set(scene):
             result = await self.function(scene.args, sample, dict(scene.sampling), **more)
+        self._check_rewards(result)
         # Without staleness nothing is published while a rollout runs.
         version = ctx.version if self.config.schedule.max_staleness == 0 else None
         if isinstance(result, Sample):
@@ -100,6 +101,17 @@ class GenerateHook:
             to_trajectory(each, ctx, scene.calls, suffix=f"-{number}", version=version)
             for number, each in enumerate(result)
         ]
+
+    def _check_rewards(self, result: Any) -> None:
+        """A reward that the hook gave must count."""
+        samples = result if isinstance(result, list) else [result]
+        own = (self.config.reward.function, *(part.function for part in self.config.reward.parts))
+        read = any(str(path).startswith(PREFIX) or path == f"{__name__}.{reward.__name__}" for path in own)
+        if not read and any(getattr(sample, "reward", None) is not None for sample in samples):
+            raise SlimxError(
+                f"{self.path} set sample.reward, which the run's reward {own[0]} does not look at; set reward.function="
+                f"{__name__}.{reward.__name__}"
+            )
 
     def _scene(self, ctx: Any) -> Scene:
         sampling = {
