@@ -27,12 +27,13 @@ from slimx.data.records import Prompt, Span, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.data.weights import loss_weights
 from slimx.errors import DeadlineError, SlimxError
+from slimx.preflight.effects import effects
 from slimx.preflight.teacher import check_served_teacher
 from slimx.rollout import single_turn
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.hooks import Generate, Hooks, RolloutContext
 from slimx.rollout.rollouts import GroupMaker
-from slimx.rollout.teacher import Teacher, check_vocabulary
+from slimx.rollout.teacher import Teacher, check_vocabulary, make_teacher
 
 ACTOR, TEACHER = {"name": "actor"}, {"name": "wise", "frozen": True, "model": "t"}
 SERVED = {"algorithm__name": "distillation", "algorithm__teacher_engine": "wise", "engines": [ACTOR, TEACHER]}
@@ -159,6 +160,17 @@ def test_scores_reach_the_trainers_where_tokens_are_predicted_and_are_demanded_o
             make_rows([given], [0.0], weights, taught=True)
     with pytest.raises(ValueError, match="teacher_logprobs has 2 entries for 4 tokens"):
         trajectory([0, 1, 1, 1], teacher_logprobs=np.zeros(2, np.float32))
+
+
+def test_its_term_is_looked_at_by_the_effect_check():
+    shares = {effect.key: effect.share for effect in effects(config_of(**SERVED, reward__function=None))}
+    assert shares["algorithm.teacher_coef"] == 1.0, "there is no other advantage"
+
+
+def test_rollouts_that_are_replayed_have_their_scores():
+    assert make_teacher(config_of(**SERVED), {"wise": FakeTeacher()}) is not None
+    assert make_teacher(config_of(**SERVED, replay="runs/before"), {}) is None
+    assert make_teacher(config_of(), {}) is None
 
 
 # The request ----------------------------------------------------------------------------------------------------------
