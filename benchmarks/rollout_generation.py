@@ -9,6 +9,7 @@ They take turns, A B B A A B ..., and must sample as many tokens. The figure is 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.errors import SlimxError
 from slimx.models.families import configured_model
-from slimx.orchestration.checks import check_sources
-from slimx.orchestration.serving import serving
+from slimx.orchestration.checks import Sources, check_sources
+from slimx.orchestration.serving import Serving, serving
 from slimx.rollout.manager import RolloutManager
 
 GOAL = 0.95
@@ -37,50 +38,60 @@ OVERRIDES = (
 )
 
 
-async def measure(config: Config, pairs: int, note: Any) -> dict[str, Any]:
+async def measure(config: Config, pairs: int, note: Callable[[str], None]) -> dict[str, Any]:
     """Seconds of both sides by pair, and what each sampled."""
     spec = configured_model(config)
     sources = check_sources(config, spec, "cpu")
+    async with serving(config, sources, spec, "cpu", Path(config.run.dir), note) as parts:
+        return await compare(config, sources, parts, pairs)
+
+
+async def compare(config: Config, sources: Sources, parts: Serving, pairs: int) -> dict[str, Any]:
+    """`measure`, with engines that run."""
+    sides = Sides(parts.engines.engines[0].url, config.rollout.request_deadline)
+    manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), parts.make_maker())
     seconds: dict[str, list[float]] = {"slimx": [], "bare": []}
-    # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=config.rollout.request_deadline)
-    async with (
-        serving(config, sources, spec, "cpu", Path(config.run.dir), note) as parts,
-        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-    ):
-        manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), parts.make_maker())
-        url = parts.engines.engines[0].url
-        requests: list[bare_engine.Request] = []
-        tokens = 0
+    try:
+        for number in range(WARMUP + pairs):
+            order = ("slimx", "bare") if number % 2 == 0 else ("bare", "slimx")
+            for side in order:
+                spent = await (sides.slimx(parts, manager) if side == "slimx" else sides.bare())
+                if number >= WARMUP:
+                    seconds[side].append(spent)
+    finally:
+        await manager.stop()
+    return {"seconds": seconds, "rollouts": len(sides.requests), "tokens": sides.tokens}
 
-        async def slimx() -> float:
-            nonlocal requests, tokens
+
+class Sides:
+    """A batch by either side, timed; the bare one repeats what slimx asked for last."""
+
+    def __init__(self, url: str, deadline_s: float):
+        self.url, self.deadline_s = url, deadline_s
+        self.requests: list[bare_engine.Request] = []
+        self.tokens = 0
+
+    async def slimx(self, parts: Serving, manager: RolloutManager) -> float:
+        """Seconds of a batch through slimx."""
+        began = time.perf_counter()
+        batch = await parts.watched(manager.next_batch())
+        spent = time.perf_counter() - began
+        self.requests = bare_engine.requests_of(batch.groups)
+        self.tokens = sum(len(t.sampled_ids()) for group in batch.groups for t in group.trajectories)
+        return spent
+
+    async def bare(self) -> float:
+        """Seconds of the same requests by aiohttp alone."""
+        # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=self.deadline_s)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             began = time.perf_counter()
-            batch = await parts.watched(manager.next_batch())
+            answers = await bare_engine.generate(session, self.url, self.requests)
             spent = time.perf_counter() - began
-            requests = bare_engine.requests_of(batch.groups)
-            tokens = sum(len(t.sampled_ids()) for group in batch.groups for t in group.trajectories)
-            return spent
-
-        async def bare() -> float:
-            began = time.perf_counter()
-            answers = await bare_engine.generate(session, url, requests)
-            spent = time.perf_counter() - began
-            if (sampled := bare_engine.sampled(answers)) != tokens:
-                raise SlimxError(f"the bare client sampled {sampled} tokens, slimx {tokens}")
-            return spent
-
-        try:
-            for number in range(WARMUP + pairs):
-                order = (slimx, bare) if number % 2 == 0 else (bare, slimx)
-                for side in order:
-                    spent = await side()
-                    if number >= WARMUP:
-                        seconds[side.__name__].append(spent)
-        finally:
-            await manager.stop()
-    return {"seconds": seconds, "rollouts": len(requests), "tokens": tokens}
+        if (sampled := bare_engine.sampled(answers)) != self.tokens:
+            raise SlimxError(f"the bare client sampled {sampled} tokens, slimx {self.tokens}")
+        return spent
 
 
 def describe(found: dict[str, Any]) -> str:
