@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
-import resource
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,8 @@ class SlimxPath:
 async def compare(config: Config, answers: Answers, steps: int) -> dict[str, Any]:
     """Seconds of each side by step, in turns; after a step of each that is not counted."""
     slimx = SlimxPath(config, answers)
-    plain = PlainPath(answers, make_prompts(answers), per_step=PER_STEP, size=GROUP_SIZE)
+    per_step = config.rollout.prompts_per_step
+    plain = PlainPath(answers, make_prompts(answers), per_step=per_step, size=GROUP_SIZE)
     seconds: dict[str, list[float]] = {"slimx": [], "plain": []}
     limit = config.trainer.max_tokens_per_microbatch
     tokens = 0
@@ -142,9 +143,9 @@ def _check(batch: Any, plain: tuple[Any, Any]) -> int:
     return batch.tokens
 
 
-def peak(side: str, directory: str, answers: tuple[int, int], steps: int, out: Any) -> None:
+def peak(side: str, directory: str, per_step: int, mean: int, steps: int, out: Any) -> None:
     """Put into `out` the MiB by which resident memory rose at its highest while `side` made `steps` batches."""
-    made, config = Answers(*answers), make_config(Path(directory), PER_STEP, answers[1])
+    made, config = Answers(4 * per_step, mean), make_config(Path(directory), per_step, mean)
 
     async def run() -> None:
         if side == "slimx":
@@ -153,29 +154,40 @@ def peak(side: str, directory: str, answers: tuple[int, int], steps: int, out: A
                 await path.step()
             await path.manager.stop()
         else:
-            plain = PlainPath(made, make_prompts(made), per_step=PER_STEP, size=GROUP_SIZE)
+            plain = PlainPath(made, make_prompts(made), per_step=per_step, size=GROUP_SIZE)
             for _ in range(steps):
                 await plain.step(RANKS, config.trainer.max_tokens_per_microbatch)
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with suppress(OSError):  # a container may forbid it: then the peak of the imports counts too
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = _memory("VmRSS")
     asyncio.run(run())
-    out.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    out.put(_memory("VmHWM") - before)
 
 
-def measure(trajectories: int, mean: int) -> dict[str, Any]:
-    """All figures of this benchmark."""
-    steps = max(1, trajectories // (PER_STEP * GROUP_SIZE))
-    size = (4 * PER_STEP, mean)
+def _memory(field: str) -> float:
+    """MiB of this process, by the kernel's name. Not `ru_maxrss`, which a child inherits from who started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))
+
+
+def measure(trajectories: int, mean: int, per_step: int = PER_STEP) -> dict[str, Any]:
+    """All figures of this benchmark. `mean`: tokens of an answer; `per_step`: groups of a batch."""
+    batch = per_step * GROUP_SIZE
+    steps = max(1, trajectories // batch)
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
-        found = asyncio.run(compare(make_config(Path(directory), PER_STEP, mean), Answers(*size), steps))
+        config = make_config(Path(directory), per_step, mean)
+        found = asyncio.run(compare(config, Answers(4 * per_step, mean), steps))
         context, found["peak"] = multiprocessing.get_context("spawn"), {}
         for side in ("slimx", "plain"):
             out = context.SimpleQueue()
-            process = context.Process(target=peak, args=(side, directory, size, min(steps, 3), out))
+            process = context.Process(target=peak, args=(side, directory, per_step, mean, min(steps, 3), out))
             process.start()
             process.join()
+            if process.exitcode:
+                raise SlimxError(f"the process that measures {side}'s memory ended with status {process.exitcode}")
             found["peak"][side] = out.get()
-    return found | {"trajectories": steps * PER_STEP * GROUP_SIZE}
+    return found | {"trajectories": steps * batch, "batch": batch}
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -183,15 +195,15 @@ def describe(found: dict[str, Any]) -> str:
     slimx, plain = (np.array(found["seconds"][side]) for side in ("slimx", "plain"))
     lines = [f"{'side':<8}{'trajectories/s':>16}{'tokens/s':>14}{'peak MiB':>10}"]
     for name, seconds in (("slimx", slimx), ("plain", plain)):
-        rate = PER_STEP * GROUP_SIZE / np.median(seconds)
+        rate = found["batch"] / np.median(seconds)
         tokens = found["tokens"] / (len(slimx) + 1) / np.median(seconds)
         lines.append(f"{name:<8}{rate:>16,.0f}{tokens:>14,.0f}{found['peak'][name]:>10,.0f}")
     ratios = plain / slimx
     low, high = np.percentile(ratios, [25, 75])
     parts = ", ".join(f"{name} {spent / sum(found['parts'].values()):.0%}" for name, spent in found["parts"].items())
     lines += [
-        f"slimx / plain: {np.median(ratios):.2f} times as fast, the median of {len(ratios)} pairs of "
-        f"{PER_STEP * GROUP_SIZE:,} trajectories; quartiles {low:.2f} to {high:.2f}",
+        f"slimx / plain: {np.median(ratios):.2f} of its rate, the median of {len(ratios)} pairs of "
+        f"{found['batch']:,} trajectories; quartiles {low:.2f} to {high:.2f}",
         f"of slimx's time: {parts}",
     ]
     return "\n".join(lines)
