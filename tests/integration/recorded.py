@@ -17,7 +17,7 @@ LOSS = ("loss/policy", "optim/grad_norm", "kl/rollout", "reward/mean", "gap/mean
 def recording_config(
     directory: Path, model: Path, task: Path, *, concurrency: int = 1, hold: int | None = None, **sections: Any
 ) -> Path:
-    """A run of `STEPS` steps in the new `directory`: with one request at a time it is the same every time. After `hold`
+    """A run of `STEPS` steps in the new `directory`: with one rollout at a time it is the same every time. After `hold`
     trajectories it waits until `directory`/go exists."""
     directory.mkdir()
     prompts = directory / "prompts.jsonl"
@@ -44,6 +44,7 @@ def recording_config(
                 "engines": [{"name": "actor", "max_total_tokens": 8192}],
                 "generate": "tests.integration.hooks.recording",
                 "concurrency": concurrency,
+                "max_rollouts": concurrency,  # so that one that waits for `go` holds up the others
                 # A check is a request too: in one batch with a rollout's it may change the last bit of its logits.
                 "health": {"interval": 60},
             },
