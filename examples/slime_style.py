@@ -33,9 +33,9 @@ async def search(args, sample: Sample, sampling_params) -> Sample:
             meta_info=meta,
             text=output["text"],
         )
-        asked = re.search(r"<ask>(.*?)</ask>", output["text"])
-        if sample.status != Sample.Status.COMPLETED or (asked is None and args.turns == 1):
+        if sample.status != Sample.Status.COMPLETED:
             break
+        asked = re.search(r"<ask>(.*?)</ask>", output["text"])
         said = FACTS.get(asked[1], "Nothing is known.") if asked else "Go on."
         sample.append_response_tokens(
             args,
