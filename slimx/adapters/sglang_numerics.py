@@ -12,12 +12,13 @@ first return zeros: the sum over ranks, which SGLang makes wherever it likes, is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from slimx.adapters.sglang_coverage import uncovered
 from slimx.errors import SlimxError
 from slimx.numerics import exact
 
@@ -283,48 +284,3 @@ def _attention_class() -> type:
             return output.copy_(exact.gathered_attention(query, keys, values, table.int(), begin, seen, scale))
 
     return ExactAttention
-
-
-# What a model may be made of ---------------------------------------------------------------------------------------
-
-
-def uncovered(model: torch.nn.Module) -> Iterator[str]:
-    """What of a model these operations do not compute, a phrase each."""
-    for name, module in model.named_modules():
-        if why := _problem(module):
-            yield f"{name or 'the model'} ({type(module).__name__}) {why}"
-
-
-def _problem(module: torch.nn.Module) -> str | None:
-    """Why the rounding of a module's own arithmetic would not be the contract's; None if it is, or has none."""
-    from sglang.srt.layers.layernorm import RMSNorm
-    from sglang.srt.layers.linear import LinearBase, RowParallelLinear
-    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-    from sglang.srt.layers.moe.topk import TopK
-    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    if isinstance(module, LinearBase):
-        if not isinstance(module.quant_method, UnquantizedLinearMethod):
-            return "holds quantised weights"
-        return "has a bias" if isinstance(module, RowParallelLinear) and module.bias is not None else None
-    if isinstance(module, FusedMoE):
-        if not isinstance(module.quant_method, UnquantizedFusedMoEMethod):
-            return "holds quantised weights"
-        plain = module.moe_runner_config.activation == "silu" and module.moe_runner_config.gemm1_alpha is None
-        return None if plain and getattr(module, "w13_weight_bias", None) is None else "is no plain SwiGLU"
-    if isinstance(module, RMSNorm):
-        special = module.cast_x_before_out_mul or module.fp32_residual or module.variance_size_override
-        return "normalises in another way" if special else None
-    if isinstance(module, TopK):
-        plain = not module.topk_config.use_grouped_topk and module.topk_config.scoring_func == "softmax"
-        return None if plain and module.topk_config.correction_bias is None else "chooses experts by another rule"
-    if isinstance(module, RadixAttention):
-        special = (module.sliding_window_size or -1) > -1 or module.logit_cap or module.is_cross_attention
-        return "attends to a window or caps its logits" if special else None
-    if isinstance(module, RotaryEmbedding):
-        return None if type(module) is RotaryEmbedding and module.is_neox_style else "rotates in another way"
-    known = isinstance(module, VocabParallelEmbedding)
-    return "is unknown" if not known and next(module.parameters(recurse=False), None) is not None else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from slimx.orchestration.measure import check_gap
 from slimx.preflight.exact import check_exact
 from slimx.rollout.control import PROTOCOL, EngineControl
 from slimx.rollout.engine import Engine
+from slimx.rollout.server import CPU_VARIABLES
 from slimx.rollout.spec import EngineSpec, server_argv
 
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, exact_leaves=2)
@@ -135,6 +139,27 @@ def test_operations_that_a_model_does_not_have_need_not_have_been_called() -> No
         room.calls[target] = 0
     registry = SimpleNamespace(_patched={*room.replacements(), LOG_SOFTMAX})
     assert all(room.in_force(registry, torch.nn.Linear(1, 1)).values())
+
+
+UNCOVERED = """
+import torch
+from slimx.adapters import sglang_absent
+sglang_absent.install()
+from sglang.srt.layers.layernorm import RMSNorm
+from slimx.adapters.sglang_coverage import uncovered
+model = torch.nn.ModuleDict({"norm": RMSNorm(4), "act": torch.nn.ReLU()})
+assert not list(uncovered(model))
+model["hf"], model["gate"] = RMSNorm(4, cast_x_before_out_mul=True), torch.nn.Linear(4, 4)
+print(*uncovered(model), sep="|")
+"""
+
+
+def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
+    environment = {**os.environ, **CPU_VARIABLES, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", UNCOVERED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-1]
+    assert said == "hf (RMSNorm) normalises in another way|gate (Linear) is unknown"
 
 
 def test_a_gap_ends_an_exact_run_and_no_other() -> None:
