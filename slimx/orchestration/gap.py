@@ -37,7 +37,7 @@ def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
         )
     own = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
     figures: dict[str, float] = {}
-    say = partial(console.print, highlight=False, markup=False)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     run_session(config.model_copy(update={"run": own}), console, partial(_measure, figures, say, layers))
     return figures["gap/tokens"] > 0 and figures["gap/max"] == 0.0
 

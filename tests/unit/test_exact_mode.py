@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +139,42 @@ def test_operations_that_a_model_does_not_have_need_not_have_been_called() -> No
         room.calls[target] = 0
     registry = SimpleNamespace(_patched={*room.replacements(), LOG_SOFTMAX})
     assert all(room.in_force(registry, torch.nn.Linear(1, 1)).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_ranks_of_a_server_add_up_to_what_one_computes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (5, 32), (4, 2 * 48, 32), (4, 32, 48)
+    x, w13, w2 = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    ids = torch.tensor([[2, 0], [1, 3], [0, 1], [3, 2], [2, 1]])
+    choice = SimpleNamespace(topk_weights=torch.rand(5, 2, generator=generator), topk_ids=ids)
+    context = ModuleType("sglang.srt.runtime_context")
+    context.get_parallel = lambda: None
+    for name, module in (("sglang", ModuleType("a")), ("sglang.srt", ModuleType("b")), (context.__name__, context)):
+        monkeypatch.setitem(sys.modules, name, module)
+    whole = ExactServer(2).experts(SimpleNamespace(w13_weight=w13, w2_weight=w2, moe_tp_size=1), x, choice, None)
+
+    gate, up = w13.chunk(2, dim=1)
+    ranks = [
+        SimpleNamespace(
+            w13_weight=torch.cat((gate[:, own], up[:, own]), dim=1), w2_weight=w2[:, :, own].contiguous(), moe_tp_size=2
+        )
+        for own in (slice(0, 24), slice(24, 48))
+    ]
+    parts: list[torch.Tensor] = []
+
+    def results(gathered: Any) -> list[torch.Tensor]:
+        monkeypatch.setattr(sglang_numerics, "_gathered", gathered)
+        out = []
+        for rank, layer in enumerate(ranks):
+            place = SimpleNamespace(tp_group=None, tp_rank=rank)
+            context.get_parallel = lambda place=place: place
+            out.append(ExactServer(2).experts(layer, x, choice, None))
+        return out
+
+    results(lambda part, group: [parts.append(part) or part] * 2)
+    first, second = results(lambda part, group: parts[:2])
+    assert torch.equal(first + second, whole) and not second.any()
 
 
 UNCOVERED = """
