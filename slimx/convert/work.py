@@ -19,7 +19,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -234,9 +234,11 @@ def _write_all(
             stop.set()
             pool.shutdown(cancel_futures=True)
             _collect(running, done)
+            if isinstance(error, _Stopped):  # by a file that failed, and may come to its end later
+                error = next(cause for future in running if (cause := _failure(future)) is not None)
             if isinstance(error, OSError):
                 raise _cannot_write(partial, error) from error
-            raise
+            raise error
 
 
 def _collect(running: Mapping[Any, PlannedFile], done: dict[str, _Done]) -> None:
@@ -244,6 +246,12 @@ def _collect(running: Mapping[Any, PlannedFile], done: dict[str, _Done]) -> None
     for future, file in running.items():
         if not future.cancelled() and future.exception() is None:
             done[file.name] = future.result()
+
+
+def _failure(future: Future[_Done]) -> BaseException | None:
+    """What ended a file by itself."""
+    error = None if future.cancelled() else future.exception()
+    return None if isinstance(error, _Stopped) else error
 
 
 def _write_one(file: PlannedFile, partial: Path, advance: Callable[[int], None], stop: threading.Event) -> _Done:
@@ -259,6 +267,7 @@ def _write_one(file: PlannedFile, partial: Path, advance: Callable[[int], None],
             os.fsync(handle.fileno())
         writing.rename(path)
     except BaseException:
+        stop.set()  # here: this thread would take the next file before anybody else hears of it
         writing.unlink(missing_ok=True)
         raise
     done = _Done(stream.record, notes)
