@@ -64,7 +64,7 @@ def test_engines_alone_generate_and_evaluate_with_the_weights_of_a_checkpoint(
         tiny_model,
         task_of_sums / "train.jsonl",
         schedule={"steps": 2, "max_staleness": 1},
-        eval={"prompts": {"sums": str(held_out)}, "samples": 4, "temperature": 1.0},
+        eval={"prompts": {"sums": str(held_out)}, "samples": 4, "temperature": 1.0, "passing": 0.2},
     )
     config = without_trainers(load_config(file), checkpoint)
     directory = Path(config.run.dir)
@@ -87,4 +87,5 @@ def test_engines_alone_generate_and_evaluate_with_the_weights_of_a_checkpoint(
     check_replay(directory, origin_of(config, sources.tokenizer), first=1, last=2, routes=False)
     metrics = found["metrics"]
     assert found["checkpoint"] == str(checkpoint) and found["prompts"] == {"sums": 8} and metrics["eval/failed"] == 0
-    assert 0 <= metrics["eval/sums/accuracy"] <= metrics["eval/sums/pass@2"] <= metrics["eval/sums/pass@4"] <= 1
+    # Any digit passes: no reward that is not 0 is smaller.
+    assert 0 < metrics["eval/sums/accuracy"] <= metrics["eval/sums/pass@2"] <= metrics["eval/sums/pass@4"] <= 1
