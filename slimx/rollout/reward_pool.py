@@ -30,7 +30,7 @@ class RewardPool:
         self.reward, self.deadline_s = reward, deadline_s
         self.abandoned = 0
         """Calls given up at their deadline."""
-        self._workers = 0
+        self._workers, self._closed = 0, False
         self._calls: queue.SimpleQueue[Callable[[asyncio.Runner], bool] | None] = queue.SimpleQueue()
         """Each call answers whether its worker has been replaced meanwhile; None ends a worker."""
         for _ in range(workers):
@@ -39,7 +39,9 @@ class RewardPool:
     async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
         """Of a trajectory, or a list with that of each one of a group.
 
-        SlimxError for what the hook raised, returned wrongly or not in time."""
+        SlimxError for what the hook raised, returned wrongly or not in time, and after `close`."""
+        if self._closed:
+            raise SlimxError(f"the reward of {named(judged)} was asked for after its workers were told to end")
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
         started, abandoned, replaced = asyncio.Event(), threading.Event(), threading.Event()
@@ -78,6 +80,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Let the workers end once they are idle."""
+        self._closed = True
         for _ in range(self._workers):
             self._calls.put(None)
 

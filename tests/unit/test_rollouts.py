@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,17 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_wor
             assert await pool.judge(None, None) == (1.0, {})
     finally:
         pool.close()
+
+
+async def test_a_reward_that_is_asked_for_after_the_end_is_an_error_and_no_wait():
+    async def reward(ctx: Any, trajectory: Any) -> float:
+        return 1.0
+
+    pool = RewardPool(reward, workers=1, deadline_s=10)
+    pool.close()
+    with pytest.raises(SlimxError, match="the reward of trajectory t was asked for after"):
+        async with asyncio.timeout(2):
+            await pool.judge(None, SimpleNamespace(id="t"))
 
 
 def test_a_reward_that_ends_after_the_run_raises_nothing_in_its_thread(released, monkeypatch):
