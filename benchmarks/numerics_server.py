@@ -70,9 +70,14 @@ async def throughput(url: str, batch: int, tokens: int) -> float:
     return best
 
 
-async def serve(model: Path, dtype: str, leaves: int | None, tokens: int, log: Path) -> list[float]:
+async def serve(model: Path, dtype: str, leaves: int | None, tokens: int, log: Path, *, moe: bool) -> list[float]:
     """Tokens per second for each of BATCHES of one server, which is started and stopped here."""
-    spec = EngineSpec("measured", str(model), dtype, "cpu", free_port(), max_total_tokens=16384, exact_leaves=leaves)
+    spec = EngineSpec(
+        *("measured", str(model), dtype, "cpu", free_port()),
+        max_total_tokens=16384,
+        routed_experts=moe,
+        exact_leaves=leaves,
+    )
     engine = Engine(spec, log)
     engine.start()
     try:
@@ -96,7 +101,8 @@ def main() -> None:
         make_model(model, options.hidden, options.layers, options.experts)
         found = {}
         for mode, leaves in (("fast", None), ("exact", 1)):
-            run = serve(model, options.dtype, leaves, options.tokens, Path(folder) / f"{mode}.log")
+            log = Path(folder) / f"{mode}.log"
+            run = serve(model, options.dtype, leaves, options.tokens, log, moe=options.experts > 0)
             found[mode] = asyncio.run(run)
             print(f"{mode}: {[round(n) for n in found[mode]]} tokens/s at batch {BATCHES}", flush=True)
     ratios = [exact / fast for fast, exact in zip(found["fast"], found["exact"], strict=True)]
