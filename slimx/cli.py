@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from slimx.config import load_config
+from slimx.config.schema import Config
 from slimx.convert.command import app as convert
 from slimx.errors import Interrupted, Preempted, SlimxError
 
@@ -123,14 +124,21 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Say what this machine has, what is missing and how to get it."""
-    if effects:
-        _show_effects(file, overrides or [])
-        return
-    if hooks:
-        _show_hooks(file, overrides or [])
-        return
-    if gap or layers:
-        _show_gap(file, overrides or [], layers)
+    asked = [name for name, given in (("effects", effects), ("hooks", hooks), ("gap", gap or layers)) if given]
+    if len(asked) > 1:
+        raise SlimxError(f"slimx doctor takes one of --{asked[0]} and --{asked[1]} at a time; leave one out")
+    if asked and file is None:
+        raise SlimxError(f"slimx doctor --{asked[0]} needs the YAML file of a run; give it as FILE")
+    if asked:
+        config = load_config(file, overrides or [])
+        if effects:
+            fine = _show_effects(file, config)
+        elif hooks:
+            fine = _show_hooks(file, config)
+        else:
+            fine = _show_gap(config, layers)
+        if not fine:
+            raise typer.Exit(1)
         return
     from slimx.preflight.doctor import examine
 
@@ -151,37 +159,26 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _show_gap(file: Path | None, overrides: list[str], layers: bool) -> None:
-    """Exit code 1 if numerics.mode is exact and there is a gap."""
-    if file is None:
-        raise SlimxError("slimx doctor --gap needs the YAML file of a run; give it as FILE")
-    config = load_config(file, overrides)
+def _show_gap(config: Config, layers: bool) -> bool:
+    """False if numerics.mode is exact and there is a gap."""
     from slimx.orchestration.gap import run_gap
 
-    if not run_gap(config, Console(), layers=layers) and config.exact:
-        raise typer.Exit(1)
+    return run_gap(config, Console(), layers=layers) or not config.exact
 
 
-def _show_effects(file: Path | None, overrides: list[str]) -> None:
-    """Exit code 1 if a term that the configuration chose changes nothing."""
-    if file is None:
-        raise SlimxError("slimx doctor --effects needs the YAML file of a run; give it as FILE")
-    config = load_config(file, overrides)
+def _show_effects(file: Path, config: Config) -> bool:
+    """False if a term that the configuration chose changes nothing."""
     from slimx.preflight.effects import describe, effects
 
     found = effects(config)
     print(f"{file}: what each term of the loss is worth in the gradient of a small invented batch")
     for line in describe(found):
         print(line)
-    if any(effect.chosen and not effect.share for effect in found):
-        raise typer.Exit(1)
+    return all(effect.share or not effect.chosen for effect in found)
 
 
-def _show_hooks(file: Path | None, overrides: list[str]) -> None:
-    """Exit code 1 if a hook is wrong."""
-    if file is None:
-        raise SlimxError("slimx doctor --hooks needs the YAML file of a run; give it as FILE")
-    config = load_config(file, overrides)
+def _show_hooks(file: Path, config: Config) -> bool:
+    """False if a hook is wrong."""
     from slimx.orchestration.hook_doctor import examine_hooks
 
     found = examine_hooks(config)
@@ -190,8 +187,7 @@ def _show_hooks(file: Path | None, overrides: list[str]) -> None:
         print(line)
     for sentence in found.problems:
         print(f"  problem  {sentence}")
-    if found.problems:
-        raise typer.Exit(1)
+    return not found.problems
 
 
 @app.command()

@@ -176,6 +176,12 @@ def test_a_filter_is_asked_about_the_rollouts_as_a_group(run_file):
     assert "  these as one group: dropped: no signal" in found.lines and not found.problems
 
 
-def test_without_a_file_it_says_what_it_needs():
-    result = CliRunner().invoke(app, ["doctor", "--hooks"])
-    assert "needs the YAML file of a run" in str(result.exception)
+@pytest.mark.parametrize("option", ["--effects", "--hooks", "--gap"])
+def test_without_a_file_it_says_what_it_needs(option):
+    result = CliRunner().invoke(app, ["doctor", option])
+    assert str(result.exception) == f"slimx doctor {option} needs the YAML file of a run; give it as FILE"
+
+
+def test_two_questions_at_once_are_refused(run_file):
+    result = CliRunner().invoke(app, ["doctor", str(run_file), "--hooks", "--layers"])
+    assert str(result.exception) == "slimx doctor takes one of --hooks and --gap at a time; leave one out"
