@@ -23,10 +23,12 @@ TOKENS = {"max_new_tokens": 2}
 
 
 class Worker:
-    """Answers as a server would; while `dropping`, it closes every connection instead."""
+    """Answers as a server would, while `open`; while `dropping`, it closes every connection instead."""
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
+        self.open = asyncio.Event()
+        self.open.set()
         self.dropping = False
         self.url = ""
 
@@ -36,7 +38,7 @@ class Worker:
             request.transport.abort()
             return aiohttp.web.Response()
         self.prompts.append(ids)
-        await asyncio.sleep(0.02)
+        await self.open.wait()
         meta = {
             "output_token_logprobs": [[-1.0, 4, None]],
             "finish_reason": {"type": "stop"},
@@ -75,16 +77,27 @@ async def routed(log: Path, *, by_key: bool) -> AsyncIterator[tuple[Router, list
             await runner.cleanup()
 
 
-async def ask(router: Router, *, keyed: bool) -> None:
-    """8 groups of 4 rollouts of 2 turns; prompts begin with the same 200 tokens and differ in the last 4."""
-    async with GenerationClient(router.url, ModelShape(1000)) as client:
+async def ask(router: Router, workers: list[Worker], *, keyed: bool) -> None:
+    """8 groups of 4 rollouts of 2 turns; prompts begin with the same 200 tokens and differ in the last 4. A group's
+    first turns have reached a worker before the next group comes, and no turn ends before all groups have come: what
+    the router sees of a worker's load depends on nobody's speed."""
+    for worker in workers:
+        worker.open.clear()
+    async with GenerationClient(router.url, ModelShape(1000)) as client, asyncio.TaskGroup() as rollouts:
 
         async def rollout(group: int, index: int) -> None:
             engine: Any = client.sticky(f"g{group}") if keyed else client
             for turn in range(2):
                 await engine.generate([7] * 200 + [100 + group] * 4 + [5] * turn, TOKENS, seed=index)
 
-        await asyncio.gather(*(rollout(group, index) for group in range(8) for index in range(4)))
+        for group in range(8):
+            for index in range(4):
+                rollouts.create_task(rollout(group, index))
+            async with asyncio.timeout(30):
+                while sum(len(worker.prompts) for worker in workers) < 4 * (group + 1):
+                    await asyncio.sleep(0.005)
+        for worker in workers:
+            worker.open.set()
 
 
 def homes(workers: list[Worker]) -> dict[int, set[int]]:
@@ -98,7 +111,7 @@ def homes(workers: list[Worker]) -> dict[int, set[int]]:
 
 async def test_keys_keep_groups_together_until_their_engine_is_lost(tmp_path: Path) -> None:
     async with routed(tmp_path / "log", by_key=True) as (router, workers):
-        await ask(router, keyed=True)
+        await ask(router, workers, keyed=True)
         assert [len(where) for where in homes(workers).values()] == [1] * 8
         assert sorted(len(worker.prompts) for worker in workers) == [32, 32], "4 groups each"
 
@@ -118,5 +131,5 @@ async def test_keys_keep_groups_together_until_their_engine_is_lost(tmp_path: Pa
 async def test_without_keys_a_common_prefix_gathers_all_groups_on_one_engine(tmp_path: Path) -> None:
     """What `rollout.affinity: prefix` does to prompts with one long beginning: why there are keys."""
     async with routed(tmp_path / "log", by_key=False) as (router, workers):
-        await ask(router, keyed=False)
+        await ask(router, workers, keyed=False)
         assert max(len(worker.prompts) for worker in workers) >= 56
