@@ -7,6 +7,7 @@ import ctypes.util
 import itertools
 from collections.abc import Callable
 
+import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,6 +126,17 @@ def test_gated_activation() -> None:
 
     assert relative(exact.silu_and_mul(x), plain(x.double())) < 8 * ULP
     assert_gradients(exact.silu_and_mul, plain, x)
+
+
+@pytest.mark.parametrize("dimensions", [24, 64, 128])
+def test_rotary_frequencies_are_the_nearest_numbers_to_transformers_formula(dimensions: int) -> None:
+    for base in (10000.0, 150000.0, 1e6, 1e7):
+        x = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
+        with mpmath.workprec(300):
+            powers = torch.tensor([float(mpmath.mpf(base) ** mpmath.mpf(e)) for e in x.tolist()], dtype=torch.float64)
+        found = exact.rope_frequencies(dimensions, base)
+        assert_same_bits(found, 1.0 / powers.float(), base)
+        assert (found - 1.0 / base**x).abs().max() <= 2 * ULP  # torch's power is a little off
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -1,5 +1,6 @@
 """Rotary position embedding of exact mode (Su et al., 2104.09864)."""
 
+from decimal import Context, Decimal
 from typing import Any
 
 import torch
@@ -19,9 +20,19 @@ def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -
     return (torch.cat((cosine, sine), dim=1) * factor).float()
 
 
+_POWERS = Context(prec=60)
+"""Digits of a power before it is rounded: none lies so near the middle of two fp32 numbers."""
+
+
 def rope_frequencies(dimensions: int, base: float) -> torch.Tensor:
-    """base^(-2 i / dimensions) [dimensions / 2] fp32, as torch's fp32 power makes it in transformers and SGLang."""
-    return 1.0 / base ** (torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions)
+    """1 / base^(2 i / dimensions), [dimensions / 2] fp32: exponent, power and quotient each rounded to fp32.
+
+    That is the formula of transformers and SGLang, whose power is as good as the C library: here it is the nearest fp32
+    number on every machine. Exponents are rounded too because models were trained with those.
+    """
+    exponents = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
+    powers = [float(_POWERS.power(Decimal(base), Decimal(exponent))) for exponent in exponents.tolist()]
+    return 1.0 / torch.tensor(powers, dtype=torch.float64).float()
 
 
 def rope(
