@@ -37,7 +37,7 @@ def test_a_phase_is_timed_and_dated(tmp_path):
     with timeline.phase("train", step=1):
         time.sleep(0.02)
     (written,) = phases(tmp_path)
-    assert 0.02 <= written.seconds < 0.5
+    assert 0.02 <= written.seconds < 10
     assert before - 0.01 <= written.start <= time.time()
     assert (written.name, written.step, written.track) == ("train", 1, "main")
     timeline.close()

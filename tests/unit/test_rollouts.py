@@ -64,8 +64,8 @@ def poisoned(prompt_id: str, index: int, what: Any, released: threading.Event) -
 BROKEN = {
     "raises": (ValueError("no verdict on 1+1"), "reward failed", "raised ValueError: no verdict on 1+1"),
     "exits": (SystemExit(3), "reward failed", "SystemExit(3)"),
-    "hangs in await": ("hangs", "reward deadline", "waited 0 s for the reward of trajectory g1/1"),
-    "hangs in a blocking call": ("blocks", "reward deadline", "waited 0 s for the reward of trajectory g1/1"),
+    "hangs in await": ("hangs", "reward deadline", "waited 1 s for the reward of trajectory g1/1"),
+    "hangs in a blocking call": ("blocks", "reward deadline", "waited 1 s for the reward of trajectory g1/1"),
     "returns NaN": (float("nan"), "reward failed", "returned nan for 'reward'"),
     "returns infinity": (-math.inf, "reward failed", "returned -inf for 'reward'"),
     "returns a bool": (True, "reward failed", "returned True for 'reward'"),
@@ -79,7 +79,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 async def test_a_broken_reward_fails_its_trajectory_and_drops_its_group_only(released, case):
     what, reason, text = BROKEN[case]
-    config = config_of(max_failed_share=1.0, reward__deadline=0.4, reward__workers=1)
+    config = config_of(max_failed_share=1.0, reward__deadline=1, reward__workers=1)
     reward = poisoned(second_prompt(), 1, what, released)
     async with Stand(config, reward=reward) as stand:
         batch = await stand.next_batch()
@@ -165,7 +165,7 @@ async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_m
             while len(started()) != count:
                 await asyncio.sleep(0.005)
 
-    config = config_of(max_failed_share=1.0, reward__deadline=0.1, reward__workers=2)
+    config = config_of(max_failed_share=1.0, reward__deadline=0.5, reward__workers=2)
     async with Stand(config, reward=poisoned(second_prompt(), 0, "blocks", released)) as stand:
         await stand.next_batch()
         assert len(started()) == 3, "2 workers and the one that hangs"
