@@ -201,10 +201,12 @@ def normed_by_sums(
     )
 
 
-def register_hooks(registry: Any, kinds: Any) -> None:
-    """Register the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType)."""
+def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
+    """Register the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: also those of
+    experts, which exact mode replaces altogether."""
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
-    registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)
+    if experts:
+        registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)
     registry.register(MINIMAX_SQUARES, sums_of_squares, kinds.REPLACE)
     registry.register(MINIMAX_NORM, normed_by_sums, kinds.REPLACE)
 

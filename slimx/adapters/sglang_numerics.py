@@ -5,8 +5,7 @@ Loading of weights, scheduling, the KV cache and sampling stay SGLang's. What is
 norms, linear layers, rotary embedding, SwiGLU, attention, top-k, experts, output layer and log_softmax. A model that
 has anything else with parameters is refused, because it would round by another rule.
 
-With tensor parallelism every rank gathers the others' partial sums, adds them in the order of the tree, and all but the
-first return zeros: the sum over ranks, which SGLang makes wherever it likes, is then the first rank's value.
+Experts are in `sglang_experts`, sums over ranks in `sglang_ranks`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slimx.adapters.sglang_coverage import uncovered
+from slimx.adapters.sglang_experts import EXPERTS, TOP_K, ExactExperts
+from slimx.adapters.sglang_ranks import gathered, of_first_rank
 from slimx.errors import SlimxError
 from slimx.numerics import exact
 
@@ -69,8 +69,6 @@ ACTIVATION = "sglang.srt.layers.activation.SiluAndMul.forward_native"
 ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native"
 LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
-TOP_K = "sglang.srt.layers.moe.topk.fused_topk_native"
-EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 LOG_SOFTMAX = "torch.nn.functional.log_softmax"
 """The sampler and the scoring of prompts take their log-probs from it."""
 
@@ -81,6 +79,7 @@ class ExactServer:
     def __init__(self, leaves: int):
         self.leaves = leaves
         self.calls: Counter[str] = Counter()
+        self.experts = ExactExperts(leaves, self.calls)
         self._gates: set[int] = set()
         """Linear layers (by id) whose output is a router's logits: those stay fp32."""
         self._tables: dict[tuple[float, int], torch.Tensor] = {}
@@ -93,8 +92,7 @@ class ExactServer:
             ROTARY: self.rotary,
             LINEAR: self.linear,
             HEAD: self.head,
-            TOP_K: self.top_k,
-            EXPERTS: self.experts,
+            **self.experts.replacements(),
         }
 
     def contract(self, dtype: torch.dtype) -> dict[str, int | str]:
@@ -157,7 +155,7 @@ class ExactServer:
             size = layer.tp_group.world_size if layer.tp_group is not None else 1
             if size > 1:
                 part = exact.linear_partial(x, layer.weight, self.leaves // size)
-                return self._of_first_rank(exact.combine_leaves(_gathered(part, layer.tp_group), x.dtype))
+                return of_first_rank(exact.combine_leaves(gathered(part, layer.tp_group), x.dtype))
             return exact.linear(x, layer.weight, leaves=self.leaves)
         return exact.linear(x, layer.weight, bias=bias)
 
@@ -165,52 +163,11 @@ class ExactServer:
         self.calls[HEAD] += 1
         return exact.linear(hidden.to(head.weight.dtype), head.weight)
 
-    def top_k(
-        self,
-        hidden_states: torch.Tensor,
-        gating_output: torch.Tensor,
-        topk: int,
-        renormalize: bool,
-        correction_bias: torch.Tensor | None = None,
-        scoring_func: str = "softmax",
-        **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls[TOP_K] += 1
-        weights, ids = exact.route(gating_output, topk, renormalise=renormalize)
-        return weights, ids.to(torch.int32)
-
-    def experts(self, layer: Any, x: torch.Tensor, choice: Any, config: Any) -> torch.Tensor:
-        """x [tokens, hidden]; the weights w13 [experts, 2 n, hidden] and w2 [experts, hidden, n] of this rank."""
-        from sglang.srt.runtime_context import get_parallel
-
-        self.calls[EXPERTS] += 1
-        weights, ids = choice.topk_weights, choice.topk_ids.long()
-        ids, ascending = ids.sort(dim=1)
-        weights = weights.gather(1, ascending)
-        order = ids.flatten().argsort(stable=True)
-        counts = torch.bincount(ids.flatten(), minlength=len(layer.w13_weight)).tolist()
-        inner = exact.silu_and_mul(exact.grouped_linear(x[order // ids.shape[1]], list(layer.w13_weight), counts))
-        size = layer.moe_tp_size
-        if size == 1:
-            out = exact.grouped_linear(inner, list(layer.w2_weight), counts, self.leaves)
-        else:
-            part = exact.grouped_linear(inner, list(layer.w2_weight), counts, self.leaves // size, dtype=torch.float32)
-            out = exact.combine_leaves(_gathered(part, get_parallel().tp_group), x.dtype)
-        by_token = torch.empty_like(out)
-        by_token[order] = out
-        mixed = exact.moe_combine(by_token.view(*ids.shape, -1), weights)
-        return mixed if size == 1 else self._of_first_rank(mixed)
-
     def log_softmax(self, original: Callable[..., Any], x: torch.Tensor, dim: int | None = None, **options: Any) -> Any:
         self.calls[LOG_SOFTMAX] += 1
         if x.dim() != 2 or dim not in (-1, 1) or options:
             return original(x, dim=dim, **options)
         return exact.log_softmax(x.float())
-
-    def _of_first_rank(self, x: torch.Tensor) -> torch.Tensor:
-        from sglang.srt.runtime_context import get_parallel
-
-        return x if get_parallel().tp_rank == 0 else torch.zeros_like(x)
 
     # Attention ------------------------------------------------------------------------------------------------------
 
@@ -221,13 +178,6 @@ class ExactServer:
             raise SlimxError(f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}")
         self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}
         return _attention_class()(runner, self)
-
-
-def _gathered(part: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """Every rank's `part`, in the order of ranks."""
-    parts = [torch.empty_like(part) for _ in range(group.world_size)]
-    dist.all_gather(parts, part.contiguous(), group=group.device_group)
-    return parts
 
 
 def _attention_class() -> type:

@@ -58,7 +58,7 @@ def register() -> None:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
         HookRegistry.register(LOADS_PATH, loads_path, HookType.REPLACE)
         if is_cpu():
-            sglang_cpu.register_hooks(HookRegistry, HookType)
+            sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)
             sglang_cpu.close_gaps()
         if leaves is not None:
             sglang_numerics.register(HookRegistry, HookType, leaves)

@@ -22,6 +22,9 @@ SERVER_ARGUMENTS = (
     "enable_fp32_lm_head",
     "rl_on_policy_target",
     "json_model_override_args",
+    "ep_num_redundant_experts",
+    "enable_eplb",
+    "moe_a2a_backend",
 )
 """Of SGLang's arguments, those that would change what an engine computes."""
 MEGATRON_FIELDS = (
@@ -85,9 +88,9 @@ def exact_problems(
 
 def _engine_problems(group: Engines, mode: str) -> Iterator[str]:
     where = f"rollout.engines group {group.name}"
-    for key in ("expert", "pipeline", "dp_attention"):
+    for key in ("pipeline", "dp_attention"):
         if getattr(group, key) > 1:
-            yield f"{mode}, which engines have for tensor parallelism only: set {key}=1 in {where}"
+            yield f"{mode}, which engines have for tensor and expert parallelism only: set {key}=1 in {where}"
     if group.role != "regular":
         yield f"{mode}, and {where} has the role {group.role}; set role=regular"
     if argument := next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None):
