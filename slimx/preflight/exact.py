@@ -6,7 +6,7 @@ from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 
-FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures whose log-probs were shown to be equal to the last bit (docs/support.md)."""
 
 

@@ -3,9 +3,10 @@
     python -m tests.integration.exact_rank JOB.json RANK
 
 JOB has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, logprobs, temperature of each) and `cases`
-in order: a `trainer` section, `leaves`, and what is spoilt (`spoil`). Completions without log-probs take those of the
-first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {} where this rank has none.
-Of a case with `gradients` (the numerics.mode in which they are computed), GROUP-CASE.safetensors has those of one step.
+in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spoilt (`spoil`). Completions without
+log-probs take those of the first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {}
+where this rank has none. Of a case with `gradients` (the numerics.mode in which they are computed),
+GROUP-CASE.safetensors has those of one step.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def gap(group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], ou
     from slimx.orchestration.batches import make_packer
     from slimx.trainer.trainer import Trainer
 
+    torch.set_num_threads(case.get("threads", 1))
     settings, spec = config(group, case, out), read_model(group["model"])
     with spoilt(case.get("spoil")):
         trainer = Trainer(settings, spec, parallel)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,7 +24,7 @@ from tests.integration.conftest import START_S, perturbed, publish
 Completions = list[dict[str, Any]]
 
 
-def server(model: Path, dtype: str, leaves: int, tensor: int, log: Path) -> Engine:
+def server(model: Path, dtype: str, leaves: int, sizes: EngineSizes, log: Path) -> Engine:
     """Its prompts are computed in chunks of 64 tokens, its radix cache is on."""
     spec = EngineSpec(
         "exact",
@@ -31,7 +33,7 @@ def server(model: Path, dtype: str, leaves: int, tensor: int, log: Path) -> Engi
         "cpu",
         free_port(),
         max_total_tokens=8192,
-        sizes=EngineSizes(tensor=tensor),
+        sizes=sizes,
         exact_leaves=leaves,
         routed_experts=read_model(model).experts > 0,
         sglang={"chunked_prefill_size": 64},
@@ -65,9 +67,10 @@ async def before_and_after(engine: Engine, first: Path, second: Path, dtype: str
 async def completions(engine: Engine, model: Path) -> Completions:
     random, out = np.random.default_rng(5), []
 
-    async def sample(client: GenerationClient, prompt: list[int], temperature: float, tokens: int = 6) -> None:
-        sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    async def sample(client: GenerationClient, prompt: list[int], temperature: float, cached: int = 0) -> None:
+        sampling = {"temperature": temperature, "max_new_tokens": 6, "ignore_eos": True}
         done = await client.generate(prompt, sampling, seed=len(out))
+        assert done.cached_tokens >= cached
         one = {"tokens": done.token_ids.tolist(), "logprobs": done.logprobs.tolist()}
         out.append({"prompt": prompt, "temperature": temperature, **one})
 
@@ -77,18 +80,41 @@ async def completions(engine: Engine, model: Path) -> Completions:
     async with GenerationClient(engine.spec.url, ModelShape.of(read_model(model))) as client:
         shared = prompt(20)
         await sample(client, shared, 1.0)  # alone
-        await sample(client, [*shared, *prompt(3)], 0.7)  # behind the prefix that the first one left in the cache
+        await sample(client, [*shared, *prompt(3)], 0.7, cached=20)  # behind the prefix that the first one left
         # Sixteen together: short ones, cached prefixes, and prompts of several chunks among running decodes.
         batch = [prompt(n) for n in range(2, 12)] + [[*shared, *prompt(n)] for n in (2, 5, 9, 13)]
         batch += [prompt(150), prompt(90)]
         await asyncio.gather(*(sample(client, p, (1.0, 0.7)[i % 2]) for i, p in enumerate(batch)))
-        # Interrupted: what runs is retracted, and its KV computed again.
-        running = [asyncio.ensure_future(sample(client, prompt(6), 1.0, 24)) for _ in range(4)]
-        await asyncio.sleep(0.3)
-        await engine.pause("retract")
-        await engine.resume()
-        await asyncio.gather(*running)
-    return out
+        return out + await retracted(engine, client, [prompt(6) for _ in range(3)])
+
+
+async def retracted(engine: Engine, client: GenerationClient, prompts: list[list[int]]) -> Completions:
+    """Of requests that a pause takes out of the batch; their KV is computed again. Longer ones until one was."""
+    longest, end = 24, time.monotonic() + START_S
+    while time.monotonic() < end:
+        async with aiohttp.ClientSession(engine.spec.url) as session:
+            asked = [asyncio.ensure_future(ask(session, each, number, longest)) for number, each in enumerate(prompts)]
+            sampling = {"temperature": 1.0, "max_new_tokens": longest, "ignore_eos": True}
+            async with client.stream(prompts[0], sampling, seed=99) as stream:
+                await anext(aiter(stream))  # the others came before it, and run as well
+                await engine.pause("retract")
+                await engine.resume()
+            found = await asyncio.gather(*asked)
+        if any(times for _, times in found):
+            return [one for one, _ in found]
+        longest *= 2
+    raise AssertionError("no pause came while a request ran")
+
+
+async def ask(session: aiohttp.ClientSession, prompt: list[int], seed: int, tokens: int) -> tuple[dict[str, Any], int]:
+    """A completion, and how often it was retracted."""
+    sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": seed}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    async with session.post("/generate", json=body) as answer:
+        meta = (await answer.json())["meta_info"]
+    logprobs, ids = zip(*((logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]), strict=True)
+    one = {"prompt": prompt, "temperature": 1.0, "tokens": list(ids), "logprobs": list(logprobs)}
+    return one, meta["num_retractions"]
 
 
 def run(engine: Engine, first: Path, second: Path, dtype: str) -> dict[str, Completions]:

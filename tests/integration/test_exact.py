@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from slimx.layout.ranks import EngineSizes
 from slimx.ports import free_port
 from tests.integration import exact_server
 from tests.integration.conftest import ROOT
@@ -184,21 +185,48 @@ def same_gradients(stock: Path, exact: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "tensor"),
-    [("moe", "bfloat16", 1), ("moe", "float32", 2), ("qwen3", "bfloat16", 2), ("qwen2", "float32", 1)],
+    ("name", "dtype", "sizes"),
+    [
+        ("moe", "bfloat16", {}),
+        ("moe", "float32", {"tensor": 2}),
+        ("moe", "bfloat16", {"tensor": 2, "expert": 2}),
+        ("qwen3", "bfloat16", {"tensor": 2}),
+        ("qwen3", "float32", {}),
+        ("qwen2", "float32", {}),
+    ],
 )
 def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publication(
-    models: dict[str, Path], tmp_path: Path, name: str, dtype: str, tensor: int
+    models: dict[str, Path], tmp_path: Path, name: str, dtype: str, sizes: dict[str, int]
 ) -> None:
     other = exact_server.changed(models[name], tmp_path / "other")
-    engine = exact_server.server(models[name], dtype, 2, tensor, tmp_path / "server.log")
+    engine = exact_server.server(models[name], dtype, 2, EngineSizes(**sizes), tmp_path / "server.log")
     sampled = exact_server.run(engine, models[name], other, dtype)
-    cases = cases_of(name, TWO if name == "moe" else DENSE)
+    cases = cases_of(name, DENSE if name.startswith("qwen") else TWO)
     groups = [{"model": model, "dtype": dtype, "completions": done, "cases": cases} for model, done in sampled.items()]
     stale = {"model": groups[0]["model"], "completions": groups[1]["completions"], "cases": [cases[0]], "dtype": dtype}
     *found, [seen] = gaps(tmp_path / "ranks", [*groups, stale])
+    assert_none(groups, found)
+    assert seen["gap/max"] > 0, "weights of another version must show"
+
+
+@pytest.mark.slow
+def test_a_server_and_trainers_of_four_ranks_and_more_threads_agree(models: dict[str, Path], tmp_path: Path) -> None:
+    engine = exact_server.server(models["moe"], "bfloat16", 4, EngineSizes(), tmp_path / "server.log")
+    sampled = exact_server.run(engine, models["moe"], models["moe"], "bfloat16")
+    cases = [
+        {"trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 2}},
+        {"trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 1}},
+        {"trainer": {"world_size": 2, "tensor": 2, "max_tokens_per_microbatch": 60}, "threads": 2},
+        {**ONE, "threads": 2},
+    ]
+    cases = [{"leaves": 4, **case} for case in cases]
+    groups = [{"model": model, "dtype": "bfloat16", "completions": d, "cases": cases} for model, d in sampled.items()]
+    assert_none(groups, gaps(tmp_path / "ranks", groups, world=4))
+
+
+def assert_none(groups: list[dict[str, Any]], found: list[list[dict[str, float]]]) -> None:
+    """No gap in any case of any group."""
     for group, metrics in zip(groups, found, strict=True):
         for case, metric in zip(group["cases"], metrics, strict=True):
             assert metric["gap/tokens"] == sum(len(one["tokens"]) for one in group["completions"])
             assert metric["gap/max"] == 0.0, (group["model"], case)
-    assert seen["gap/max"] > 0, "weights of another version must show"

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 import slimx
-from slimx.adapters import sglang_numerics
+from slimx.adapters import sglang_numerics, sglang_ranks
 from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ExactServer, asked_leaves
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
@@ -67,7 +67,11 @@ def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
         ({"trainer": {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}}, "leave moe_act out"),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p=1"),
         ({"publish": {"quantise": "ieee"}}, "set publish.quantise=null"),
-        ({"rollout": {"engines": [{"tensor": 2, "expert": 2}]}}, "set expert=1 in rollout.engines group actor"),
+        (
+            {"rollout": {"engines": [{"tensor": 2, "dp_attention": 2}]}},
+            "set dp_attention=1 in rollout.engines group actor",
+        ),
+        ({"rollout": {"engines": [{"sglang": {"ep_num_redundant_experts": 2}}]}}, "sglang.ep_num_redundant_experts"),
         ({"rollout": {"engines": [{"sglang": {"kv_cache_dtype": "fp8_e4m3"}}]}}, "sglang.kv_cache_dtype, which"),
         ({"rollout": {"engines": [{"sglang": {"speculative_algorithm": "EAGLE"}}]}}, "sglang.speculative_algorithm"),
     ],
@@ -142,39 +146,46 @@ def test_operations_that_a_model_does_not_have_need_not_have_been_called() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_ranks_of_a_server_add_up_to_what_one_computes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tensor", "expert"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_of_a_server_add_up_to_what_one_computes(
+    dtype: torch.dtype, tensor: int, expert: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tensor`: ranks that share an expert."""
     generator = torch.Generator().manual_seed(1)
     shapes = (5, 32), (4, 2 * 48, 32), (4, 32, 48)
     x, w13, w2 = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    ids = torch.tensor([[2, 0], [1, 3], [0, 1], [3, 2], [2, 1]])
-    choice = SimpleNamespace(topk_weights=torch.rand(5, 2, generator=generator), topk_ids=ids)
+    ids, weights = torch.tensor([[0, 2], [1, 3], [0, 1], [2, 3], [1, 2]]), torch.rand(5, 2, generator=generator)
     context = ModuleType("sglang.srt.runtime_context")
-    context.get_parallel = lambda: None
     for name, module in (("sglang", ModuleType("a")), ("sglang.srt", ModuleType("b")), (context.__name__, context)):
         monkeypatch.setitem(sys.modules, name, module)
-    whole = ExactServer(2).experts(SimpleNamespace(w13_weight=w13, w2_weight=w2, moe_tp_size=1), x, choice, None)
 
-    gate, up = w13.chunk(2, dim=1)
-    ranks = [
-        SimpleNamespace(
-            w13_weight=torch.cat((gate[:, own], up[:, own]), dim=1), w2_weight=w2[:, :, own].contiguous(), moe_tp_size=2
+    def answer(rank: int, gathered: Any) -> torch.Tensor:
+        monkeypatch.setattr(sglang_ranks, "gathered", gathered)
+        place = SimpleNamespace(tp_group=None, tp_rank=rank)
+        context.get_parallel = lambda: place
+        own = slice(rank % tensor * 48 // tensor, (rank % tensor + 1) * 48 // tensor)
+        experts = slice(rank // tensor * 4 // expert, (rank // tensor + 1) * 4 // expert)
+        held, sizes = w13[experts], {"moe_tp_size": tensor, "moe_ep_size": expert}
+        gate, up = held.chunk(2, dim=1)
+        layer = SimpleNamespace(
+            w13_weight=torch.cat((gate[:, own], up[:, own]), dim=1),
+            w2_weight=w2[experts][:, :, own].contiguous(),
+            **sizes,
         )
-        for own in (slice(0, 24), slice(24, 48))
-    ]
-    parts: list[torch.Tensor] = []
+        local = torch.where(
+            (ids >= experts.start) & (ids < experts.stop), ids - experts.start, -1
+        )  # as SGLang has them
+        choice = SimpleNamespace(topk_weights=weights, topk_ids=local)
+        return ExactServer(2).experts.experts(layer, x, choice, None)
 
-    def results(gathered: Any) -> list[torch.Tensor]:
-        monkeypatch.setattr(sglang_numerics, "_gathered", gathered)
-        out = []
-        for rank, layer in enumerate(ranks):
-            place = SimpleNamespace(tp_group=None, tp_rank=rank)
-            context.get_parallel = lambda place=place: place
-            out.append(ExactServer(2).experts(layer, x, choice, None))
-        return out
-
-    results(lambda part, group: [parts.append(part) or part] * 2)
-    first, second = results(lambda part, group: parts[:2])
-    assert torch.equal(first + second, whole) and not second.any()
+    ranks, parts = range(tensor * expert), []
+    for rank in ranks:
+        answer(rank, lambda part, group: [parts.append(part) or part] * len(ranks))
+    first, *others = (answer(rank, lambda part, group: parts) for rank in ranks)
+    whole = SimpleNamespace(w13_weight=w13, w2_weight=w2, moe_tp_size=1, moe_ep_size=1)
+    choice = SimpleNamespace(topk_weights=weights, topk_ids=ids)
+    assert torch.equal(first, ExactServer(2).experts.experts(whole, x, choice, None))
+    assert not any(other.any() for other in others)
 
 
 UNCOVERED = """
