@@ -56,7 +56,8 @@ from slimx.orchestration.batches import make_packer
 from slimx.orchestration.checks import check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.engines import EngineGroup
-from slimx.orchestration.run import Records, Run
+from slimx.orchestration.recording import Records
+from slimx.orchestration.run import Run
 from slimx.orchestration.saves import Saves
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.rollout.client import GenerationClient, ModelShape

@@ -27,7 +27,8 @@ from slimx.orchestration import loop
 from slimx.orchestration.batches import make_packer
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.engines import EngineGroup
-from slimx.orchestration.run import Records, Run
+from slimx.orchestration.recording import Records
+from slimx.orchestration.run import Run
 from slimx.orchestration.saves import Saves
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.rollout.client import GenerationClient, ModelShape

@@ -27,7 +27,7 @@ from slimx.orchestration.checks import Sources, check_sources
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.lifetime import interruptible, only_process_in
 from slimx.orchestration.measure import group_metrics
-from slimx.orchestration.run import drop_record
+from slimx.orchestration.recording import drop_record
 from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.serving import Serving, serving, without_trainers
 from slimx.rollout.manager import RolloutManager

@@ -53,7 +53,7 @@ async def train(run: Run) -> None:
             batch = await run.watched(run.unless_leaving(run.rollouts.next_batch()))
         if batch is None:
             await run.leave()
-        run.keep_rollouts(batch)
+        run.records.keep(run.current, run.version, batch)
         with run.phase("prepare"):
             rows = run.updates(batch.groups)
             metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version)
@@ -82,7 +82,7 @@ async def train(run: Run) -> None:
             check_gap(config, metrics, run.step)
         if run.due(config.eval.every) or run.step == schedule.steps:
             metrics |= await evaluate(run)
-        await run.rollouts_kept()
+        await run.records.kept()
         seconds = time.perf_counter() - began
         metrics["perf/tokens_per_second"] = sum(update.tokens for update in updates) / seconds
         run.record(metrics | await run.trainers.memory(), batch.groups, seconds)

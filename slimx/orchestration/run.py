@@ -1,18 +1,14 @@
-"""One run: its parts, its position, and what it writes into its directory."""
+"""One run: its parts and its position."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from slimx.algorithms.estimate import all_advantages
 from slimx.config.schema import Config
@@ -20,19 +16,14 @@ from slimx.data.batch import Row
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
 from slimx.data.routes import RouteShape, check_routes
-from slimx.data.step_files import StepFiles
 from slimx.errors import Preempted, SlimxError
 from slimx.layout.ranks import Sizes
-from slimx.observability.jsonl import JsonlFile
-from slimx.observability.live import LiveTable
-from slimx.observability.samples import Sample
-from slimx.observability.timeline import Timeline
-from slimx.observability.tracker import Tracker
 from slimx.orchestration.batches import Packer, make_update_rows
 from slimx.orchestration.checkpoints import Checkpoints, layout_of
 from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
+from slimx.orchestration.recording import Records, drop_record
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.orchestration.transports import Joining, make_transport
@@ -44,32 +35,8 @@ from slimx.rollout.client import GenerationClient
 from slimx.rollout.manager import RolloutManager
 from slimx.rollout.replay import Replay
 from slimx.rollout.rollouts import GroupMaker, Outcome
-from slimx.rollout.tickets import Batch
 
 T = TypeVar("T")
-
-
-class Records:
-    """The files of a run directory that grow with every step."""
-
-    def __init__(
-        self,
-        tracker: Tracker,
-        timeline: Timeline,
-        samples: JsonlFile,
-        drops: JsonlFile,
-        table: LiveTable,
-        rollouts: StepFiles | None = None,
-    ):
-        """`rollouts`: where the groups of each step are written; None: nowhere."""
-        self.tracker, self.timeline, self.samples, self.drops, self.table = tracker, timeline, samples, drops, table
-        self.rollouts = rollouts
-
-    def close(self) -> None:
-        self.tracker.close()
-        self.timeline.close()
-        self.samples.close()
-        self.drops.close()
 
 
 class Run:
@@ -126,7 +93,6 @@ class Run:
         self.version = 0
         self._saved_step = -1
         self._phase, self._phase_since = "start", time.time()
-        self._keeping: asyncio.Task[Path] | None = None
 
     # Waiting
     # ------------------------------------------------------------------------------------------------------------
@@ -331,10 +297,7 @@ class Run:
 
     def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
         """Log a finished step, show it, and keep a few of its samples."""
-        phases = self.records.timeline.seconds(self.step)
-        times = {f"time/{name}": spent for name, spent in phases.items()} | {"time/step": seconds}
-        self.records.tracker.log(self.step, metrics | times, version=self.version if self.engines else None)
-        self.records.table.row(self.step, metrics | times)
+        self.records.step(self.step, self.version if self.engines else None, metrics, seconds)
         due = (self.step - 1) % self.config.track.samples_every == 0 or self.step == self.config.schedule.steps
         if self.engines is not None and due:
             self._write_samples(groups, evaluation=False)
@@ -349,78 +312,10 @@ class Run:
         self.records.table.note(f"step {self.step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, evaluation=True)
 
-    def keep_rollouts(self, batch: Batch) -> None:
-        """Begin to write the present step's groups down, before they are trained: they are what can be looked at, and
-        trained again, if that fails."""
-        files = self.records.rollouts
-        if files is not None and files.due(self.current):
-            work = asyncio.to_thread(files.write, self.current, self.version, batch.groups, batch.dropped)
-            self._keeping = asyncio.create_task(work)
-
-    async def rollouts_kept(self) -> None:
-        """Wait until they are on disk. Raises SlimxError if they cannot be written."""
-        if self._keeping is not None:
-            await self._keeping
-            self._keeping = None
-
     def _drop(self, outcome: Outcome) -> None:
         """Write down a group that is not trained, with its reason."""
         self.records.drops.write(drop_record(outcome, self.step + 1))
 
     def _write_samples(self, groups: list[Group], *, evaluation: bool) -> None:
-        for group in groups[: self.config.track.samples]:
-            trajectory = group.trajectories[0]
-            response = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
-            sample = Sample(
-                step=self.step,
-                prompt=_text(group.prompt),
-                answer=group.prompt.answer or "",
-                response=response,
-                reward=float("nan") if trajectory.reward is None else trajectory.reward,
-                version=self.version,
-                evaluation=evaluation,
-            )
-            self.records.samples.write(asdict(sample))
-
-
-def drop_record(outcome: Outcome, step: int) -> dict[str, Any]:
-    """A line of dropped.jsonl."""
-    return {"step": step, "prompt": outcome.group.prompt.id, "reason": outcome.reason, "detail": outcome.detail}
-
-
-def _text(prompt: Prompt) -> str:
-    if prompt.messages is None:
-        return f"{len(prompt.token_ids or [])} token ids"
-    return "\n".join(str(message.get("content", "")) for message in prompt.messages)
-
-
-def summary(directory: Path) -> dict[str, Any]:
-    """The headline of a finished run, from its metrics.jsonl."""
-    rows = [
-        json.loads(line)["metrics"] | {"_step": json.loads(line)["step"]}
-        for line in (directory / "metrics.jsonl").open()
-    ]
-
-    def series(key: str) -> list[float]:
-        return [row[key] for row in rows if row.get(key) is not None]
-
-    out: dict[str, Any] = {"steps": max((row["_step"] for row in rows), default=0)}
-    rewards, accuracy, gap = series("reward/mean"), series("eval/accuracy"), series("gap/mean")
-    if rewards:
-        out["sampled reward, first step"] = round(rewards[0], 3)
-        out["sampled reward, mean of last 10 steps"] = round(float(np.mean(rewards[-10:])), 3)
-    if accuracy:
-        out["held-out accuracy before"] = round(accuracy[0], 3)
-        out["held-out accuracy after"] = round(accuracy[-1], 3)
-    if gap:
-        out["log-prob gap trainer/engine, mean over steps"] = float(f"{np.mean(gap):.2e}")
-        out["tokens with a gap above 1e-5 that no route explains"] = int(sum(series("gap/tokens_unexplained")))
-    if series("loss/sft"):
-        out["loss, last step"] = round(series("loss/sft")[-1], 4)
-    for phase in sorted({key for row in rows for key in row if key.startswith("memory/")}):
-        name = phase.removeprefix("memory/").removesuffix("_peak_mib")
-        out[f"trainer memory at its peak, MiB ({name})"] = round(max(series(phase)), 1)
-    if skipped := int(sum(series("optim/skipped"))):
-        out["optimizer steps skipped"] = skipped
-    out["seconds of training"] = round(sum(series("time/step")), 1)
-    return out
+        where = {"step": self.step, "version": self.version, "evaluation": evaluation}
+        self.records.write_samples(groups, self.tokenizer, self.config.track, **where)

@@ -36,9 +36,10 @@ from slimx.orchestration.generate import CURSOR
 from slimx.orchestration.lifetime import interruptible, only_process_in, stopping, together
 from slimx.orchestration.loop import train
 from slimx.orchestration.reach import check_reach
+from slimx.orchestration.recording import Records, summary
 from slimx.orchestration.reference import restore_reference
 from slimx.orchestration.roster import Roster
-from slimx.orchestration.run import Records, Run, summary
+from slimx.orchestration.run import Run
 from slimx.orchestration.saves import RunState, Saves, read_state
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.preflight.routing import route_shape
