@@ -27,6 +27,14 @@ def flow_problems(rollout: Rollout, schedule: Schedule, algorithm: Algorithm) ->
             f"schedule.window {window} with schedule.max_staleness {stale} leaves one batch in flight (max_staleness + "
             "1 - window), and nothing could overtake; raise max_staleness, or set rollout.over_sampling above 1"
         )
+    if schedule.straggler_deadline is not None and not rollout.sampled:
+        yield "schedule.straggler_deadline gives up what engines sample, and rollout.engines has none; leave it out"
+    elif schedule.straggler_deadline is not None and batches_in_flight(rollout, schedule) <= 1:
+        yield (
+            "schedule.straggler_deadline gives a group up when enough others are done, and with one batch in flight "
+            f"(schedule.max_staleness {stale}, rollout.over_sampling {rollout.over_sampling}) they never are; raise "
+            "max_staleness, set over_sampling above 1, or leave it out"
+        )
     if rollout.partial and not stale:
         yield (
             "rollout.partial trains tokens of older versions, and schedule.max_staleness is 0: set max_staleness to 1 "

@@ -90,6 +90,12 @@ class Rollout(Section):
         1800,
         description="seconds for one rollout; its waits for `concurrency` and for engines that rest are not counted",
     )
+    interrupt_deadline: PositiveFloat = Field(
+        30,
+        description="seconds for interrupted requests (between the steps of engines that rest, and before a run that "
+        "leaves is saved) to come back with their tokens; those that do not are asked for again, and lose what they "
+        "sampled since",
+    )
     max_failed_share: Share = Field(0.1, description="share of a step's groups that may fail before the run stops")
     routed_experts: bool = Field(True, description="return each token's experts with the completion (MoE)")
     gap_probe: Count = Field(4, description="rollouts re-scored by an engine per step where no token is on-version")

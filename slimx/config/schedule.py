@@ -28,6 +28,11 @@ class Schedule(Section):
         description="batches of groups by which a finished group may overtake an unfinished older one, at most "
         "max_staleness; 0: groups are trained in the order of their prompts",
     )
+    straggler_deadline: PositiveFloat | None = Field(
+        None,
+        description="seconds that a batch waits for unfinished groups that may not be overtaken, once enough others "
+        "are done; then they are given up and counted as dropped/straggler; null: they are waited for",
+    )
     colocate: bool = Field(False, description="trainers and engines share devices: sleep and wake in turns")
     step_deadline: PositiveFloat = Field(3600, description="seconds to wait for a step's rollouts")
 

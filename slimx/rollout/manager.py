@@ -24,13 +24,11 @@ from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.progress import Progress
-from slimx.rollout.rollouts import GroupMaker, Outcome
+from slimx.rollout.rollouts import STRAGGLER, GroupMaker, Outcome
 from slimx.rollout.tickets import Batch, Rules, SavedTicket, Ticket
 
 STOP_S = 10.0
 """Seconds that cancelled rollouts get to end."""
-REST_S = 30.0
-"""Seconds that interrupted requests get to come back with their tokens."""
 
 
 async def _nothing() -> None: ...
@@ -73,10 +71,16 @@ class RolloutManager:
         """Groups that are being generated."""
         return sum(ticket.running for ticket in self._tickets)
 
+    @property
+    def _rollouts(self) -> int:
+        """Of a group."""
+        return self.config.rollout.group_size + (self.config.algorithm.advantages == "remax")
+
     async def next_batch(self) -> Batch:
         """The next `prompts_per_step` groups, waiting for them.
 
-        A dropped group is replaced by a new prompt. Raises SlimxError when more than `rollout.max_failed_share` of a
+        A dropped group is replaced by a new prompt, and so is one that holds a batch up for longer than
+        `schedule.straggler_deadline`. Raises SlimxError when more than `rollout.max_failed_share` of a
         batch failed, and DeadlineError when `schedule.step_deadline` passes. Cancelled, it has taken nothing.
         """
         deadline = self.config.schedule.step_deadline
@@ -95,7 +99,7 @@ class RolloutManager:
 
     async def rest(self) -> None:
         """Interrupt what is in flight until the next batch is waited for. No token of it is lost."""
-        await self.maker.gate.close(self.abort, REST_S)
+        await self.maker.gate.close(self.abort, self.config.rollout.interrupt_deadline)
 
     def admit(self) -> None:
         """Start as many groups as may be open while a batch is waited for."""
@@ -140,7 +144,7 @@ class RolloutManager:
             "version": ticket.born,
             "due": ticket.born + self.rules.staleness + 1,
             "done": len(ticket.progress.done),
-            "rollouts": self.config.rollout.group_size + (self.config.algorithm.advantages == "remax"),
+            "rollouts": self._rollouts,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -157,6 +161,9 @@ class RolloutManager:
     # Tickets ----------------------------------------------------------------------------------------------------------
 
     async def _selected(self) -> list[Ticket]:
+        patience = self.config.schedule.straggler_deadline
+        give_up_at: float | None = None
+        """Of the loop's time; None while too few groups are done, or where a straggler is waited for in any case."""
         while True:
             self._changed.clear()
             self._settle()
@@ -166,7 +173,22 @@ class RolloutManager:
             if taken is not None and not self._too_old(taken):
                 return taken
             if taken is None:
+                straggler = self.rules.straggler(self._tickets)
+                if straggler is None or patience is None:
+                    give_up_at = None
+                else:
+                    give_up_at = give_up_at or asyncio.get_running_loop().time() + patience
+                if not await self._changed_by(give_up_at):
+                    self._give_up(straggler)
+
+    async def _changed_by(self, moment: float | None) -> bool:
+        """Wait until a group is done; False if none is by `moment` (None: any time)."""
+        try:
+            async with asyncio.timeout_at(moment):
                 await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _admit(self, room: int) -> None:
         """Start what waits and new prompts, up to `room` tickets in all."""
@@ -220,6 +242,20 @@ class RolloutManager:
                 f"{self.config.rollout.max_failed_share} of {self.config.rollout.prompts_per_step} allows; "
                 f"the last one: {last.reason}: {last.detail}"
             )
+
+    def _give_up(self, straggler: Ticket) -> None:
+        """Drop a group that holds a batch up, unfinished as it is: the next one in order takes its place."""
+        done = straggler.progress.done
+        detail = (
+            f"{len(done)} of {self._rollouts} rollouts were done {time.time() - straggler.since:.0f} s after they were "
+            "begun, and a batch waited for the others alone for more than schedule.straggler_deadline="
+            f"{self.config.schedule.straggler_deadline:g} s"
+        )
+        trajectories = [trajectory for index in sorted(done) for trajectory in done[index]]
+        group = Group(id=f"g{straggler.number}", prompt=straggler.prompt, trajectories=trajectories)
+        if straggler.task is not None:
+            straggler.task.cancel()
+        straggler.outcome = Outcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
         """Whether a group of `taken` is beyond the bound: it is dropped, named, and its prompt generated anew.

@@ -24,6 +24,9 @@ from slimx.rollout.reward_processes import reward_runner
 from slimx.rollout.slots import Clock, Slots, SlottedClient
 from slimx.rollout.teacher import make_teacher
 
+STRAGGLER = "straggler"
+"""Reason of a group that was given up, unfinished, because a batch would have waited for it too long."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -31,14 +34,14 @@ class Outcome:
 
     group: Group | None
     reason: str | None = None
-    """Short, countable: "generate failed", "reward failed", "filter: ..."; None for a kept group."""
+    """Short, countable: "generate failed", "reward failed", "filter: ...", "straggler"; None for a kept group."""
     detail: str | None = None
     """The first exception's text."""
 
     @property
     def failed(self) -> bool:
-        """Whether something broke, as opposed to a filter that said no."""
-        return self.reason is not None and not self.reason.startswith("filter")
+        """Whether something broke, as opposed to a filter that said no or a group that was only slow."""
+        return self.reason is not None and self.reason != STRAGGLER and not self.reason.startswith("filter")
 
 
 class GroupMaker:

@@ -8,6 +8,9 @@ b + max_staleness at the latest: that is when it is *due*. Two rules keep every 
   window allows, is not late.
 - Selection: a finished group may overtake an unfinished older one by less than `window` batches of tickets, and only as
   long as all that stay behind can still be trained in time.
+
+An unfinished group that may not be overtaken is a *straggler* as soon as enough others are done for a batch: the batch
+waits for it alone. With `schedule.straggler_deadline` it does so no longer than that.
 """
 
 from __future__ import annotations
@@ -110,6 +113,11 @@ class Rules:
             if len(taken) == self.size:
                 return taken if self._in_time(queue, taken, version) else None
         return None
+
+    def straggler(self, queue: Sequence[Ticket]) -> Ticket | None:
+        """What a batch that `select` does not give waits for, though enough groups are done; None: too few are."""
+        unfinished = [ticket for ticket in queue if ticket.outcome is None]
+        return unfinished[0] if unfinished and len(queue) - len(unfinished) >= self.size else None
 
     def late(self, ticket: Ticket, version: int) -> bool:
         """Whether `ticket` could not be trained any more by the trainers' `version`."""

@@ -57,6 +57,8 @@ class Engine:
         self.sampled: dict[tuple[int, int], int] = {}
         """How often the token of a (seed, position) was sampled."""
         self.out = 0
+        self.never: int | None = None
+        """Seed of a request that is not answered."""
         self._aborts = 0
 
     async def generate(
@@ -70,6 +72,8 @@ class Engine:
 
     async def _generate(self, prompt: int, count: int, seed: int) -> Completion:
         aborts, versions, reason = self._aborts, [], "stop"
+        if seed == self.never:
+            await asyncio.Event().wait()
         # One request in ten is a straggler.
         pace = self.slowest * (10 if np.random.default_rng(seed).random() < 0.1 else 1)
         for position in range(prompt, prompt + count):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +20,11 @@ from rollout_stand import config_of
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Span, Trajectory
+from slimx.errors import DeadlineError
 from slimx.orchestration.batches import make_update_rows
 from slimx.rollout.completion import Completion
+from slimx.rollout.hooks import seed_of
 from slimx.rollout.interruption import Pending
-from slimx.rollout.manager import REST_S
 
 STEPS, SIZE = 7, 4
 PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7]) for n in range(23)]
@@ -34,6 +37,7 @@ def configs(draw: st.DrawFn) -> Config:
     over_sampling = draw(st.sampled_from([None, 1.0, 1.3, 1.5, 2.0, 3.0]))
     if window and (over_sampling or staleness + 1 - window) <= 1:
         over_sampling = 1.5
+    several = (over_sampling or max(1, staleness + 1 - window)) > 1
     return config_of(
         prompts_per_step=SIZE,
         over_sampling=over_sampling,
@@ -43,6 +47,7 @@ def configs(draw: st.DrawFn) -> Config:
         sampling={"max_new_tokens": TURN_TOKENS},
         schedule__max_staleness=staleness,
         schedule__window=window,
+        schedule__straggler_deadline=draw(st.sampled_from([None, 2.0, 15.0])) if several else None,
     )
 
 
@@ -54,14 +59,21 @@ class Driver:
         self.config, self.kills, self.random = config, kills, np.random.default_rng(seed)
         self.flow = Flow(config, self.random, PROMPTS)
         self.batches: list[list[Group]] = []
-        self.earlier: list[int] = []
-        """Tickets that were dropped before the process that runs now was started."""
+        self.earlier: dict[int, str] = {}
+        """Tickets that were dropped before the process that runs now was started, and why."""
         self.regenerated = 0
-        self.checkpoint = self.flow.saved(), 0, list[int]()
+        self.checkpoint = self.flow.saved(), 0, dict[int, str]()
 
     @property
-    def dropped(self) -> list[int]:
-        return self.earlier + [int(outcome.group.id[1:]) for outcome in self.flow.dropped]
+    def dropped(self) -> dict[int, str]:
+        now = [int(outcome.group.id[1:]) for outcome in self.flow.dropped]
+        assert len(set(now)) == len(now) and not self.earlier.keys() & set(now), "a group is dropped once"
+        return self.earlier | dict(zip(now, [outcome.reason for outcome in self.flow.dropped], strict=True))
+
+    @property
+    def given_up(self) -> set[int]:
+        """Stragglers."""
+        return {number for number, reason in self.dropped.items() if reason == "straggler"}
 
     async def run(self) -> None:
         while len(self.batches) < STEPS:
@@ -69,7 +81,11 @@ class Driver:
             if self.kills and self.random.random() < 0.3:
                 await self.be_killed()
                 continue
+            watch = asyncio.create_task(self.watch())
             batch = await self.flow.manager.next_batch()
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
             self.regenerated += batch.regenerated
             self.check(batch.groups)
             self.batches.append(batch.groups)
@@ -78,6 +94,16 @@ class Driver:
             if self.random.random() < 0.5:
                 self.save()
         await self.flow.manager.stop()
+
+    async def watch(self) -> None:
+        """A batch for which enough groups are done comes in time."""
+        loop, since, limit = asyncio.get_running_loop(), None, self.config.schedule.straggler_deadline
+        while limit is not None:
+            await asyncio.sleep(0.25)
+            outcomes = [ticket.outcome for ticket in self.flow.manager.tickets]
+            done = sum(outcome is not None and outcome.reason is None for outcome in outcomes)
+            since = None if done < SIZE else loop.time() if since is None else since
+            assert since is None or self.flow.manager.waiting_since is None or loop.time() <= since + limit + 0.5
 
     def save(self) -> None:
         self.checkpoint = self.flow.saved(), len(self.batches), self.dropped
@@ -117,7 +143,7 @@ class Driver:
         trained = [int(group.id[1:]) for groups in self.batches for group in groups]
         coming = [ticket.number for ticket in self.flow.manager.tickets]
         state = self.flow.manager.state()
-        assert sorted(trained + self.dropped + coming) == list(range(state["next"]))
+        assert sorted([*trained, *self.dropped, *coming]) == list(range(state["next"]))
         source = PromptSource(PROMPTS, 1)
         order = [source.next().id for _ in range(state["next"])]
         assert source.state() == state["source"]
@@ -134,7 +160,9 @@ def test_no_trajectory_is_too_old_no_prompt_is_lost_and_none_is_trained_twice(co
     window = config.schedule.window
     if window == 0:
         # In strict order the schedule does not matter: these are the groups of a synchronous run.
-        assert trained == list(itertools.islice((n for n in itertools.count() if kept(config, n)), STEPS * SIZE))
+        order = (n for n in itertools.count() if kept(config, n) and n not in driver.given_up)
+        assert trained == list(itertools.islice(order, STEPS * SIZE))
+    assert config.schedule.straggler_deadline is not None or not driver.given_up
     assert len(set(trained)) == len(trained)
     for place, number in enumerate(trained):
         older_later = [later for later in trained[place + 1 :] if later < number]
@@ -223,6 +251,32 @@ def test_an_evaluation_and_its_slots_are_free_while_rollouts_are_interrupted():
     run_virtually(work())
 
 
+@pytest.mark.parametrize("patience", [None, 100.0])
+def test_a_group_that_holds_a_batch_up_is_given_up_after_its_time_and_the_next_one_in_order_is_trained(patience):
+    """The second group's first request is never answered; enough others are done after some 30 s."""
+    config = one_step(over_sampling=2, schedule__straggler_deadline=patience, schedule__step_deadline=500)
+
+    async def work() -> None:
+        flow = Flow(config, np.random.default_rng(1), PROMPTS)
+        flow.engine.never = seed_of(seed_of(config.run.seed, 1, 0), 0)
+        if patience is None:
+            with pytest.raises(DeadlineError, match=f"1 of {SIZE} groups of this step"):
+                await flow.manager.next_batch()
+            await flow.manager.stop()
+            return
+        batch = await flow.manager.next_batch()
+        assert 100 < asyncio.get_running_loop().time() < 150
+        order = [f"g{number}" for number in range(3 * SIZE) if number != 1 and kept(config, number)]
+        assert [group.id for group in batch.groups] == order[:SIZE]
+        (given_up,) = [outcome for outcome in flow.dropped if outcome.reason == "straggler"]
+        assert given_up.group.id == "g1" and not given_up.failed and batch.dropped["straggler"] == 1
+        assert re.match("1 of 2 rollouts were done .* schedule.straggler_deadline=100 s", given_up.detail)
+        assert flow.engine.out == 0, "its request is ended"
+        await flow.manager.stop()
+
+    run_virtually(work())
+
+
 def test_an_abort_that_nobody_asked_for_fails_the_rollout():
     async def work() -> None:
         flow = Flow(one_step(), np.random.default_rng(1), PROMPTS)
@@ -248,7 +302,8 @@ def test_engines_that_bring_nothing_back_are_not_waited_for_for_ever():
         waiting.cancel()
         began = loop.time()
         await flow.manager.rest()
-        assert REST_S <= loop.time() - began < REST_S + 1 and flow.engine.out == 0
+        limit = flow.manager.config.rollout.interrupt_deadline
+        assert limit <= loop.time() - began < limit + 1 and flow.engine.out == 0
         flow.engine.slowest = 1.0
         batch = await flow.manager.next_batch()
         assert all(t.sampled_ids().tolist() == expected_tokens(t) for g in batch.groups for t in g.trajectories)
