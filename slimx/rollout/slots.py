@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
@@ -61,24 +62,48 @@ class Clock:
 
 
 class Slots:
-    """A number of requests that may be in flight at once; the others wait in the order in which they came."""
+    """A number of requests that may be in flight at once; the others wait in the order in which they came, those of an
+    evaluation before all others: trainers wait for it, while other rollouts are generated ahead."""
 
     def __init__(self, limit: int) -> None:
-        self._free = asyncio.Semaphore(limit)
+        self._free = limit
+        self._first: deque[asyncio.Future[None]] = deque()
+        self._others: deque[asyncio.Future[None]] = deque()
 
     @asynccontextmanager
-    async def one(self, clock: Clock) -> AsyncIterator[None]:
-        """Hold a place; `clock` stands still while it is waited for."""
+    async def one(self, clock: Clock, *, first: bool = False) -> AsyncIterator[None]:
+        """Hold a place; `clock` stands still while it is waited for. `first`: before those that are not."""
         with clock.standing():
-            await self._free.acquire()
+            await self._acquire(self._first if first else self._others)
         try:
             yield
         finally:
-            self._free.release()
+            self._release()
+
+    async def _acquire(self, queue: deque[asyncio.Future[None]]) -> None:
+        if self._free:  # then nobody waits: a place that is left goes to whoever does
+            self._free -= 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        queue.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # it was given, too late
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        for queue in (self._first, self._others):
+            while queue:
+                if not (place := queue.popleft()).done():
+                    place.set_result(None)
+                    return
+        self._free += 1
 
 
 class SlottedClient:
-    """The client of one rollout: each of its requests takes a place."""
+    """The client of one rollout of an evaluation: each of its requests takes a place, before those of training."""
 
     def __init__(self, client: Generator, slots: Slots, clock: Clock) -> None:
         self._client, self._slots, self._clock = client, slots, clock
@@ -87,7 +112,7 @@ class SlottedClient:
         self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
     ) -> Completion:
         """As `GenerationClient.generate`."""
-        async with self._slots.one(self._clock):
+        async with self._slots.one(self._clock, first=True):
             return await self._client.generate(token_ids, sampling, seed, return_routed_experts)
 
     @asynccontextmanager
@@ -96,7 +121,7 @@ class SlottedClient:
     ) -> AsyncIterator[TokenStream]:
         """As `GenerationClient.stream`; the place is held until the stream is left."""
         async with (
-            self._slots.one(self._clock),
+            self._slots.one(self._clock, first=True),
             self._client.stream(token_ids, sampling, seed, return_routed_experts) as stream,
         ):
             yield stream

@@ -74,6 +74,42 @@ async def test_waiting_for_a_place_at_the_engines_does_not_count_against_a_rollo
         assert not batch.dropped
 
 
+async def test_requests_of_an_evaluation_go_first_and_a_place_that_is_not_taken_goes_on():
+    slots, came, hold = Slots(1), list[str](), asyncio.Event()
+
+    async def request(name: str, first: bool = False) -> None:
+        async with Clock(10) as clock, slots.one(clock, first=first):
+            came.append(name)
+            await hold.wait()
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        group.create_task(request("a"))
+        tasks = {}
+        for name in ("b", "c", "eval 1", "eval 2", "eval 3"):
+            tasks[name] = group.create_task(request(name, first=name.startswith("eval")))
+            await asyncio.sleep(0)
+        await until(lambda: came == ["a"])
+        for name in ("b", "eval 2"):
+            tasks[name].cancel()  # while it waits
+        hold.set()
+    assert came == ["a", "eval 1", "eval 3", "c"]
+    async with Clock(1) as clock, slots.one(clock):
+        pass  # no place was lost
+
+
+async def test_a_place_given_to_one_that_is_cancelled_at_that_moment_is_not_lost():
+    slots = Slots(1)
+    async with asyncio.timeout(5), Clock(10) as clock:
+        async with slots.one(clock):
+            waiting = asyncio.create_task(slots.one(clock).__aenter__())
+            await asyncio.sleep(0)
+        waiting.cancel()  # it has the place and does not know yet
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+        async with slots.one(clock):
+            pass
+
+
 async def test_the_clock_goes_on_with_what_was_left_when_the_last_waiter_leaves():
     clock, loop = Clock(0.3), asyncio.get_running_loop()
 
