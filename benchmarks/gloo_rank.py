@@ -8,8 +8,13 @@ from typing import Any
 
 
 def join(config: dict[str, Any], rank: int, init_method: str) -> tuple[Any, Any, Any]:
-    """Adapters first, then torch, then the other ranks: the checked configuration, the model's description and the
-    parallel state."""
+    """`prepare`, then the other ranks: the checked configuration, the model's description and the parallel state."""
+    prepare()
+    return enter(config, rank, init_method)
+
+
+def prepare() -> None:
+    """Adapters first, then torch; once in a process."""
     # gloo would look up the host's name, which need not resolve; gloo's own variable.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("ignore")  # megatron-core's, of what is absent without a GPU
@@ -18,12 +23,18 @@ def join(config: dict[str, Any], rank: int, init_method: str) -> tuple[Any, Any,
     install_adapters()
     import torch
 
+    torch.set_num_threads(1)
+
+
+def enter(config: dict[str, Any], rank: int, init_method: str) -> tuple[Any, Any, Any]:
+    """As `join`, in a prepared process that has left what it joined before."""
+    import torch
+
     from slimx.config.schema import Config
     from slimx.layout.ranks import sizes_of
     from slimx.models.families import read_model
     from slimx.trainer.parallel import ParallelState
 
-    torch.set_num_threads(1)
     checked = Config.model_validate(config)
     device = torch.device("cpu")
     parallel = ParallelState(

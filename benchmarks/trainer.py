@@ -49,16 +49,16 @@ ROWS, MEAN, LIMIT = 192, 256, 8192
 """Rows of a step, tokens of a row on average, and of a micro-batch at most."""
 
 
-def make_shards(ranks: int) -> list[list[MicroBatch]]:
-    """The micro-batches of a step, by rank."""
+def make_shards(ranks: int, count: int = ROWS, limit: int = LIMIT) -> list[list[MicroBatch]]:
+    """The micro-batches of a step of `count` rows, by rank."""
     random, rows = np.random.default_rng(1), []
-    for length in random.integers(MEAN // 2, MEAN * 3 // 2, ROWS):
+    for length in random.integers(MEAN // 2, MEAN * 3 // 2, count):
         tokens = random.integers(1, 100, length + 1)
         rows.append(
             Row(
                 tokens=tokens[:-1],
                 labels=tokens[1:],
-                loss_weight=np.full(length, 1 / (ROWS * MEAN), np.float32),
+                loss_weight=np.full(length, 1 / (count * MEAN), np.float32),
                 advantages=np.full(length, random.normal(), np.float32),
                 rollout_logprobs=random.normal(-4.6, 0.1, length).astype(np.float32),
                 versions=np.full(length, VERSION),
@@ -68,7 +68,7 @@ def make_shards(ranks: int) -> list[list[MicroBatch]]:
         )
     layout = LAYOUTS[ranks]
     tensor = layout.get("tensor", 1)
-    batch = pack(rows, data_size=ranks // tensor, max_tokens=LIMIT, multiple_of=tensor)
+    batch = pack(rows, data_size=ranks // tensor, max_tokens=limit, multiple_of=tensor)
     return [batch.shards[rank // tensor] for rank in range(ranks)]
 
 
