@@ -20,7 +20,6 @@ from slimx.orchestration.session import run_session
 
 FOLDER = "gap"
 """Of a run's directory: what is measured does not touch the run."""
-SHOWN = ("gap/tokens", "gap/mean", "gap/max", "gap/tokens_above_1e-5", "gap/tokens_other_routes", "routes/differing")
 
 
 def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
@@ -49,11 +48,27 @@ async def _measure(figures: dict[str, float], say: Callable[[str], None], layers
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
     figures |= await run.trainers.measure_gap(run.packer(rows), version=run.version)
-    for name in SHOWN:
-        if name in figures:
-            say(f"{name:<24} {figures[name]:.3g}")
+    for line in describe(figures):
+        say(line)
     if layers:
         say(await _first(run, max(trajectories, key=lambda each: len(each.token_ids))))
+
+
+def describe(figures: dict[str, float]) -> list[str]:
+    """The gap metrics of a batch (`slimx.trainer.metrics`) in sentences: how large it is, and what routes explain."""
+    tokens, above = int(figures["gap/tokens"]), int(figures["gap/tokens_above_1e-5"])
+    if not tokens:
+        return ["no token was sampled by the present weights: there is nothing to compare"]
+    lines = [
+        f"gap of {tokens:,} tokens between trainers and engines: mean {figures['gap/mean']:.2g}, "
+        f"largest {figures['gap/max']:.2g}",
+        f"above 1e-5: {above:,} tokens ({above / tokens:.1%})",
+    ]
+    if above:
+        explained = int(figures["gap/tokens_other_routes"])
+        lines[1] += f", of which {explained:,} ({explained / above:.1%}) have other experts at or before them"
+    lines.append(f"tokens that the two sides send to other experts: {int(figures['routes/differing']):,}")
+    return lines
 
 
 async def _first(run: Run, trajectory: Trajectory) -> str:
