@@ -81,9 +81,20 @@ def config(group: dict[str, Any], case: dict[str, Any], out: Path, mode: str = "
     )
 
 
+def backwards(query: Any, key: Any, value: Any, bounds: Any, scale: float, **_: Any) -> Any:
+    """Exact mode's attention of a pack, but each row reads its keys from the last to the first."""
+    import torch
+
+    from slimx.numerics.exact import gathered_attention
+
+    last, place = len(query) - 1, torch.arange(len(query))
+    first = bounds[torch.searchsorted(bounds, place, right=True) - 1]
+    return gathered_attention(query, key, value, (last - place).int(), last - place, place - first + 1, scale)
+
+
 @contextmanager
 def spoilt(what: str | None) -> Iterator[None]:
-    """One operation of the trainer as torch has it."""
+    """One operation of the trainer as torch has it, or (`attention order`) in another order."""
     import torch.nn.functional as F
 
     from slimx.numerics.attention import packed_attention
@@ -99,6 +110,7 @@ def spoilt(what: str | None) -> Iterator[None]:
             "slimx.numerics.exact.silu_and_mul",
             lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
         ),
+        "attention order": ("slimx.numerics.exact.attention", backwards),
         "attention": (
             "slimx.numerics.exact.attention",
             lambda q, k, v, bounds, scale, **_: packed_attention(q, k, v, bounds.diff().tolist(), scale),

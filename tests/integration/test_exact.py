@@ -45,7 +45,7 @@ FOUR: list[dict[str, Any]] = [
     {"pipeline": 2, "context": 2},
     {"expert": 4},
 ]
-SPOILT = ["weights", "rms_norm", "linear", "silu_and_mul", "attention"]
+SPOILT = ["weights", "rms_norm", "linear", "silu_and_mul", "attention", "attention order"]
 
 
 def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:

@@ -62,10 +62,12 @@ def sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """[rows, n] fp32 -> [rows]: blocks of SUM_BLOCK, in each LANES partial sums, blocks added in order.
 
-    Values are not negative, so that the zeros which fill the last block change nothing.
+    Values are not negative, so that the zeros which fill the last block change nothing, nor do those that a single
+    block is spared.
     """
     rows, n = x.shape
-    x = torch.nn.functional.pad(x, (0, -n % SUM_BLOCK)).view(rows, -1, SUM_BLOCK // LANES, LANES)
+    size = min(SUM_BLOCK, n + -n % LANES)
+    x = torch.nn.functional.pad(x, (0, -n % size)).view(rows, -1, size // LANES, LANES)
     lanes = x[:, :, 0]
     for step in range(1, x.shape[2]):
         lanes = lanes + x[:, :, step]
