@@ -39,11 +39,11 @@ from slimx.layout.zigzag import zigzag
 from slimx.numerics import exact
 
 
-def install(block: Any, *, leaves: int, rotary_base: float | None) -> None:
+def install(block: Any, *, leaves: int, rotary: exact.Rotary | None) -> None:
     """Have the layers of a decoder's spec (TransformerBlockSubmodules) built for exact mode.
 
-    `leaves`: of row-parallel sums. `rotary_base`: of the rotary embedding that the attention applies itself; None where
-    megatron-core applies it (MLA). Raises SlimxError for a module without an exact counterpart.
+    `leaves`: of row-parallel sums. `rotary`: the rotary embedding, which core attention applies itself; None where
+    megatron-core does.
     """
     parts = {
         ColumnParallelLinear: ModuleSpec(ExactColumn),
@@ -51,7 +51,7 @@ def install(block: Any, *, leaves: int, rotary_base: float | None) -> None:
         RowParallelLinear: ModuleSpec(ExactRow, params={"leaves": leaves}),
         MLASelfAttention: ModuleSpec(ExactLatentAttention),
         Norm: ModuleSpec(ExactNorm),
-        Attention: ModuleSpec(ExactAttention, params={"rotary_base": rotary_base}),
+        Attention: ModuleSpec(ExactAttention, params={"rotary": rotary}),
         ColumnGroupedLinear: ModuleSpec(ExactColumnGrouped),
         RowGroupedLinear: ModuleSpec(ExactRowGrouped, params={"leaves": leaves}),
         TEGroupedMLP: ModuleSpec(ExactExperts),
@@ -186,27 +186,32 @@ class ExactSwiGLU(torch.nn.Module):
 
 
 class ExactAttention(Attention):
-    """Core attention; with a `rotary_base` it turns queries and keys itself, by an fp32 table."""
+    """Core attention; with a `rotary` it turns queries and keys itself, by an fp32 table: of latent attention the last
+    dimensions, else the first."""
 
-    def __init__(self, config: Any, *args: Any, rotary_base: float | None = None, **kwargs: Any):
+    def __init__(self, config: Any, *args: Any, rotary: exact.Rotary | None = None, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        self.rotary_base = rotary_base
+        self.rotary = rotary
+        self.turns_last = config.multi_latent_attention
         self._table = torch.empty(0, 0)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        if self.rotary_base is not None:
+        if self.rotary is not None:
             query, key = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key))
             bounds = packed_seq_params.cu_seqlens_q
-            query, key = exact.rope(query, key, *self._turns((bounds[1:] - bounds[:-1]).tolist(), query))
+            before = query.shape[-1] - self.rotary.dimensions if self.turns_last else 0
+            ends = exact.rope(
+                query[..., before:], key[..., before:], *self._turns((bounds[1:] - bounds[:-1]).tolist(), query)
+            )
+            query, key = (torch.cat((x[..., :before], e), dim=-1) for x, e in zip((query, key), ends, strict=True))
         return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _turns(self, lengths: list[int], query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The table, and the positions of this rank's tokens in their sequences."""
         if max(lengths) > len(self._table):
-            frequencies = exact.rope_frequencies(query.shape[-1], self.rotary_base)
-            self._table = exact.rope_table(frequencies, 1 << (max(lengths) - 1).bit_length()).to(query.device)
+            self._table = self.rotary.table(1 << (max(lengths) - 1).bit_length()).to(query.device)
         places = torch.from_numpy(zigzag(lengths, self.context.size(), self.context.rank()))
         sizes = torch.tensor(lengths)
         starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
@@ -226,13 +231,33 @@ class ExactAttention(Attention):
 
 
 class ExactLatentAttention(MLASelfAttention):
-    """Upstream looks at the very classes of the down projections in a spec, so they are exchanged afterwards."""
+    """Core attention rotates; upstream only takes the pairs apart.
+
+    Upstream looks at the very classes of the down projections in a spec, so they are exchanged afterwards."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if isinstance(layer := getattr(self, name, None), Linear):
                 setattr(self, name, ExactLinear(layer))
+        self.rotary_pos_emb = _NoTurn(self.rotary_pos_emb)
+        longer = exact.yarn_lengthening(self.config.rotary_scaling_factor, self.config.mscale_all_dim)
+        self.core_attention.scale = self.q_head_dim**-0.5 * longer * longer  # in SGLang's order of operations
+
+
+class _NoTurn(torch.nn.Module):
+    """The angles of `rotary`, all zero: a rotation by them is exact."""
+
+    def __init__(self, rotary: torch.nn.Module):
+        super().__init__()
+        self.rotary = rotary
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        return self.rotary.get_rotary_seq_len(*args)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, float]:
+        angles = self.rotary(*args, **kwargs)
+        return (torch.zeros_like(angles[0]), 1.0) if isinstance(angles, tuple) else torch.zeros_like(angles)
 
 
 # Experts -----------------------------------------------------------------------------------------------------------

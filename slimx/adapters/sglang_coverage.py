@@ -6,19 +6,29 @@ Written for sglang 0.5.23. Whatever else has parameters would round by a rule th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+
+from slimx.adapters.sglang_experts import BLOCKS
+from slimx.adapters.sglang_rotary import KINDS
+
+GATES = ("MoEGate", "Glm4MoeGate")
+"""Routers' weights, which the layers of BLOCKS multiply by."""
 
 
 def uncovered(model: torch.nn.Module) -> Iterator[str]:
     """What of a model these operations do not compute, a phrase each."""
+    latent = {id(module.rotary_emb) for module in model.modules() if type(module).__name__ == "DeepseekV2AttentionMLA"}
     for name, module in model.named_modules():
-        if why := _problem(module):
+        if why := _problem(module, in_latent=id(module) in latent):
             yield f"{name or 'the model'} ({type(module).__name__}) {why}"
 
 
-def _problem(module: torch.nn.Module) -> str | None:
-    """Why the rounding of a module's own arithmetic would not be the contract's; None if it is, or has none."""
+def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
+    """Why the rounding of a module's own arithmetic would not be the contract's; None if it is, or has none.
+
+    `in_latent`: it is the rotary embedding of latent attention."""
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.linear import LinearBase, RowParallelLinear
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -41,12 +51,25 @@ def _problem(module: torch.nn.Module) -> str | None:
         special = module.cast_x_before_out_mul or module.fp32_residual or module.variance_size_override
         return "normalises in another way" if special else None
     if isinstance(module, TopK):
-        plain = not module.topk_config.use_grouped_topk and module.topk_config.scoring_func == "softmax"
-        return None if plain and module.topk_config.correction_bias is None else "chooses experts by another rule"
+        return _problem_of_choice(module.topk_config)
     if isinstance(module, RadixAttention):
         special = (module.sliding_window_size or -1) > -1 or module.logit_cap or module.is_cross_attention
         return "attends to a window or caps its logits" if special else None
     if isinstance(module, RotaryEmbedding):
-        return None if type(module) is RotaryEmbedding and module.is_neox_style else "rotates in another way"
-    known = isinstance(module, VocabParallelEmbedding)
+        plain = type(module).__name__ in KINDS and module.is_neox_style != in_latent
+        return None if plain and (in_latent or not hasattr(module, "mscale")) else "rotates in another way"
+    if type(module).__name__ in BLOCKS:
+        return "computes its shared experts with the others" if module.num_fused_shared_experts else None
+    if type(module).__name__ == "DeepseekV2AttentionMLA":
+        return "attends to chosen tokens only" if module.use_dsa else None
+    known = isinstance(module, VocabParallelEmbedding) or type(module).__name__ in GATES
     return "is unknown" if not known and next(module.parameters(recurse=False), None) is not None else None
+
+
+def _problem_of_choice(config: Any) -> str | None:
+    """Of SGLang's TopKConfig."""
+    if config.use_grouped_topk:
+        plain = config.correction_bias is not None and config.scoring_func in ("sigmoid", None)
+    else:
+        plain = config.correction_bias is None and config.scoring_func == "softmax"
+    return None if plain and not config.num_fused_shared_experts else "chooses experts by another rule"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from slimx.adapters import sglang_ranks
 from slimx.numerics import exact
 
 TOP_K = "sglang.srt.layers.moe.topk.fused_topk_native"
+GROUPED_TOP_K = "sglang.srt.layers.moe.topk.biased_grouped_topk"
 EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+BLOCKS = {
+    "DeepseekV2MoE": "sglang.srt.models.deepseek_v2.DeepseekV2MoE.forward_normal",
+    "Glm4MoeSparseMoeBlock": "sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.forward_normal",
+}
+"""Layers with a sigmoid router and shared experts, by class."""
 
 
 class ExactExperts:
@@ -24,10 +31,57 @@ class ExactExperts:
     def __init__(self, leaves: int, calls: Counter[str]):
         self.leaves = leaves
         self.calls = calls
+        self._shared: torch.Tensor | None = None
+        """The shared experts' output on its way to the sum of the others' that comes next."""
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """What SGLang's HookRegistry replaces, by target."""
-        return {TOP_K: self.top_k, EXPERTS: self.experts}
+        blocks = {target: partial(self.block, target) for target in BLOCKS.values()}
+        return {TOP_K: self.top_k, GROUPED_TOP_K: self.grouped_top_k, EXPERTS: self.experts, **blocks}
+
+    def idle(self, kinds: set[str]) -> set[str]:
+        """Targets that a model with modules of these classes never calls."""
+        blocks = {target for kind, target in BLOCKS.items() if kind in kinds}
+        used = blocks | {GROUPED_TOP_K} if blocks else {TOP_K}
+        used = used | {EXPERTS} if "FusedMoE" in kinds else set()
+        return {TOP_K, GROUPED_TOP_K, EXPERTS, *BLOCKS.values()} - used
+
+    def block(self, target: str, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """A layer of BLOCKS: the shared experts' output joins the others' before the sum is rounded."""
+        from sglang.srt.layers.moe.utils import post_experts_all_reduce
+
+        self.calls[target] += 1
+        logits = exact.linear(hidden, layer.gate.weight, dtype=torch.float32)
+        choice = layer.topk(hidden, logits)
+        self._shared = layer.shared_experts(hidden) if getattr(layer, "shared_experts", None) is not None else None
+        out = layer.experts(hidden, choice)
+        return post_experts_all_reduce(out) if getattr(layer, "reduce_results", False) else out
+
+    def grouped_top_k(
+        self,
+        hidden_states: torch.Tensor,
+        gating_output: torch.Tensor,
+        correction_bias: torch.Tensor,
+        topk: int,
+        renormalize: bool,
+        num_expert_group: int,
+        topk_group: int,
+        routed_scaling_factor: float | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `top_k`, by sigmoid scores; the factor is in the weights."""
+        self.calls[GROUPED_TOP_K] += 1
+        weights, ids = exact.route(
+            gating_output,
+            topk,
+            score="sigmoid",
+            bias=correction_bias,
+            groups=num_expert_group,
+            top_groups=topk_group,
+            renormalise=renormalize,
+            factor=routed_scaling_factor or 1.0,
+        )
+        return weights, ids.to(torch.int32)
 
     def top_k(
         self,
@@ -61,7 +115,8 @@ class ExactExperts:
         by_choice[order] = out
         if ranks > 1:
             by_choice = _whole(by_choice, parts).to(x.dtype)
-        mixed = exact.moe_combine(by_choice.view(tokens, choices, -1), weights)
+        shared, self._shared = self._shared, None
+        mixed = exact.moe_combine(by_choice.view(tokens, choices, -1), weights, shared)
         return mixed if ranks == 1 else sglang_ranks.of_first_rank(mixed)
 
 

@@ -5,7 +5,7 @@ Loading of weights, scheduling, the KV cache and sampling stay SGLang's. What is
 norms, linear layers, rotary embedding, SwiGLU, attention, top-k, experts, output layer and log_softmax. A model that
 has anything else with parameters is refused, because it would round by another rule.
 
-Experts are in `sglang_experts`, sums over ranks in `sglang_ranks`.
+The other operations are in `sglang_experts`, `sglang_attention` and `sglang_latent`, sums over ranks in `sglang_ranks`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
+from slimx.adapters.sglang_attention import ATTENTION, attention_class
 from slimx.adapters.sglang_coverage import uncovered
-from slimx.adapters.sglang_experts import EXPERTS, TOP_K, ExactExperts
+from slimx.adapters.sglang_experts import ExactExperts
+from slimx.adapters.sglang_latent import ExactLatentAttention, is_latent
 from slimx.adapters.sglang_ranks import gathered, of_first_rank
+from slimx.adapters.sglang_rotary import rotary_of
 from slimx.errors import SlimxError
 from slimx.numerics import exact
 
 OPTION = "--exact-leaves"
-ATTENTION = "slimx_exact"
-"""Name of the attention backend."""
 
 
 def asked_leaves(argv: Sequence[str]) -> int | None:
@@ -80,9 +81,10 @@ class ExactServer:
         self.leaves = leaves
         self.calls: Counter[str] = Counter()
         self.experts = ExactExperts(leaves, self.calls)
+        self.latent = ExactLatentAttention(self._turned, self.calls)
         self._gates: set[int] = set()
         """Linear layers (by id) whose output is a router's logits: those stay fp32."""
-        self._tables: dict[tuple[float, int], torch.Tensor] = {}
+        self._tables: dict[exact.Rotary, torch.Tensor] = {}
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """What SGLang's HookRegistry replaces, by target."""
@@ -93,6 +95,7 @@ class ExactServer:
             LINEAR: self.linear,
             HEAD: self.head,
             **self.experts.replacements(),
+            **self.latent.replacements(),
         }
 
     def contract(self, dtype: torch.dtype) -> dict[str, int | str]:
@@ -103,8 +106,9 @@ class ExactServer:
         after its first token."""
         kinds = {type(module).__name__ for module in model.modules()}
         idle = {LOG_SOFTMAX}  # greedy health checks ask for no log-probs
-        idle |= set() if "FusedMoE" in kinds else {TOP_K, EXPERTS}
+        idle |= self.experts.idle(kinds) | self.latent.idle(kinds)
         idle |= set() if "SiluAndMul" in kinds else {ACTIVATION}
+        idle |= {ROTARY} if is_latent(kinds) else set()
         return {
             target: target in registry._patched and (target in idle or self.calls[target] > 0)
             for target in (*self.replacements(), LOG_SOFTMAX)
@@ -133,17 +137,18 @@ class ExactServer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls[ROTARY] += 1
         positions = (positions if offsets is None else positions + offsets).flatten()
-        table = self._table(rotary.base, rotary.rotary_dim, int(positions.max()) if len(positions) else 0)
         heads = (x.reshape(len(positions), -1, rotary.head_size) for x in (query, key))
-        turned = exact.rope(*heads, table, positions)
+        turned = self._turned(rotary, positions, *heads)
         return turned[0].reshape(query.shape), turned[1].reshape(key.shape)
 
-    def _table(self, base: float, dim: int, last: int) -> torch.Tensor:
-        """For positions up to `last` at least."""
-        key = float(base), dim
-        if last >= len(self._tables.get(key, ())):
-            self._tables[key] = exact.rope_table(exact.rope_frequencies(dim, base), 1 << last.bit_length())
-        return self._tables[key]
+    def _turned(
+        self, rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [T, heads, d] and key [T, groups, d] turned by the halves of what rotates."""
+        which, last = rotary_of(rotary), int(positions.max()) if len(positions) else 0
+        if last >= len(self._tables.get(which, ())):
+            self._tables[which] = which.table(1 << last.bit_length())
+        return exact.rope(query, key, self._tables[which], positions)
 
     def linear(self, _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         from sglang.srt.layers.linear import RowParallelLinear
@@ -177,60 +182,4 @@ class ExactServer:
         if problems := list(uncovered(runner.model)):
             raise SlimxError(f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}")
         self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}
-        return _attention_class()(runner, self)
-
-
-def _attention_class() -> type:
-    """SGLang's torch backend with another kernel: where keys and values are, and when they are written, is its own."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    class ExactAttention(TorchNativeAttnBackend):
-        def __init__(self, runner: Any, room: ExactServer):
-            super().__init__(runner)
-            self.room = room
-
-        def _run_sdpa_forward_extend(
-            self,
-            query: torch.Tensor,
-            output: torch.Tensor,
-            keys: torch.Tensor,
-            values: torch.Tensor,
-            table: torch.Tensor,
-            requests: torch.Tensor,
-            lengths: torch.Tensor,
-            before: torch.Tensor,
-            added: torch.Tensor,
-            *_: Any,
-            scaling: float,
-            **__: Any,
-        ) -> torch.Tensor:
-            """query, output [tokens, heads, d]; keys, values [slots, groups, d]; table [requests, places] of slots;
-            of every request: its row in the table, its length, how much of that was there before, and is added."""
-            added = added.long()
-            first = (added.cumsum(0) - added).repeat_interleave(added)
-            seen = before.long().repeat_interleave(added) + torch.arange(len(query)) - first + 1
-            rows = requests.long().repeat_interleave(added)
-            return self._attend(query, output, keys, values, table, rows, seen, scaling)
-
-        def _run_sdpa_forward_decode(
-            self,
-            query: torch.Tensor,
-            output: torch.Tensor,
-            keys: torch.Tensor,
-            values: torch.Tensor,
-            table: torch.Tensor,
-            requests: torch.Tensor,
-            lengths: torch.Tensor,
-            *_: Any,
-            scaling: float,
-            **__: Any,
-        ) -> torch.Tensor:
-            """As above, with one token of each request."""
-            return self._attend(query, output, keys, values, table, requests.long(), lengths.long(), scaling)
-
-        def _attend(self, query, output, keys, values, table, rows, seen, scale) -> torch.Tensor:
-            self.room.calls[ATTENTION] += 1
-            begin = rows * table.shape[1]
-            return output.copy_(exact.gathered_attention(query, keys, values, table.int(), begin, seen, scale))
-
-    return ExactAttention
+        return attention_class()(runner, self.calls)

@@ -25,6 +25,7 @@ from slimx.trainer.backends import Backends
 from slimx.trainer.freeze import freeze, names_of
 from slimx.trainer.policy_model import PolicyModel
 from slimx.trainer.prediction_layer import with_prediction_layers
+from slimx.trainer.rotary import rotary_of
 from slimx.trainer.transformer import transformer_config
 from slimx.trainer.value_model import ValueHead, ValueModel
 
@@ -95,9 +96,9 @@ def _build_chunk(
         megatron_attention.install_for_sinks(layers)
     gpt = spec.gpt
     if leaves is not None:
-        turning = gpt["position_embedding_type"] == "rope" and not transformer.multi_latent_attention
-        megatron_exact.install(layers, leaves=leaves, rotary_base=gpt["rotary_base"] if turning else None)
-        gpt = gpt | ({"position_embedding_type": "none"} if turning else {})
+        turns = rotary_of(transformer, gpt)
+        megatron_exact.install(layers, leaves=leaves, rotary=turns)
+        gpt = gpt | ({"position_embedding_type": "none"} if turns else {})
     mtp = None
     if transformer.mtp_num_layers:
         mtp = with_prediction_layers(

@@ -48,7 +48,7 @@ def changed(model: Path, out: Path) -> Path:
     return out
 
 
-async def before_and_after(engine: Engine, first: Path, second: Path, dtype: str) -> dict[str, Completions]:
+async def before_and_after(engine: Engine, first: Path, second: Path) -> dict[str, Completions]:
     """Completions under the weights of `first`, and of `second` after they are published; by directory."""
     engine.start()
     found = {}
@@ -57,7 +57,8 @@ async def before_and_after(engine: Engine, first: Path, second: Path, dtype: str
         for version, model in enumerate((first, second), 1):
             weights = load_file(model / "model.safetensors")
             held = (await engine.inventory())[0]
-            await publish(engine, {n: w.to(getattr(torch, dtype)) for n, w in weights.items() if n in held}, version)
+            dtypes = {name: getattr(torch, form.partition(":")[0]) for name, form in held.items()}
+            await publish(engine, {n: w.to(dtypes[n]) for n, w in weights.items() if n in held}, version)
             found[str(model)] = await completions(engine, model)
     finally:
         await engine.stop()
@@ -117,5 +118,5 @@ async def ask(session: aiohttp.ClientSession, prompt: list[int], seed: int, toke
     return one, meta["num_retractions"]
 
 
-def run(engine: Engine, first: Path, second: Path, dtype: str) -> dict[str, Completions]:
-    return asyncio.run(before_and_after(engine, first, second, dtype))
+def run(engine: Engine, first: Path, second: Path) -> dict[str, Completions]:
+    return asyncio.run(before_and_after(engine, first, second))

@@ -125,10 +125,10 @@ def sequences(count: int = 24) -> list[dict[str, Any]]:
 def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
     """Directories by family."""
     out = tmp_path_factory.mktemp("models")
-    for name in ("qwen3", "qwen2"):
+    for name in ("qwen3", "qwen2", "llama", "glm4_moe"):
         make_model(name, out / name)
     make_deepseek(out / "deepseek")
-    return {"moe": tiny_model} | {name: out / name for name in ("qwen3", "qwen2", "deepseek")}
+    return {"moe": tiny_model} | {path.name: path for path in out.iterdir()}
 
 
 def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen(
@@ -193,6 +193,10 @@ def same_gradients(stock: Path, exact: Path) -> None:
         ("qwen3", "bfloat16", {"tensor": 2}),
         ("qwen3", "float32", {}),
         ("qwen2", "float32", {}),
+        ("llama", "bfloat16", {}),
+        ("deepseek", "float32", {}),
+        ("deepseek", "bfloat16", {"tensor": 2, "expert": 2}),
+        ("glm4_moe", "bfloat16", {"tensor": 2}),
     ],
 )
 def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publication(
@@ -200,8 +204,8 @@ def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publicat
 ) -> None:
     other = exact_server.changed(models[name], tmp_path / "other")
     engine = exact_server.server(models[name], dtype, 2, EngineSizes(**sizes), tmp_path / "server.log")
-    sampled = exact_server.run(engine, models[name], other, dtype)
-    cases = cases_of(name, DENSE if name.startswith("qwen") else TWO)
+    sampled = exact_server.run(engine, models[name], other)
+    cases = cases_of(name, DENSE if name in ("qwen3", "qwen2", "llama") else TWO)
     groups = [{"model": model, "dtype": dtype, "completions": done, "cases": cases} for model, done in sampled.items()]
     stale = {"model": groups[0]["model"], "completions": groups[1]["completions"], "cases": [cases[0]], "dtype": dtype}
     *found, [seen] = gaps(tmp_path / "ranks", [*groups, stale])
@@ -212,7 +216,7 @@ def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publicat
 @pytest.mark.slow
 def test_a_server_and_trainers_of_four_ranks_and_more_threads_agree(models: dict[str, Path], tmp_path: Path) -> None:
     engine = exact_server.server(models["moe"], "bfloat16", 4, EngineSizes(), tmp_path / "server.log")
-    sampled = exact_server.run(engine, models["moe"], models["moe"], "bfloat16")
+    sampled = exact_server.run(engine, models["moe"], models["moe"])
     cases = [
         {"trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 2}},
         {"trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 1}},

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 import slimx
-from slimx.adapters import sglang_numerics, sglang_ranks
+from slimx.adapters import sglang_ranks
 from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ExactServer, asked_leaves
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
@@ -139,7 +139,8 @@ def test_an_operation_that_is_not_in_force_is_named() -> None:
 def test_operations_that_a_model_does_not_have_need_not_have_been_called() -> None:
     room = ExactServer(1)
     room.calls.update([*room.replacements(), ATTENTION])
-    for target in (sglang_numerics.TOP_K, sglang_numerics.EXPERTS, LOG_SOFTMAX):
+    parts = room.experts.replacements() | room.latent.replacements()
+    for target in (*parts, LOG_SOFTMAX):
         room.calls[target] = 0
     registry = SimpleNamespace(_patched={*room.replacements(), LOG_SOFTMAX})
     assert all(room.in_force(registry, torch.nn.Linear(1, 1)).values())

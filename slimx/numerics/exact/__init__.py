@@ -13,10 +13,14 @@ from slimx.numerics.exact.moe import moe_combine, route, router
 from slimx.numerics.exact.norm import add_rms_norm, rms_norm
 from slimx.numerics.exact.quantised import dequantise
 from slimx.numerics.exact.rope import rope, rope_frequencies, rope_table
+from slimx.numerics.exact.rotary import Llama3, Rotary, Yarn, yarn_lengthening
 from slimx.numerics.exact.sizes import CONTRACT_VERSION
 
 __all__ = [
     "CONTRACT_VERSION",
+    "Llama3",
+    "Rotary",
+    "Yarn",
     "add_rms_norm",
     "attention",
     "combine_leaves",
@@ -36,4 +40,5 @@ __all__ = [
     "router",
     "silu_and_mul",
     "token_logprobs",
+    "yarn_lengthening",
 ]

@@ -1,0 +1,71 @@
+"""Exact mode in an SGLang server: latent attention (DeepSeek-V3's MLA). Written for sglang 0.5.23.
+
+SGLang's CPU path multiplies the up projection into queries and outputs ("absorbed"), which rounds elsewhere than a
+trainer does. Here keys and values are projected from the cached latents, as in training: for every token that a step
+reads, in every step. The cache holds what SGLang's does, but for the order of the rotated dimensions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PREPARE, CORE = (
+    f"sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin.forward_absorb_{part}"
+    for part in ("prepare", "core")
+)
+
+
+def is_latent(kinds: set[str]) -> bool:
+    """Whether a model with modules of these classes has latent attention, which calls them."""
+    return "DeepseekV2AttentionMLA" in kinds
+
+
+class ExactLatentAttention:
+    """Latent attention of a server; `calls` counts its operations by target.
+
+    `turn`(rotary, positions [T], query [T, heads, d], key [T, 1, d]) rotates by the halves of d.
+    """
+
+    def __init__(self, turn: Callable[..., tuple[torch.Tensor, torch.Tensor]], calls: Counter[str]):
+        self.turn = turn
+        self.calls = calls
+
+    def replacements(self) -> dict[str, Callable[..., Any]]:
+        """What SGLang's HookRegistry replaces, by target."""
+        return {PREPARE: self.prepare, CORE: self.attend}
+
+    def idle(self, kinds: set[str]) -> set[str]:
+        """Targets that a model with modules of these classes never calls."""
+        return set() if is_latent(kinds) else {PREPARE, CORE}
+
+    def prepare(self, attention: Any, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, *_: Any) -> tuple:
+        """The arguments of `attend`: query [T, heads, content + rotated], cached key [T, 1, latent + rotated]."""
+        from sglang.srt.layers.layer_boundary import get_attn_tp_context
+
+        self.calls[PREPARE] += 1
+        latent, rotated = attention.kv_lora_rank, attention.qk_rope_head_dim
+        if attention.q_lora_rank is None:
+            query, down = attention.q_proj(hidden)[0], attention.kv_a_proj_with_mqa(hidden)[0]
+        else:
+            both = get_attn_tp_context().fetch_qkv_latent()
+            query, down = both.split([attention.q_lora_rank, latent + rotated], dim=-1)
+            query = attention.q_b_proj(attention.q_a_layernorm(query.contiguous()))[0]
+        query = query.view(len(query), attention.num_local_heads, attention.qk_head_dim)
+        content = attention.kv_a_layernorm(down[:, :latent].contiguous())
+        ends = query[..., -rotated:], down[:, None, latent:]
+        apart = (torch.cat((x[..., ::2], x[..., 1::2]), dim=-1) for x in ends)  # pairs are neighbours
+        turned, key = self.turn(attention.rotary_emb, positions, *apart)
+        query = torch.cat((query[..., :-rotated], turned), dim=-1)
+        return query, torch.cat((content[:, None], key), dim=-1), batch
+
+    def attend(self, attention: Any, query: torch.Tensor, key: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Writes the keys into the cache and attends; returns [T, hidden], after the output projection."""
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        self.calls[CORE] += 1
+        mixed = get_attn_backend().attend_latent(attention, query, key, batch)
+        return attention.o_proj(mixed.flatten(1))[0]
