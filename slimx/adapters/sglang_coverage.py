@@ -67,9 +67,10 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
 
 
 def _problem_of_choice(config: Any) -> str | None:
-    """Of SGLang's TopKConfig."""
+    """Of SGLang's TopKConfig; with groups and a bias SGLang takes sigmoid scores, whatever `scoring_func` is."""
     if config.use_grouped_topk:
-        plain = config.correction_bias is not None and config.scoring_func in ("sigmoid", None)
+        plain = config.correction_bias is not None
     else:
         plain = config.correction_bias is None and config.scoring_func == "softmax"
-    return None if plain and not config.num_fused_shared_experts else "chooses experts by another rule"
+    plain = plain and config.custom_routing_function is None and not config.num_shared_topk_slots
+    return None if plain else "chooses experts by another rule"
