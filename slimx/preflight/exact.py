@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 
-FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+FAMILIES = (
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 """Architectures whose log-probs were shown to be equal to the last bit (docs/support.md)."""
 
 
@@ -26,14 +35,25 @@ def check_exact(config: Config, spec: ModelSpec, device: str) -> None:
         )
     if config.critic is not None:
         raise SlimxError("numerics.mode is exact, and a critic has no engine to agree with; set numerics.mode=fast")
-    fields, leaves = spec.transformer, config.leaves
-    widths = {
-        "the attention's output projection": fields["num_attention_heads"] * fields["kv_channels"],
-        "the down projection": fields.get("moe_ffn_hidden_size") or fields["ffn_hidden_size"],
-    }
-    for name, width in widths.items():
+    leaves = config.leaves
+    for name, width in _row_parallel_widths(spec.transformer).items():
         if width % leaves:
             raise SlimxError(
                 f"numerics.leaves {leaves} does not divide the {width} inputs of {name} of {spec.path}; use fewer, and "
                 "smaller tensor parallel sizes"
             )
+
+
+def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
+    """Elements that the row-parallel products of a model sum over, by what they are of."""
+    experts = fields.get("moe_ffn_hidden_size")
+    dense = not experts or 0 in fields.get("moe_layer_freq", ())
+    widths = {
+        # Of latent attention, heads of values have a width of their own.
+        "the attention's output projection": fields["num_attention_heads"]
+        * (fields.get("v_head_dim") or fields["kv_channels"]),
+        "the down projection": fields["ffn_hidden_size"] if dense else None,
+        "the experts' down projection": experts,
+        "the shared experts' down projection": fields.get("moe_shared_expert_intermediate_size"),
+    }
+    return {name: width for name, width in widths.items() if width}

@@ -57,12 +57,18 @@ async def before_and_after(engine: Engine, first: Path, second: Path) -> dict[st
         for version, model in enumerate((first, second), 1):
             weights = load_file(model / "model.safetensors")
             held = (await engine.inventory())[0]
-            dtypes = {name: getattr(torch, form.partition(":")[0]) for name, form in held.items()}
-            await publish(engine, {n: w.to(dtypes[n]) for n, w in weights.items() if n in held}, version)
+            await publish(engine, {n: _published(weights[n], held[n], engine.spec.dtype) for n in held}, version)
             found[str(model)] = await completions(engine, model)
     finally:
         await engine.stop()
     return found
+
+
+def _published(weight: torch.Tensor, form: str, dtype: str) -> torch.Tensor:
+    """As a trainer of `dtype` has it, which keeps the routers' biases only in fp32, in the engine's own dtype (of
+    "dtype:shape")."""
+    rounded = weight if weight.dim() == 1 and form.startswith("float32") else weight.to(getattr(torch, dtype))
+    return rounded.to(getattr(torch, form.partition(":")[0]))
 
 
 async def completions(engine: Engine, model: Path) -> Completions:

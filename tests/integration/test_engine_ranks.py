@@ -13,6 +13,7 @@ import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,12 +90,14 @@ DEEPSEEK = {
 }
 
 
-def make_deepseek(out: Path) -> None:
-    """A seeded DeepSeek-V3 with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
+def make_deepseek(out: Path, **other: Any) -> None:
+    """A seeded DeepSeek-V3 with the quickstart's tokenizer; no tensor is constant, so that none can hide. `other`:
+    fields that it has in place of DEEPSEEK's."""
     torch.manual_seed(1)
-    DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK)).save_pretrained(out)
+    hf = DEEPSEEK | other
+    DeepseekV3ForCausalLM(DeepseekV3Config(**hf)).save_pretrained(out)
     save_file(perturbed(load_file(out / "model.safetensors"), 2), out / "model.safetensors", {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(DEEPSEEK))
+    (out / "config.json").write_text(json.dumps(hf))
     runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(out)
 
 

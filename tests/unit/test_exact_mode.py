@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 import slimx
 from slimx.adapters import sglang_ranks
-from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ExactServer, asked_leaves
+from slimx.adapters.sglang_experts import BLOCKS, EXPERTS, GROUPED_TOP_K, TOP_K
+from slimx.adapters.sglang_latent import CORE as LATENT_CORE
+from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ROTARY, ExactServer, asked_leaves
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.numerics import exact
@@ -136,14 +138,34 @@ def test_an_operation_that_is_not_in_force_is_named() -> None:
         EngineControl("http://127.0.0.1:1", "e")._check(rank | {"hooks": room.in_force(registry, model)})
 
 
-def test_operations_that_a_model_does_not_have_need_not_have_been_called() -> None:
+MOE, GLM, LATENT = {"FusedMoE"}, {"FusedMoE", "Glm4MoeSparseMoeBlock"}, {"DeepseekV2AttentionMLA"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "target", "needed"),
+    [
+        (set(), EXPERTS, False),
+        (set(), LOG_SOFTMAX, False),
+        (set(), ROTARY, True),
+        (set(), LATENT_CORE, False),
+        (LATENT, ROTARY, False),
+        (LATENT, LATENT_CORE, True),
+        (MOE, TOP_K, True),
+        (MOE, GROUPED_TOP_K, False),
+        (GLM, TOP_K, False),
+        (GLM, GROUPED_TOP_K, True),
+        (GLM, BLOCKS["Glm4MoeSparseMoeBlock"], True),
+        (GLM, BLOCKS["DeepseekV2MoE"], False),
+    ],
+)
+def test_operations_must_have_been_called_where_the_model_has_them(kinds: set[str], target: str, needed: bool) -> None:
     room = ExactServer(1)
     room.calls.update([*room.replacements(), ATTENTION])
-    parts = room.experts.replacements() | room.latent.replacements()
-    for target in (*parts, LOG_SOFTMAX):
-        room.calls[target] = 0
+    room.calls[target] = 0
     registry = SimpleNamespace(_patched={*room.replacements(), LOG_SOFTMAX})
-    assert all(room.in_force(registry, torch.nn.Linear(1, 1)).values())
+    model = torch.nn.ModuleList([type(kind, (torch.nn.Module,), {})() for kind in kinds])
+    wrong = [name for name, good in room.in_force(registry, model).items() if not good]
+    assert wrong == ([target] if needed else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
