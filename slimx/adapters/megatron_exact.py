@@ -201,11 +201,12 @@ class ExactAttention(Attention):
         if self.rotary is not None:
             query, key = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key))
             bounds = packed_seq_params.cu_seqlens_q
+            turns = self._turns((bounds[1:] - bounds[:-1]).tolist(), query)
             before = query.shape[-1] - self.rotary.dimensions if self.turns_last else 0
-            ends = exact.rope(
-                query[..., before:], key[..., before:], *self._turns((bounds[1:] - bounds[:-1]).tolist(), query)
-            )
-            query, key = (torch.cat((x[..., :before], e), dim=-1) for x, e in zip((query, key), ends, strict=True))
+            first, last = (query[..., :before], key[..., :before]), (query[..., before:], key[..., before:])
+            query, key = exact.rope(*last, *turns)
+            if before:
+                query, key = (torch.cat(parts, dim=-1) for parts in zip(first, (query, key), strict=True))
         return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _turns(self, lengths: list[int], query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

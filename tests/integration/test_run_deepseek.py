@@ -15,13 +15,15 @@ from tests.integration.test_resume import task  # noqa: F401
 pytestmark = pytest.mark.integration
 
 
-def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(task, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("mode", ["fast", pytest.param("exact", marks=pytest.mark.slow)])
+def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(mode, task, tmp_path):  # noqa: F811
     model = tmp_path / "model"
     make_deepseek(model)
     config = write_config(
         tmp_path,
         model,
         task / "train.jsonl",
+        numerics={"mode": mode},
         trainer={"tensor": 2, "expert": 2, "expert_tensor": 1, "moe": {"bias_update_rate": 0.05}},
         rollout={
             "prompts": str(task / "train.jsonl"),
@@ -35,7 +37,11 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(ta
     rows = steps(tmp_path / "run")
     assert list(rows) == [1, 2]
     for row in rows.values():
-        assert row["gap/tokens"] > 0 and row["gap/max"] <= 1e-4 and row["gap/tokens_unexplained"] == 0
+        assert (
+            row["gap/tokens"] > 0
+            and row["gap/max"] <= (1e-4 if mode == "fast" else 0.0)
+            and row["gap/tokens_unexplained"] == 0
+        )
         assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
     before, exported = (_weights(path) for path in (model, tmp_path / "run" / "hf"))
     assert exported.keys() == before.keys()

@@ -12,6 +12,7 @@ from slimx.numerics.exact.logprobs import log_softmax
 from slimx.numerics.exact.moe import moe_combine, route
 from slimx.numerics.exact.norm import rms_norm
 from slimx.numerics.exact.rope import rope, rope_frequencies, rope_table
+from slimx.numerics.exact.rotary import Llama3, Rotary, Yarn
 from slimx.numerics.exact.sizes import CONTRACT_VERSION, check_leaves
 
 
@@ -47,7 +48,9 @@ def _results(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     logits = linear(x.float(), weight.float())
     weights, ids = route(logits, 4)
     by_bias, ids_by_bias = route(logits, 4, score="sigmoid", bias=logits[0], groups=4, top_groups=2, factor=2.5)
+    scalings = Llama3(8.0, 1.0, 4.0, 8192), Yarn(40.0, 4096, 32.0, 1.0, 1.25)
     return [
+        *(Rotary(24, 10000.0, scaling).table(64) for scaling in scalings),
         *(
             linear(x, weight),
             linear(x[:3], weight, 4),
