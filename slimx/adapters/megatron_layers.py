@@ -1,4 +1,5 @@
-"""Layers of Transformer Engine's shape in plain torch, for machines without Transformer Engine (CPU, or one bare GPU).
+"""Layers of Transformer Engine's shape in plain torch, for machines without Transformer Engine (CPU, or one bare GPU)
+and for exact mode, whose operations take the place of theirs.
 
 Parameter names, shapes and checkpoint keys are those of the Transformer Engine layers that
 `get_gpt_decoder_block_spec(config, use_transformer_engine=True)` asks for, so that one model definition, one weight
@@ -26,10 +27,10 @@ from slimx.adapters.megatron_attention import Attention
 from slimx.numerics.norm import rms_norm
 
 
-def install() -> bool:
+def install(*, always: bool = False) -> bool:
     """Give megatron.core these layers, and a fused-shape Adam unless apex has one, where there is no CUDA or no
-    Transformer Engine; says whether it did."""
-    if torch.cuda.is_available() and HAVE_TE:
+    Transformer Engine, or `always`; says whether it did."""
+    if torch.cuda.is_available() and HAVE_TE and not always:
         return False
     megatron_without_te.install()
     gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchSpecProvider, Norm

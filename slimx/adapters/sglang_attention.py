@@ -79,11 +79,11 @@ def attention_class() -> type:
             content, value = projected.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
             keys = torch.cat((content, cached[:, :, latent:].expand(-1, heads, -1)), dim=-1)
             if batch.forward_mode.is_decode():
-                numbers, seen = torch.arange(len(lengths)), lengths
+                numbers, seen = torch.arange(len(lengths), device=lengths.device), lengths
             else:
                 numbers, seen = _reads(batch.extend_prefix_lens.long(), batch.extend_seq_lens.long())
             begin = (lengths.cumsum(0) - lengths)[numbers]
-            return self._attend(query, keys, value, torch.arange(len(keys)), begin, seen, attention.scaling)
+            return self._attend(query, keys, value, torch.arange(len(keys), device=keys.device), begin, seen, attention.scaling)
 
         def _attend(
             self,
@@ -104,6 +104,6 @@ def attention_class() -> type:
 def _reads(before: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every added token, request after request: its request's number in the batch, and how many tokens it sees.
     before, added [requests]: tokens that were in the cache and that are added."""
-    numbers = torch.arange(len(added)).repeat_interleave(added)
+    numbers = torch.arange(len(added), device=added.device).repeat_interleave(added)
     first = added.cumsum(0) - added
-    return numbers, before[numbers] + torch.arange(len(numbers)) - first[numbers] + 1
+    return numbers, before[numbers] + torch.arange(len(numbers), device=added.device) - first[numbers] + 1

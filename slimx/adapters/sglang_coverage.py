@@ -45,6 +45,8 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
     if isinstance(module, FusedMoE):
         if not isinstance(module.quant_method, UnquantizedFusedMoEMethod):
             return "holds quantised weights"
+        if not module.quant_method.runner.runner_backend.is_triton() or module.quant_method.w13_swiglu_interleaved:
+            return "holds its weights in another order"
         plain = module.moe_runner_config.activation == "silu" and module.moe_runner_config.gemm1_alpha is None
         return None if plain and getattr(module, "w13_weight_bias", None) is None else "is no plain SwiGLU"
     if isinstance(module, RMSNorm):
@@ -62,6 +64,8 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
         return "computes its shared experts with the others" if module.num_fused_shared_experts else None
     if type(module).__name__ == "DeepseekV2AttentionMLA":
         return "attends to chosen tokens only" if module.use_dsa else None
+    if getattr(module, "use_fused_qk_norm_rope", False) or getattr(module, "use_fused_qk_norm_rope_cpu", False):
+        return "normalises and rotates in a kernel of its own"
     known = isinstance(module, VocabParallelEmbedding) or type(module).__name__ in GATES
     return "is unknown" if not known and next(module.parameters(recurse=False), None) is not None else None
 

@@ -84,7 +84,7 @@ class ExactServer:
         self.latent = ExactLatentAttention(self._turned, self.calls)
         self._gates: set[int] = set()
         """Linear layers (by id) whose output is a router's logits: those stay fp32."""
-        self._tables: dict[exact.Rotary, torch.Tensor] = {}
+        self._tables: dict[tuple[exact.Rotary, torch.device], torch.Tensor] = {}
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """What SGLang's HookRegistry replaces, by target."""
@@ -98,8 +98,8 @@ class ExactServer:
             **self.latent.replacements(),
         }
 
-    def contract(self, dtype: torch.dtype) -> dict[str, int | str]:
-        return exact.contract(leaves=self.leaves, dtype=str(dtype).removeprefix("torch."))
+    def contract(self, dtype: torch.dtype, device: str) -> dict[str, int | str]:
+        return exact.contract(leaves=self.leaves, dtype=str(dtype).removeprefix("torch."), device=device)
 
     def in_force(self, registry: Any, model: torch.nn.Module) -> dict[str, bool]:
         """By target whether it is replaced and, if the model needs it to generate, has been called: a server is asked
@@ -133,21 +133,26 @@ class ExactServer:
         query: torch.Tensor,
         key: torch.Tensor,
         offsets: torch.Tensor | None = None,
+        fused_set_kv_buffer_arg: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`fused_set_kv_buffer_arg`: where keys and values are kept, if this is where a model on CUDA has that done."""
         self.calls[ROTARY] += 1
         positions = (positions if offsets is None else positions + offsets).flatten()
         heads = (x.reshape(len(positions), -1, rotary.head_size) for x in (query, key))
-        turned = self._turned(rotary, positions, *heads)
-        return turned[0].reshape(query.shape), turned[1].reshape(key.shape)
+        query_out, key_out = self._turned(rotary, positions, *heads)
+        if (kept := fused_set_kv_buffer_arg) is not None:
+            kept.k_buffer[kept.cache_loc] = key_out.flatten(1)
+            kept.v_buffer[kept.cache_loc] = kept.value.reshape(len(positions), -1)
+        return query_out.reshape(query.shape), key_out.reshape(key.shape)
 
     def _turned(
         self, rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """query [T, heads, d] and key [T, groups, d] turned by the halves of what rotates."""
-        which, last = rotary_of(rotary), int(positions.max()) if len(positions) else 0
+        which, last = (rotary_of(rotary), positions.device), int(positions.max()) if len(positions) else 0
         if last >= len(self._tables.get(which, ())):
-            self._tables[which] = which.table(1 << last.bit_length())
+            self._tables[which] = which[0].table(1 << last.bit_length()).to(positions.device)
         return exact.rope(query, key, self._tables[which], positions)
 
     def linear(self, _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -179,6 +184,9 @@ class ExactServer:
     def attention_backend(self, runner: Any) -> Any:
         """SGLang's factory of the backend, called once the model is there. Raises SlimxError for a model that has more
         than these operations."""
+        from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
+
+        set_fused_op_backend(KernelBackend.TORCH)  # forward_native, which is replaced, and no other kernel on a GPU
         if problems := list(uncovered(runner.model)):
             raise SlimxError(f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}")
         self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}

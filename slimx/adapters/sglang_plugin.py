@@ -223,6 +223,6 @@ def attest(runner: Any) -> dict[str, Any]:
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": runner.device,
         "hooks": ours | (exact.in_force(HookRegistry, runner.model) if exact else {}),
-        "numerics": exact.contract(runner.dtype) if exact else None,
+        "numerics": exact.contract(runner.dtype, runner.device) if exact else None,
         "cpu": sglang_cpu.attest() if is_cpu() else None,
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from slimx.config.engines import Engines
 from slimx.config.rollout import Rollout
-from slimx.config.run import Cluster, Numerics
+from slimx.config.run import Numerics
 from slimx.config.schedule import Publish
 from slimx.config.trainer import Trainer
 
@@ -54,9 +54,7 @@ def _tensor_sizes(trainer: Trainer, rollout: Rollout) -> dict[str, int]:
     return sizes | {f"tensor of rollout.engines group {each.name}": each.tensor for each in rollout.policy_engines}
 
 
-def exact_problems(
-    numerics: Numerics, trainer: Trainer, rollout: Rollout, cluster: Cluster, publish: Publish
-) -> Iterator[str]:
+def exact_problems(numerics: Numerics, trainer: Trainer, rollout: Rollout, publish: Publish) -> Iterator[str]:
     """What exact mode cannot do, a sentence each."""
     mode, leaves = "numerics.mode is exact", tree_leaves(numerics, trainer, rollout)
     if leaves & (leaves - 1):
@@ -64,8 +62,8 @@ def exact_problems(
     for name, size in _tensor_sizes(trainer, rollout).items():
         if leaves % size:
             yield f"{name} {size} does not divide the {leaves} leaves of numerics.leaves; set it to a common multiple"
-    if cluster.device == "cuda":
-        yield f"{mode}, which is proven on the CPU only, and cluster.device is cuda; set numerics.mode=fast"
+    if trainer.attention in ("flash", "fused"):
+        yield f"{mode}, which has an attention of its own: set trainer.attention=auto"
     if trainer.moe.replay != "none":
         yield f"{mode}, where both sides choose the same experts: set trainer.moe.replay=none"
     if trainer.moe.dispatcher != "alltoall":

@@ -64,7 +64,7 @@ class Config(Section):
             except ValueError as error:
                 yield str(error)
         if self.exact:
-            yield from exact_problems(self.numerics, self.trainer, self.rollout, self.cluster, self.publish)
+            yield from exact_problems(self.numerics, self.trainer, self.rollout, self.publish)
         elif self.numerics.leaves is not None:
             yield "numerics.leaves cuts sums in numerics.mode exact, and the mode is fast; leave it out"
         sampled = self.rollout.sampled

@@ -75,7 +75,7 @@ def check_run(config: Config) -> Prepared:
     sizes = check_layout(config, spec)
     check_routing(config, spec)
     check_exact(config, spec, device)
-    backends = choose_backends(config.trainer, device=device, packages=installed())
+    backends = choose_backends(config.trainer, device=device, packages=installed(), exact=config.exact)
     _check_transformer(config, spec, backends, device)
     _check_weights(Path(config.initial_weights), spec)
     critic = _check_critic(config, backends, device) if config.critic is not None else None

@@ -51,7 +51,7 @@ class TrainerGroup(RankGroup):
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks up, with the plans by which weights leave; their pids and adapters, by rank."""
         started = await super().start()
-        wanted = contract_of(self.config)
+        wanted = contract_of(self.config, "cpu")
         for rank, one in enumerate(started):
             if one["numerics"] != wanted:  # another release of slimx on its machine
                 raise SlimxError(

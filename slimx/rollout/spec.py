@@ -111,6 +111,13 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         defaults["sleep_on_idle"] = True
     if spec.exact_leaves is not None:
         ours |= {"attention_backend": EXACT_ATTENTION}
+        if spec.device == "cuda":
+            # Sizes are read back from the GPU; experts stay as they are loaded; no norm inside of an all-reduce.
+            ours |= {
+                "disable_cuda_graph": True,
+                "moe_runner_backend": "triton",
+                "enforce_disable_flashinfer_allreduce_fusion": True,
+            }
     check_server_args(spec.sglang)
     if taken := sorted(ours.keys() & spec.sglang.keys()):
         raise SlimxError(

@@ -37,11 +37,16 @@ def installed() -> frozenset[str]:
     return frozenset(name for name in _PACKAGES if importlib.util.find_spec(name) is not None)
 
 
-def choose_backends(trainer: Trainer, *, device: str, packages: Collection[str]) -> Backends:
-    """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines.
+def choose_backends(trainer: Trainer, *, device: str, packages: Collection[str], exact: bool = False) -> Backends:
+    """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines. `exact`: for
+    numerics.mode exact, whose layers take the place of plain torch's.
 
     Raises SlimxError naming the key and what is missing."""
+    if exact:
+        packages = set(packages) - {"transformer_engine"}
     attention, why_attention = _attention(trainer.attention, device, packages)
+    if exact:
+        why_attention = "attention and layers: those of numerics.mode exact"
     fusion, why_fusion = _fusion(device, packages)
     dispatcher = trainer.moe.dispatcher
     if dispatcher == "flex":

@@ -6,6 +6,6 @@ from slimx.config.schema import Config
 from slimx.numerics.exact.contract import contract
 
 
-def contract_of(config: Config) -> dict[str, int | str] | None:
-    """The contract of exact mode that a trainer with this configuration computes by; None in fast mode."""
-    return contract(leaves=config.leaves, dtype=config.numerics.dtype) if config.exact else None
+def contract_of(config: Config, device: str) -> dict[str, int | str] | None:
+    """The contract of exact mode that a trainer with this configuration computes by on `device`; None in fast mode."""
+    return contract(leaves=config.leaves, dtype=config.numerics.dtype, device=device) if config.exact else None

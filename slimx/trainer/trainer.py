@@ -42,7 +42,9 @@ class Trainer:
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         self.config, self.parallel = config, parallel
-        self.backends = choose_backends(config.trainer, device=parallel.device.type, packages=installed())
+        self.backends = choose_backends(
+            config.trainer, device=parallel.device.type, packages=installed(), exact=config.exact
+        )
         self.chunks = build_model(spec, config, self.backends, device=parallel.device)
         modules = [unwrap(chunk) for chunk in self.chunks]
         self.weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)

@@ -50,7 +50,7 @@ class TrainerWorker:
         config = Config.model_validate(self._values)
         local = is_loopback(urlsplit(init_method).hostname or "")
         prepare_process(self.device, shares_layers=config.trainer.tensor * config.trainer.context > 1, local=local)
-        adapters = install_adapters()
+        adapters = install_adapters(exact=config.exact)
         import torch
 
         from slimx.layout.ranks import sizes_of
@@ -71,7 +71,7 @@ class TrainerWorker:
             seed=config.run.seed,
         )
         self._build(config)
-        return {"pid": os.getpid(), "adapters": adapters, "numerics": contract_of(config), **place}
+        return {"pid": os.getpid(), "adapters": adapters, "numerics": contract_of(config, self.device), **place}
 
     def _look_at_gpu(self, config: Any, device: Any) -> dict[str, Any]:
         """Refuse a broken GPU, run on the CPUs beside it, and guard its memory from now on."""
@@ -290,15 +290,17 @@ def prepare_process(device: str, *, shares_layers: bool, local: bool) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def install_adapters() -> list[str]:
-    """Prepare this process for megatron.core, before anything imports it; returns the names of those in force."""
+def install_adapters(*, exact: bool = False) -> list[str]:
+    """Prepare this process for megatron.core, before anything imports it; returns the names of those in force.
+
+    `exact`: for numerics.mode exact, whose layers are plain torch's on a GPU too."""
     from slimx.adapters import megatron_cpu
 
     adapters = megatron_cpu.install()
     from slimx.adapters import megatron_layers  # imports megatron.core
 
     adapters += megatron_cpu.install_megatron()
-    return adapters + (["torch_layers"] if megatron_layers.install() else [])
+    return adapters + (["torch_layers"] if megatron_layers.install(always=exact) else [])
 
 
 def _redirect_output(path: str) -> None:

@@ -57,6 +57,12 @@ def test_gradients_accumulate_in_the_matrix_product_where_apex_is(device, packag
     assert ("on" if on else "off") in backends.reasons[2].split(":")[0]
 
 
+def test_exact_mode_computes_its_own_layers_where_transformer_engine_is():
+    backends = choose_backends(trainer(), device="cuda", packages={TE, FLASH}, exact=True)
+    assert not backends.transformer_engine and backends.attention == "unfused"
+    assert backends.reasons[0] == "attention and layers: those of numerics.mode exact"
+
+
 def test_a_flex_dispatcher_is_taken_where_its_library_is():
     asked = trainer(moe={"dispatcher": "flex", "flex_backend": "hybridep"})
     backends = choose_backends(asked, device="cuda", packages={TE, DEEP})

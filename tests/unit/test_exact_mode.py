@@ -22,6 +22,7 @@ from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM,
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.numerics import exact
+from slimx.numerics.exact import kernel_cuda
 from slimx.orchestration.measure import check_gap
 from slimx.preflight.exact import check_exact
 from slimx.rollout.control import PROTOCOL, EngineControl
@@ -63,7 +64,7 @@ def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
             "rollout.engines group actor 4 does",
         ),
         ({"numerics": {"mode": "fast", "leaves": 2}}, "numerics.leaves cuts sums in numerics.mode exact"),
-        ({"cluster": {"device": "cuda"}}, "proven on the CPU only"),
+        ({"trainer": {"attention": "flash"}}, "set trainer.attention=auto"),
         ({"trainer": {"moe": {"replay": "R3"}}}, "set trainer.moe.replay=none"),
         ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron.fp8 would change"),
         ({"trainer": {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}}, "leave moe_act out"),
@@ -84,11 +85,12 @@ def test_what_exact_mode_cannot_do_is_refused_by_the_key_to_change(sections: dic
     assert named in str(caught.value)
 
 
-def test_a_family_that_was_not_proven_is_refused() -> None:
+def test_a_family_that_was_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fields = {"num_attention_heads": 4, "kv_channels": 32, "ffn_hidden_size": 192, "moe_ffn_hidden_size": None}
     spec = SimpleNamespace(path="/m", family=SimpleNamespace(ARCHITECTURE="Qwen3ForCausalLM"), transformer=fields)
     check_exact(config(), spec, "cpu")
-    with pytest.raises(SlimxError, match="this machine has a GPU"):
+    monkeypatch.setattr(kernel_cuda, "LIBRARY", tmp_path / "absent.so")
+    with pytest.raises(SlimxError, match="CUDA library of exact mode .* is missing: run `make build` where nvcc is"):
         check_exact(config(), spec, "cuda")
     many = config(numerics={"mode": "exact", "leaves": 128})
     with pytest.raises(SlimxError, match="numerics.leaves 128 does not divide the 192 inputs of the down projection"):
@@ -103,6 +105,10 @@ def test_a_server_is_told_its_leaves_on_its_command_line() -> None:
     argv = server_argv(SPEC)
     assert asked_leaves(argv) == 2 and argv[argv.index("--attention-backend") + 1] == ATTENTION
     assert "--disable-radix-cache" not in argv
+    on_gpus = server_argv(replace(SPEC, device="cuda"))
+    for argument in ("--disable-cuda-graph", "--enforce-disable-flashinfer-allreduce-fusion"):
+        assert argument in on_gpus, "it would go around an operation"
+    assert on_gpus[on_gpus.index("--moe-runner-backend") + 1] == "triton"
     assert asked_leaves(server_argv(replace(SPEC, exact_leaves=None))) is None
     assert asked_leaves(["server.py", "--", "--exact-leaves", "4"]) is None, "an argument of SGLang's is not ours"
 

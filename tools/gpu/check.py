@@ -107,7 +107,15 @@ def trainer(summary: Summary, out: Path, left: Callable[[], float]) -> None:
         if not step(summary, "wheels", [*unpack, "--target", str(site), *wheels], out, min(left(), 60)):
             return None
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
-    pytest = [sys.executable, "-m", "pytest", "-rs", "-q", "tests/gpu/test_trainer.py"]
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-rs",
+        "-q",
+        "tests/gpu/test_trainer.py",
+        "tests/gpu/test_exact_trainer.py",
+    ]
     step(summary, "tests of trainer", pytest, out, min(left(), 240), environment)
     measure = [sys.executable, "benchmarks/trainer_cuda.py"]
     step(summary, "benchmark of the trainer", measure, out, min(left(), 90), environment)

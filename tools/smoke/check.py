@@ -2,7 +2,8 @@
 
     python tools/smoke/check.py [--device cuda] [--trainers 4] [--engines 4] [--model DIR] [--out DIR] [KEY=VALUE ...]
 
-It looks at the node, starts reinforcement learning on sums of two numbers, looks whether each publication reaches every
+It looks at the node, has trainers and engines compute one batch in exact mode, where they must not differ by a bit,
+starts reinforcement learning on sums of two numbers, looks whether each publication reaches every
 engine and is verified there, and how far the log-probs of trainers and engines lie apart; then it kills an engine,
 waits until that is back, has the run save and leave, and continues it. A check that fails ends the rest. Logs stay in
 --out.
@@ -70,6 +71,7 @@ class Smoke:
         self.check("the node is fit", lambda: self.call("slimx.cli", "health", "--gpus", str(gpus)))
         self.check("a task, a model", self.prepare)
         self.check("nothing stands in the way", lambda: self.call("slimx.cli", "doctor", *self.arguments()))
+        self.check("exact mode has no gap", self.exact)
         self.start()
         self.check("two steps", lambda: self.until(lambda: self.step() >= 2, "two steps"))
         self.check("publications are verified", self.verified)
@@ -86,8 +88,12 @@ class Smoke:
 
     def prepare(self) -> None:
         self.call("tools.quickstart.make_task", "--out", str(self.out))
-        if self.options.model is None:
-            self.call("tools.quickstart.make_model", "--out", str(self.out / "model"))
+        self.call("tools.quickstart.make_model", "--out", str(self.out / "model"))
+
+    def exact(self) -> None:
+        """Of the tiny model, whatever the run's is: it is a family that exact mode covers."""
+        own = (f"run.dir={self.out / 'exact'}", f"model.path={self.out / 'model'}", "rollout.prompts_per_step=4")
+        self.call("slimx.cli", "doctor", *self.arguments(), *own, "numerics.mode=exact", "--gap")
 
     def verified(self) -> str:
         tensors, engines = self.metric("publish/tensors_verified"), self.metric("publish/engines_verified")

@@ -16,14 +16,15 @@ from slimx.numerics.exact.rotary import Llama3, Rotary, Yarn
 from slimx.numerics.exact.sizes import CONTRACT_VERSION, check_leaves
 
 
-def contract(*, leaves: int = 1, dtype: str = "bfloat16") -> dict[str, int | str]:
+def contract(*, leaves: int = 1, dtype: str = "bfloat16", device: str = "cpu") -> dict[str, int | str]:
     """The attestation, by name. `leaves`: of row-parallel linears. `dtype`: of weights and activations.
 
-    `bits` is a digest of what the operations make of fixed inputs in this process: two machines or builds that would
-    compute differently do not have the same.
+    `bits` is a digest of what the operations make of fixed inputs on `device` in this process: two machines or builds
+    that would compute differently do not have the same, while a GPU that follows the contract has that of a CPU.
     """
     check_leaves(leaves)
-    return {"version": CONTRACT_VERSION, "leaves": leaves, "dtype": dtype, "bits": fingerprint(getattr(torch, dtype))}
+    bits = fingerprint(getattr(torch, dtype), device)
+    return {"version": CONTRACT_VERSION, "leaves": leaves, "dtype": dtype, "bits": bits}
 
 
 @functools.cache
