@@ -30,7 +30,7 @@ def test_a_sound_node_passes_every_check(tmp_path: Path):
     done = smoke(tmp_path / "smoke", "rollout.prompts_per_step=8", "rollout.group_size=4")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 12 and lines[-1].startswith("all is well") and "FAILED" not in done.stdout
+    assert len(lines) == 13 and lines[-1].startswith("all is well") and "FAILED" not in done.stdout
     assert "2 engines" in next(line for line in lines if line.startswith("publications are verified"))
 
 

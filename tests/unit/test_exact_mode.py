@@ -217,6 +217,18 @@ def test_ranks_of_a_server_add_up_to_what_one_computes(
     assert not any(other.any() for other in others)
 
 
+def test_keys_and_values_are_kept_where_a_model_on_cuda_leaves_that_to_the_rotation() -> None:
+    query, key, value = torch.randn(3, 3 * 16).chunk(3, dim=1)
+    rotary, slots = SimpleNamespace(base=10000.0, rotary_dim=8, head_size=8), torch.tensor([4, 0, 2])
+    kept = SimpleNamespace(value=value, k_buffer=torch.zeros(5, 16), v_buffer=torch.zeros(5, 16), cache_loc=slots)
+    positions = torch.tensor([0, 7, 2])
+    plain = ExactServer(1).rotary(rotary, positions, query, key)
+    turned = ExactServer(1).rotary(rotary, positions, query, key, fused_set_kv_buffer_arg=kept)
+    assert all(torch.equal(a, b) for a, b in zip(plain, turned, strict=True)) and not torch.equal(plain[1], key)
+    assert torch.equal(kept.k_buffer[slots], plain[1]) and torch.equal(kept.v_buffer[slots], value)
+    assert not kept.k_buffer[[1, 3]].any()
+
+
 UNCOVERED = """
 import torch
 from slimx.adapters import sglang_absent
