@@ -83,7 +83,9 @@ def attention_class() -> type:
             else:
                 numbers, seen = _reads(batch.extend_prefix_lens.long(), batch.extend_seq_lens.long())
             begin = (lengths.cumsum(0) - lengths)[numbers]
-            return self._attend(query, keys, value, torch.arange(len(keys), device=keys.device), begin, seen, attention.scaling)
+            return self._attend(
+                query, keys, value, torch.arange(len(keys), device=keys.device), begin, seen, attention.scaling
+            )
 
         def _attend(
             self,

@@ -92,6 +92,12 @@ def test_a_family_that_was_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernel_cuda, "LIBRARY", tmp_path / "absent.so")
     with pytest.raises(SlimxError, match="CUDA library of exact mode .* is missing: run `make build` where nvcc is"):
         check_exact(config(), spec, "cuda")
+    monkeypatch.setattr(kernel_cuda, "load", lambda path: None)
+    check_exact(config(), spec, "cuda")
+    spec.family.ARCHITECTURE = "LlamaForCausalLM"
+    check_exact(config(), spec, "cpu")
+    with pytest.raises(SlimxError, match="covers Qwen3ForCausalLM and Qwen3MoeForCausalLM on cuda; /m is a Llama"):
+        check_exact(config(), spec, "cuda")
     many = config(numerics={"mode": "exact", "leaves": 128})
     with pytest.raises(SlimxError, match="numerics.leaves 128 does not divide the 192 inputs of the down projection"):
         check_exact(many, spec, "cpu")
