@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.numerics import exact
 from slimx.numerics.exact import kernel_cuda, reference
 from slimx.numerics.exact.contract import fingerprint
+from tests.exact_batches import check_attention, check_rows
 from tests.exact_decoder import Decoder, packed, sequences
 from tests.unit.exact_stand import DTYPES, assert_same_bits, values
 
@@ -61,21 +61,16 @@ def test_every_operation_has_the_bits_of_the_cpu(device: torch.device, dtype: to
 
 
 @both_dtypes
-def test_a_row_alone_has_the_bits_that_it_has_in_any_batch(device: torch.device, dtype: torch.dtype) -> None:
-    rows = values(700, 512, dtype=dtype, seed=1).to(device)
-    weight, vector = (values(*n, dtype=dtype, seed=2).to(device) for n in ((128, 512), (512,)))
-    operations = {
-        "linear": lambda x: exact.linear(x, weight, 2),
-        "rms_norm": lambda x: exact.rms_norm(x, vector, 1e-6),
-        "silu_and_mul": exact.silu_and_mul,
-        "log_softmax": lambda x: exact.log_softmax(x, 0.7),
-        "router": lambda x: exact.router(x, weight, 8)[0],
-        "combine": lambda x: exact.moe_combine(x.view(len(x), 4, 128), torch.ones(len(x), 4, device=device)),
-    }
-    for name, operation in operations.items():
-        whole = operation(rows)
-        for part in (slice(0, 1), slice(699, 700), slice(3, 10), slice(5, 70), slice(1, 700)):
-            assert_same_bits(operation(rows[part]), whole[part], (name, part))
+@pytest.mark.parametrize("count", [70, 700])
+def test_a_row_alone_has_the_bits_that_it_has_in_any_batch(
+    device: torch.device, dtype: torch.dtype, count: int
+) -> None:
+    check_rows(dtype, device, count)
+
+
+@both_dtypes
+def test_attention_has_the_same_bits_in_packs_chunks_and_caches(device: torch.device, dtype: torch.dtype) -> None:
+    check_attention(dtype, device)
 
 
 @both_dtypes

@@ -17,6 +17,8 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.numerics.exact import kernel_cuda, reference
+from slimx.numerics.exact.contract import fingerprint
+from tests.exact_batches import check_attention, check_rows
 from tests.unit.exact_stand import DTYPES, assert_same_bits, values
 
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -92,6 +94,17 @@ def test_attention(
     for sinks in (None, values(heads, dtype=torch.float32, seed=7)):
         call = (query, key, value, index, begin, length, 0.3, sinks)
         assert_same_bits(kernel_cuda.attend(*call), reference.attend(*call), sinks is None)
+
+
+@both_dtypes
+def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As engine and trainer call them: what tests/gpu/test_numerics.py asks of a GPU, and the digest that they attest."""
+    attested = fingerprint(dtype)
+    monkeypatch.setattr("slimx.numerics.exact.backend.kernel", kernel_cuda)
+    monkeypatch.setattr("slimx.numerics.exact.backend._has_kernels", lambda: True)
+    check_rows(dtype, "cpu", 23)
+    check_attention(dtype, "cpu")
+    assert fingerprint.__wrapped__(dtype) == attested
 
 
 def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

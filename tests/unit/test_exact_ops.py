@@ -17,6 +17,7 @@ from slimx.numerics import exact
 from slimx.numerics.attention import packed_attention
 from slimx.numerics.exact import elementary, reference
 from slimx.numerics.exact.contract import fingerprint
+from tests.exact_batches import check_attention, check_rows
 from tests.unit.exact_stand import DTYPES, assert_same_bits, values
 
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -262,39 +263,12 @@ def test_gradients_of_routing() -> None:
 
 @both_dtypes
 def test_a_row_alone_has_the_bits_that_it_has_in_any_batch(dtype: torch.dtype) -> None:
-    rows = values(70, 64, dtype=dtype, seed=1)
-    weight, vector = values(48, 64, dtype=dtype, seed=2), values(64, dtype=dtype, seed=3)
-    operations = {
-        "linear": lambda x: exact.linear(x, weight, 2),
-        "rms_norm": lambda x: exact.rms_norm(x, vector, 1e-6),
-        "silu_and_mul": exact.silu_and_mul,
-        "log_softmax": lambda x: exact.log_softmax(x, 0.7),
-        "router": lambda x: exact.router(x, weight, 4)[0],
-        "combine": lambda x: exact.moe_combine(x.view(len(x), 4, 16), torch.ones(len(x), 4)),
-    }
-    for name, operation in operations.items():
-        whole = operation(rows)
-        for part in (slice(0, 1), slice(69, 70), slice(3, 10), slice(5, 22), slice(1, 70)):
-            assert_same_bits(operation(rows[part]), whole[part], (name, part))
+    check_rows(dtype, "cpu", 70)
 
 
 @both_dtypes
 def test_attention_has_the_same_bits_in_packs_chunks_and_caches(dtype: torch.dtype) -> None:
-    query, key = values(150, 4, 32, dtype=dtype, seed=1), values(150, 2, 32, dtype=dtype, seed=2)
-    value = values(150, 2, 32, dtype=dtype, seed=3)
-    alone = exact.attention(query, key, value, torch.tensor([0, 150]), 0.2)
-    other = values(9, 4, 32, dtype=dtype, seed=4)
-    pack = [torch.cat((other[:, : t.shape[1]], t)) for t in (query, key, value)]
-    assert_same_bits(exact.attention(*pack, torch.tensor([0, 9, 159]), 0.2)[9:], alone, "packed behind another")
-    rows = torch.tensor([3, 149, 140])
-    assert_same_bits(
-        exact.attention(query[rows], key, value, torch.tensor([0, 150]), 0.2, rows=rows), alone[rows], "some rows"
-    )
-    slots = torch.randperm(400, generator=torch.Generator().manual_seed(5))[:150].int()
-    cache = [torch.zeros(400, 2, 32, dtype=dtype).index_copy(0, slots.long(), t) for t in (key, value)]
-    for own in (torch.tensor([149]), torch.arange(64, 150), rows):  # a decode, a chunk behind a prefix, a batch
-        found = exact.gathered_attention(query[own], *cache, slots, torch.zeros_like(own), own + 1, 0.2)
-        assert_same_bits(found, alone[own], len(own))
+    check_attention(dtype, "cpu")
 
 
 @both_dtypes
