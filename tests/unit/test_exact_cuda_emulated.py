@@ -98,7 +98,7 @@ def test_attention(
 
 @both_dtypes
 def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As engine and trainer call them: what tests/gpu/test_numerics.py asks of a GPU, and the digest that they attest."""
+    """As engine and trainer call them: what tests/gpu/test_numerics.py asks of a GPU, and the attested digest."""
     attested = fingerprint(dtype)
     monkeypatch.setattr("slimx.numerics.exact.backend.kernel", kernel_cuda)
     monkeypatch.setattr("slimx.numerics.exact.backend._has_kernels", lambda: True)
