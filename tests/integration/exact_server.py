@@ -24,7 +24,7 @@ from tests.integration.conftest import START_S, perturbed, publish
 Completions = list[dict[str, Any]]
 
 
-def server(model: Path, dtype: str, leaves: int, sizes: EngineSizes, log: Path) -> Engine:
+def server(model: Path, dtype: str, leaves: int, sizes: EngineSizes, log: Path, *, threads: int = 1) -> Engine:
     """Its prompts are computed in chunks of 64 tokens, its radix cache is on."""
     spec = EngineSpec(
         "exact",
@@ -33,6 +33,7 @@ def server(model: Path, dtype: str, leaves: int, sizes: EngineSizes, log: Path) 
         "cpu",
         free_port(),
         max_total_tokens=8192,
+        threads=threads,
         sizes=sizes,
         exact_leaves=leaves,
         routed_experts=read_model(model).experts > 0,

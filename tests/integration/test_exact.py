@@ -220,7 +220,7 @@ def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publicat
 def test_a_server_and_trainers_of_four_ranks_and_more_threads_agree(
     models: dict[str, Path], tmp_path: Path, name: str, dtype: str
 ) -> None:
-    engine = exact_server.server(models[name], dtype, 4, EngineSizes(), tmp_path / "server.log")
+    engine = exact_server.server(models[name], dtype, 4, EngineSizes(), tmp_path / "server.log", threads=2)
     sampled = exact_server.run(engine, models[name], models[name])
     cases: list[dict[str, Any]] = [
         {"trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 2}},

@@ -240,10 +240,28 @@ import torch
 from slimx.adapters import sglang_absent
 sglang_absent.install()
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.moe.topk import TopK, TopKConfig
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from slimx.adapters.sglang_coverage import uncovered
-model = torch.nn.ModuleDict({"norm": RMSNorm(4), "act": torch.nn.ReLU()})
-assert not list(uncovered(model))
+
+def made(kind, **fields):
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    vars(module).update(fields)
+    return module
+
+plain = made(TopK, topk_config=TopKConfig(2))
+grouped = made(TopK, topk_config=TopKConfig(2, use_grouped_topk=True, correction_bias=torch.zeros(4)))
+turns, pairs = (made(RotaryEmbedding, is_neox_style=neox) for neox in (True, False))
+latent = made(type("DeepseekV2AttentionMLA", (torch.nn.Module,), {}), use_dsa=False)
+latent.rotary_emb = pairs
+parts = {"norm": RMSNorm(4), "act": torch.nn.ReLU(), "a": plain, "b": grouped, "c": turns, "d": latent}
+model = torch.nn.ModuleDict(parts)
+assert not list(uncovered(model)), list(uncovered(model))
 model["hf"], model["gate"] = RMSNorm(4, cast_x_before_out_mul=True), torch.nn.Linear(4, 4)
+model["other"] = made(TopK, topk_config=TopKConfig(2, use_grouped_topk=True))
+model["pairs"] = made(RotaryEmbedding, is_neox_style=False)
+latent.use_dsa = True
 print(*uncovered(model), sep="|")
 """
 
@@ -252,8 +270,13 @@ def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
     environment = {**os.environ, **CPU_VARIABLES, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", UNCOVERED], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()[-1]
-    assert said == "hf (RMSNorm) normalises in another way|gate (Linear) is unknown"
+    assert done.stdout.splitlines()[-1].split("|") == [
+        "d (DeepseekV2AttentionMLA) attends to chosen tokens only",
+        "hf (RMSNorm) normalises in another way",
+        "gate (Linear) is unknown",
+        "other (TopK) chooses experts by another rule",
+        "pairs (RotaryEmbedding) rotates in another way",
+    ]
 
 
 def test_a_gap_ends_an_exact_run_and_no_other() -> None:
