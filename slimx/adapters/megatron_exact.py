@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -172,11 +173,11 @@ class _OfFirstRank(torch.autograd.Function):
         return gradient, None
 
 
-class ExactSwiGLU(torch.nn.Module):
-    """The activation of a spec (`use_te_activation_func`)."""
+class ExactSwiGLU(MegatronModule):
+    """The activation of a spec (`use_te_activation_func`); checkpoints ask every part of an MLP for its state."""
 
-    def __init__(self, config: Any = None, **_: Any):
-        super().__init__()
+    def __init__(self, config: Any, **_: Any):
+        super().__init__(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return exact.silu_and_mul(x)

@@ -6,7 +6,7 @@ JOB has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, lo
 in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spoilt (`spoil`). Completions without
 log-probs take those of the first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {}
 where this rank has none. Of a case with `gradients` (the numerics.mode in which they are computed),
-GROUP-CASE.safetensors has those of one step.
+GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint.
 """
 
 from __future__ import annotations
@@ -153,11 +153,14 @@ def gap(group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], ou
 def write_gradients(
     group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], path: Path, parallel: Any
 ) -> None:
-    """Of one step on these tokens, under their Hugging Face names."""
+    """Of one step on these tokens, under their Hugging Face names; beside them the keys of this rank's checkpoint."""
     import torch
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     from slimx.models.families import read_model
     from slimx.orchestration.batches import make_packer
+    from slimx.trainer.checkpoint.state import model_state
     from slimx.trainer.trainer import Trainer
     from tests.integration.gathering import write_tensors
 
@@ -171,6 +174,9 @@ def write_gradients(
         for name, parameter in trainer.weights.parameters.items()
     }
     write_tensors(path, gradients, spec, parallel)
+    saved = nested_values(model_state(trainer.chunks))
+    keys = sorted({part.key for part in saved if isinstance(part, ShardedTensor)})
+    path.with_suffix(f".{parallel.rank}.json").write_text(json.dumps(keys))
 
 
 def shared_logprobs(path: Path, known: list[Trajectory], rank: int, seconds: float = 120) -> None:

@@ -164,6 +164,8 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
         oracle, *others = [n for n, case in enumerate(group_of["cases"]) if "gradients" in case] or [None]
         for other in others:
             same_gradients(*(tmp_path / "ranks" / f"{number}-{n}.safetensors" for n in (oracle, other)))
+            stock, exact = (checkpoint_keys(tmp_path / "ranks", f"{number}-{n}") for n in (oracle, other))
+            assert stock == exact
 
 
 @pytest.mark.slow
@@ -173,6 +175,11 @@ def test_trainers_of_four_ranks_agree_to_the_last_bit(models: dict[str, Path], t
     ((_, *metrics),) = gaps(tmp_path / "ranks", [group], world=4)
     for case, metric in zip(cases[1:], metrics, strict=True):
         assert metric["gap/tokens"] > 0 and metric["gap/max"] == 0.0, case
+
+
+def checkpoint_keys(out: Path, case: str) -> set[str]:
+    """Of all ranks together."""
+    return {key for file in out.glob(f"{case}.[01].json") for key in json.loads(file.read_text())}
 
 
 def same_gradients(stock: Path, exact: Path) -> None:
