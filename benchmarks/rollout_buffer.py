@@ -12,7 +12,6 @@ and as many packed tokens. The peak of resident memory is measured in a process 
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import tempfile
 import time
@@ -34,6 +33,7 @@ from slimx.data.prompts import PromptSource
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.orchestration.batches import make_update_rows
+from slimx.orchestration.heap import settle_heap
 from slimx.rollout.completion import Completion
 from slimx.rollout.hooks import load_hooks
 from slimx.rollout.manager import RolloutManager
@@ -109,8 +109,7 @@ async def compare(config: Config, answers: Answers, steps: int) -> dict[str, Any
     seconds: dict[str, list[float]] = {"slimx": [], "plain": []}
     limit = config.trainer.max_tokens_per_microbatch
     tokens = 0
-    gc.collect()  # as the session does
-    gc.freeze()
+    settle_heap()  # as the session does
     try:
         for number in range(steps + 1):
             found = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,26 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
         return encode_chat(tokenizer, prompt.messages or [])
     except SlimxError as error:
         raise SlimxError(f"prompt {prompt.id!r}: {error}; change its messages or give token_ids") from error
+
+
+class PromptIds:
+    """`encode_prompt` for the rollouts of a group, most of which begin with the same prompt: rendering its template
+    takes longer than all else that the driver does for a short request."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._messages: list[dict[str, Any]] | None = None
+        """A copy: hooks may change a prompt's own."""
+        self._ids: list[int] = []
+
+    def of(self, prompt: Prompt) -> list[int]:
+        """A list of the caller's own. Errors are those of `encode_prompt`."""
+        if prompt.token_ids is not None or not prompt.messages:
+            return encode_prompt(self._tokenizer, prompt)
+        if prompt.messages != self._messages:
+            self._ids = encode_prompt(self._tokenizer, prompt)
+            self._messages = copy.deepcopy(prompt.messages)
+        return list(self._ids)
 
 
 def encode_chat(

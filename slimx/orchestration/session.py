@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -33,6 +32,7 @@ from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.generate import CURSOR
+from slimx.orchestration.heap import settle_heap
 from slimx.orchestration.lifetime import interruptible, only_process_in, stopping, together
 from slimx.orchestration.loop import train
 from slimx.orchestration.reach import check_reach
@@ -224,9 +224,7 @@ async def _session(
             await run.restore(resume_from, state)
             await restore_reference(run)
             table.note(f"resumed at step {state.step} from {resume_from}")
-        # What is alive now is imported modules, mostly: each full garbage collection would look at it again (0.2 s).
-        gc.collect()
-        gc.freeze()
+        settle_heap()
         await work(run)
 
 

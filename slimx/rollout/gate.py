@@ -12,6 +12,9 @@ from slimx.errors import SlimxError
 ASK_AGAIN_S = 0.2
 """Seconds after which engines are told to abort once more: a request may have been on its way to them."""
 
+CANCEL_S = 10.0
+"""Seconds that cancelled requests get to end; one that will not is left to itself."""
+
 
 class Gate:
     """Whether rollouts may ask the engines now, and what is out."""
@@ -45,7 +48,7 @@ class Gate:
             if asyncio.get_running_loop().time() >= end:
                 for request in self._out:
                     request.cancel()
-                await asyncio.wait(self._out)
+                await asyncio.wait(self._out, timeout=CANCEL_S)
                 return
             # A lost engine is another's business: its requests wait for the next one, or are given up here.
             with suppress(SlimxError, TimeoutError):
@@ -63,6 +66,7 @@ class Gate:
         finally:
             if not request.done():
                 request.cancel()
-            await asyncio.wait({request})
-            request.cancelled() or request.exception()  # looked at, whoever else still does
+                await asyncio.wait({request}, timeout=CANCEL_S)
+            if request.done():
+                request.cancelled() or request.exception()  # looked at, whoever else still does
             self._out.discard(request)

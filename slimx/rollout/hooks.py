@@ -24,7 +24,7 @@ from slimx.config.reward import Reward as RewardConfig
 from slimx.config.reward import RewardPart
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.data.tokens import encode_prompt, encode_turn
+from slimx.data.tokens import PromptIds, encode_turn
 from slimx.dotted import load_function
 from slimx.errors import SlimxError
 from slimx.rewards import needs
@@ -122,10 +122,12 @@ class RolloutContext:
     """The run's OpenAI-compatible server (slimx.rollout.agent); None where nothing is sampled."""
     environments: Environments = field(default_factory=Environments)
     """Makes environments, in the driver or in processes."""
+    prompt_ids: PromptIds | None = None
+    """Of the group: its prompt is encoded once."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
         """Begin a trajectory with the prompt's tokens; `suffix` tells several trajectories of one rollout apart."""
-        ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, Prompt) else prompt
+        ids = (self.prompt_ids or PromptIds(self.tokenizer)).of(prompt) if isinstance(prompt, Prompt) else prompt
         rollout = f"{self.group_id}/{self.index}"
         return Draft(
             ids,

@@ -71,6 +71,18 @@ def _aborted(pending: Pending) -> SlimxError:
     return SlimxError(f"a request was aborted by the engine after {count} tokens; its log says why")
 
 
+async def _part(request: asyncio.Task[Completion | None]) -> Completion | None:
+    """What `request` brought; None if the gate cancelled it."""
+    task = asyncio.current_task()
+    before = task.cancelling()
+    try:
+        return await request
+    except asyncio.CancelledError:
+        if task.cancelling() > before:  # it is the rollout that is cancelled
+            raise
+        return None
+
+
 class Interruptible:
     """The engines of one rollout, behind the gate."""
 
@@ -87,8 +99,7 @@ class Interruptible:
             await self._opened()
             request = asyncio.ensure_future(self._ask(pending))
             async with self._gate.letting_out(request):
-                await asyncio.wait({request})
-                part = None if request.cancelled() else request.result()
+                part = await _part(request)
                 interrupted = not self._gate.is_open
             if part is not None:
                 pending.add(part)
@@ -139,8 +150,9 @@ class Interruptible:
         return Pending(prompt, sampling, seed, routed, self._journal.replay(key)), key
 
     async def _opened(self) -> None:
-        with self._clock.standing():
-            await self._gate.opened()
+        if not self._gate.is_open:
+            with self._clock.standing():
+                await self._gate.opened()
 
 
 class InterruptibleStream:

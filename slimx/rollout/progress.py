@@ -10,11 +10,11 @@ second time gets new tokens for it, as it must.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from slimx.data.records import Trajectory
@@ -111,7 +111,7 @@ class Progress:
 
 def key_of(token_ids: np.ndarray, sampling: dict[str, Any], seed: int) -> str:
     """The same for the same request, in any process."""
-    asked = json.dumps([sampling, seed], sort_keys=True).encode()
+    asked = msgspec.json.encode([sampling, seed], order="sorted")
     return hashlib.blake2b(token_ids.tobytes() + asked, digest_size=16).hexdigest()
 
 

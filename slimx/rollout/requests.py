@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.control import message_of, parse_body
@@ -15,6 +16,7 @@ from slimx.rollout.control import message_of, parse_body
 NO_ENGINE = 503
 """The router's answer when no engine is registered."""
 
+JSON = {"Content-Type": "application/json"}
 KEY_HEADER = "X-SMG-Routing-Key"
 """By which sglang-router's policy `manual` keeps requests together."""
 
@@ -113,11 +115,12 @@ class Sender:
 
     async def answer(self, body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """The body of the answer. Errors are those of `send`."""
+        data = msgspec.json.encode(body)
 
         async def attempt() -> Answer:
             try:
-                async with self._session.post(self.url, json=body, headers=self._headers) as response:
-                    return response.status, parse_body(await response.text())
+                async with self._session.post(self.url, data=data, headers=self._headers) as response:
+                    return response.status, parse_body(await response.read())
             except aiohttp.ClientError as error:
                 return 0, {"text": f"{type(error).__name__}: {error}"}
 
@@ -125,11 +128,12 @@ class Sender:
 
     async def open(self, body: dict[str, Any], deadline_s: float) -> aiohttp.ClientResponse:
         """An answer of status 200 whose body is yet to be read; the caller closes it. Errors are those of `send`."""
+        data = msgspec.json.encode(body)
         opened: list[aiohttp.ClientResponse] = []
 
         async def attempt() -> Answer:
             try:
-                response = await self._session.post(self.url, json=body, headers=self._headers)
+                response = await self._session.post(self.url, data=data, headers=self._headers)
                 if response.status == 200:
                     opened.append(response)
                     return 200, {}
@@ -151,9 +155,9 @@ class Sender:
     @property
     def _headers(self) -> dict[str, str]:
         if self._key is None:
-            return {}
+            return JSON
         # An engine that lives on, but loses requests, stays in the router: another key may find another one.
-        return {KEY_HEADER: f"{self._key}~{self._losses}" if self._losses else self._key}
+        return JSON | {KEY_HEADER: f"{self._key}~{self._losses}" if self._losses else self._key}
 
     async def _send(self, attempt: Callable[[], Awaitable[Answer]], deadline_s: float) -> dict[str, Any]:
         return await send(

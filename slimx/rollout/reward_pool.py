@@ -7,12 +7,14 @@ gone with the process) and a fresh one takes its place. `slimx.rollout.reward_pr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import numbers
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from slimx.data.records import Group, Trajectory
@@ -23,16 +25,44 @@ Verdict = tuple[float, dict[str, float]]
 """A reward and its parts."""
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of the hook."""
+
+    ctx: RewardContext
+    judged: Trajectory | Group
+    result: asyncio.Future[tuple[Any, BaseException | None]]
+    """What the hook returned, or raised."""
+    began: float = 0.0
+    """Of `time.monotonic()`, once a worker has it."""
+    given_up: bool = False
+
+
 class RewardPool:
-    """`workers` daemon threads, each with one event loop for its calls (making one costs more than most rewards)."""
+    """`workers` daemon threads, each with one event loop for its calls (making one costs more than most rewards).
+
+        judge -> queue -> a worker runs the hook -> answers -> _deliver, once for all that have come -> judge goes on
+
+    Most rewards take a few microseconds, and so does waking a thread: the driver's loop is not told when a call begins,
+    and one timer watches the deadlines of all calls. A pool belongs to one event loop at a time."""
 
     def __init__(self, reward: Reward, *, workers: int, deadline_s: float):
         self.reward, self.deadline_s = reward, deadline_s
         self.abandoned = 0
-        """Calls given up at their deadline."""
+        """Calls given up while they ran."""
         self._workers, self._closed = 0, False
-        self._calls: queue.SimpleQueue[Callable[[asyncio.Runner], bool] | None] = queue.SimpleQueue()
-        """Each call answers whether its worker has been replaced meanwhile; None ends a worker."""
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        """None ends a worker."""
+        self._lock = threading.Lock()
+        """Of `_running`, and of whether a call is given up before a worker takes it."""
+        self._running: set[_Call] = set()
+        self._answers: deque[tuple[_Call, Any, BaseException | None]] = deque()
+        self._told = False
+        """Whether the loop will look at `_answers`."""
+        self._waiting = 0
+        """Calls that `judge` waits for."""
+        self._watch: asyncio.TimerHandle | None = None
+        """Looks at the deadlines while there are any."""
         for _ in range(workers):
             self._start_worker()
 
@@ -43,40 +73,25 @@ class RewardPool:
         if self._closed:
             raise SlimxError(f"the reward of {named(judged)} was asked for after its workers were told to end")
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[Any] = loop.create_future()
-        started, abandoned, replaced = asyncio.Event(), threading.Event(), threading.Event()
-
-        def work(runner: asyncio.Runner) -> bool:
-            if abandoned.is_set():
-                return False
-            tell(started.set)
-            try:
-                value, error = runner.run(self.reward(ctx, judged)), None
-            except BaseException as caught:
-                value, error = None, caught
-            tell(_settle, result, value, error)
-            return replaced.is_set()
-
-        def tell(function: Callable[..., None], *arguments: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the run, and its event loop, may have ended meanwhile
-                loop.call_soon_threadsafe(function, *arguments)
-
-        self._calls.put(work)
+        call = _Call(ctx, judged, loop.create_future())
+        self._waiting += 1
+        if self._watch is None:
+            self._watch = loop.call_later(self.deadline_s, self._look)
+        self._calls.put(call)
         try:
-            await started.wait()
-            await asyncio.wait({result}, timeout=self.deadline_s)
+            value, error = await call.result
+        except asyncio.CancelledError:
+            self._give_up(call)
+            raise
         finally:
-            if not result.done():
-                abandoned.set()
-                if started.is_set():
-                    self.abandoned += 1
-                    replaced.set()
-                    self._start_worker()
-        if not result.done():
-            raise DeadlineError(f"the reward of {named(judged)}", self.deadline_s, name_of(self.reward))
-        if (error := result.exception()) is not None:
-            raise SlimxError(f"reward hook {name_of(self.reward)} raised {type(error).__name__}: {error}") from error
-        return verdicts(result.result(), judged, name_of(self.reward))
+            self._waiting -= 1
+            if not self._waiting and self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
+        if error is not None:
+            cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            raise SlimxError(f"reward hook {name_of(self.reward)} raised {type(cause).__name__}: {cause}") from cause
+        return verdicts(value, judged, name_of(self.reward))
 
     def close(self) -> None:
         """Let the workers end once they are idle."""
@@ -84,24 +99,69 @@ class RewardPool:
         for _ in range(self._workers):
             self._calls.put(None)
 
+    # In the event loop ------------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        self._told = False  # before the look: what is appended from here on is announced again
+        while self._answers:
+            call, value, error = self._answers.popleft()
+            if not call.result.done():
+                call.result.set_result((value, error))
+
+    def _look(self) -> None:
+        """Give up the calls that are late, and look again when the next one may be: a queued call has begun at no
+        earlier time than now."""
+        now = time.monotonic()
+        with self._lock:
+            running = list(self._running)
+        for call in running:
+            if now - call.began >= self.deadline_s and not call.result.done() and self._give_up(call):
+                call.result.set_exception(
+                    DeadlineError(f"the reward of {named(call.judged)}", self.deadline_s, name_of(self.reward))
+                )
+        first = min((call.began for call in running if not call.given_up), default=now)
+        self._watch = asyncio.get_running_loop().call_later(max(0.0, first + self.deadline_s - now), self._look)
+
+    def _give_up(self, call: _Call) -> bool:
+        """Forget `call`; whether it ran, and so took its worker along."""
+        with self._lock:
+            call.given_up = True
+            ran = call in self._running
+            self._running.discard(call)
+        if ran:
+            self.abandoned += 1
+            self._start_worker()
+        return ran
+
     def _start_worker(self) -> None:
         self._workers += 1
         threading.Thread(target=self._work, name="slimx-reward", daemon=True).start()
 
+    # In a worker's thread ---------------------------------------------------------------------------------------------
+
     def _work(self) -> None:
         with asyncio.Runner() as runner:
             while (call := self._calls.get()) is not None:
-                if call(runner):
-                    return
-
-
-def _settle(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if result.done():
-        return
-    if error is None:
-        result.set_result(value)
-    else:
-        result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                with self._lock:
+                    if call.given_up:
+                        continue
+                    call.began = time.monotonic()
+                    self._running.add(call)
+                try:
+                    value, error = runner.run(self.reward(call.ctx, call.judged)), None
+                except BaseException as caught:
+                    value, error = None, caught
+                with self._lock:
+                    if call.given_up:  # another worker has taken this one's place
+                        return
+                    self._running.discard(call)
+                self._answers.append((call, value, error))
+                if not self._told:
+                    self._told = True
+                    try:
+                        call.result.get_loop().call_soon_threadsafe(self._deliver)
+                    except RuntimeError:  # the run, and its event loop, have ended meanwhile
+                        self._told = False
 
 
 def named(judged: Trajectory | Group) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.tokens import PromptIds
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.environment_processes import Environments
 from slimx.rollout.frozen import FrozenEngine
@@ -84,9 +85,10 @@ class GroupMaker:
         run. `progress`: what is done of them already; it is kept up to date."""
         progress = Progress() if progress is None else progress
         size = self.config.eval.samples if evaluation else self.config.rollout.group_size
-        rollouts = [self._rollout(prompt, group_id, number, index, evaluation, progress) for index in range(size)]
+        ids = PromptIds(self.tokenizer)
+        rollouts = [self._rollout(prompt, ids, group_id, number, i, evaluation, progress) for i in range(size)]
         if self.config.algorithm.advantages == "remax" and not evaluation:
-            rollouts.append(self._rollout(prompt, group_id, number, size, evaluation, progress, greedy=True))
+            rollouts.append(self._rollout(prompt, ids, group_id, number, size, evaluation, progress, greedy=True))
         results = await asyncio.gather(*rollouts)
         greedy = results.pop() if len(results) > size else []
         trajectories = [trajectory for result in results for trajectory in result]
@@ -125,6 +127,7 @@ class GroupMaker:
     async def _rollout(
         self,
         prompt: Prompt,
+        prompt_ids: PromptIds,
         group_id: str,
         number: int,
         index: int,
@@ -157,6 +160,7 @@ class GroupMaker:
             address=getattr(self.client, "url", ""),
             proxy=self.proxy,
             environments=self._environments,
+            prompt_ids=prompt_ids,
         )
         hook = self.config.rollout.generate
         try:
@@ -177,7 +181,10 @@ class GroupMaker:
             work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories if alone]
             if self._teacher is not None and not (evaluation or greedy):
                 work += [self._teach(trajectory) for trajectory in trajectories]
-            await asyncio.gather(*work)
+            if len(work) == 1:  # no task of its own for the one that most rollouts have
+                await work[0]
+            else:
+                await asyncio.gather(*work)
         progress.finish(index, trajectories)
         return trajectories
 

@@ -73,17 +73,18 @@ class Slots:
     @asynccontextmanager
     async def one(self, clock: Clock, *, first: bool = False) -> AsyncIterator[None]:
         """Hold a place; `clock` stands still while it is waited for. `first`: before those that are not."""
-        with clock.standing():
-            await self._acquire(self._first if first else self._others)
+        if self._free:  # then nobody waits: a place that is left goes to whoever does
+            self._free -= 1
+        else:
+            with clock.standing():
+                await self._turn(self._first if first else self._others)
         try:
             yield
         finally:
             self._release()
 
-    async def _acquire(self, queue: deque[asyncio.Future[None]]) -> None:
-        if self._free:  # then nobody waits: a place that is left goes to whoever does
-            self._free -= 1
-            return
+    async def _turn(self, queue: deque[asyncio.Future[None]]) -> None:
+        """Wait in `queue` for a place that another leaves."""
         place = asyncio.get_running_loop().create_future()
         queue.append(place)
         try:
