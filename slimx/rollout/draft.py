@@ -38,7 +38,8 @@ class Draft:
         self._logprobs: list[float] = [float("nan")] * len(self._ids)
         self._trained: list[int] = [0] * len(self._ids)
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
-        self._supports = [Support.everything(len(self._ids))]
+        self._supports: list[Support | int] = [len(self._ids)]
+        """Of the parts, in order; a number of tokens: nothing was cut away there."""
         self._routes: np.ndarray | None = None
         self._finish: str | None = None
         self._turns: dict[int, Turn] = {}
@@ -65,7 +66,7 @@ class Draft:
             self._spans.append(
                 Span(start=start + first, stop=start + last, source="sampled", turn=self.turn, version=version)
             )
-        self._supports.append(_support_of(completion))
+        self._supports.append(len(completion.token_ids) if completion.support is None else completion.support)
         # A completion reports the experts of all its input positions: the last one covers the earlier turns too.
         self._routes = completion.routed_experts
         self._finish = completion.finish_reason
@@ -86,12 +87,15 @@ class Draft:
         self._ids += [int(token) for token in token_ids]
         self._logprobs += [float("nan")] * len(token_ids)
         self._trained += [int(train)] * len(token_ids)
-        self._supports.append(Support.everything(len(token_ids)))
+        self._supports.append(len(token_ids))
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
 
-    @property
-    def _restricted(self) -> bool:
-        return any(len(support.ids) for support in self._supports)
+    def _support(self, end: int) -> Support | None:
+        """Of the first `end` tokens; None where nothing was cut away."""
+        if not any(isinstance(part, Support) and len(part.ids) for part in self._supports):
+            return None
+        parts = [part if isinstance(part, Support) else Support.everything(part) for part in self._supports]
+        return Support.join(parts).take(np.arange(end))
 
     def finish(self, *, metadata: dict[str, Any] | None = None) -> Trajectory:
         """The trajectory. Untrained tokens after the last sampled one teach nothing and have no routes: they are left
@@ -115,7 +119,7 @@ class Draft:
             logprobs=np.array(self._logprobs[:end], np.float32),
             spans=spans,
             sampling=self.sampling,
-            support=Support.join(self._supports).take(np.arange(end)) if self._restricted else None,
+            support=self._support(end),
             routed_experts=self._routes,
             turns=[self._turns.get(number, Turn()) for number in range(self.turn)] if self._turns else [],
             status=_STATUS.get(self._finish or "stop", "completed"),
@@ -123,7 +127,3 @@ class Draft:
             timings=self.timings,
             metadata=metadata or {},
         )
-
-
-def _support_of(completion: Completion) -> Support:
-    return Support.everything(len(completion.token_ids)) if completion.support is None else completion.support

@@ -216,8 +216,9 @@ class GroupMaker:
                 )
             if trajectory.status == "aborted":
                 raise SlimxError(f"rollout {trajectory.id} was aborted by the engine")
-            sampled = trajectory.versions() >= 0
-            if self.client is not None and not np.isfinite(trajectory.logprobs[sampled]).all():
+            sampled = [span for span in trajectory.spans if span.source == "sampled"]
+            finite = all(np.isfinite(trajectory.logprobs[span.start : span.stop]).all() for span in sampled)
+            if self.client is not None and not finite:
                 raise SlimxError(f"rollout {trajectory.id} has a sampled token without a finite log-prob")
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from slimx.data.prompts import DataSource, PromptSource, read_prompts
 from slimx.data.records import Prompt
-from slimx.data.tokens import check_prompts, encode_prompt, load_tokenizer
+from slimx.data.tokens import PromptIds, check_prompts, encode_prompt, load_tokenizer
 from slimx.errors import SlimxError
 
 TURN = {"role": "user", "content": "1+1="}
@@ -186,6 +186,23 @@ def test_a_prompt_is_encoded_up_to_the_reply_or_kept_as_it_is():
     ids = encode_prompt(FakeTokenizer(), prompt)
     ids.append(7)
     assert prompt.token_ids == [5, 6]
+
+
+def test_a_group_renders_its_prompt_once_and_again_when_a_hook_has_changed_it():
+    rendered: list[str] = []
+
+    class Counting(FakeTokenizer):
+        def apply_chat_template(self, messages, **options):
+            rendered.append(messages[0]["content"])
+            return super().apply_chat_template(messages, **options)
+
+    ids, prompt = PromptIds(Counting()), prompt_of("ab")
+    ids.of(prompt).append(7)
+    assert ids.of(prompt) == [97, 98, 1] and rendered == ["ab"]
+    prompt.messages[0]["content"] = "c"
+    assert ids.of(prompt) == [99, 1] and ids.of(prompt_of("ab")) == [97, 98, 1]
+    assert rendered == ["ab", "c", "ab"]
+    assert ids.of(Prompt(id="p", token_ids=[5])) == [5]
 
 
 def test_a_prompt_that_the_tokenizer_refuses_is_named():

@@ -17,7 +17,7 @@ from rollout_stand import Stand, config_of, ids_of, one, prompts, the_tokenizer
 
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.errors import SlimxError
+from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import Generate, Reward, RewardContext, RolloutContext
 from slimx.rollout.reward_pool import RewardPool
@@ -190,6 +190,29 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_wor
         assert await running == (1.0, {})
         async with asyncio.timeout(2):
             assert await pool.judge(None, None) == (1.0, {})
+    finally:
+        pool.close()
+
+
+async def test_each_reward_has_its_own_deadline_however_late_it_begins(released):
+    """Three that hang, one after the other on one worker: the deadlines of those that begin late are looked at too."""
+
+    async def reward(ctx: Any, trajectory: Any) -> float:
+        if trajectory.id != "right":
+            released.wait(30)
+        return 1.0
+
+    pool = RewardPool(reward, workers=1, deadline_s=0.05)
+    try:
+        async with asyncio.timeout(20):
+            said = await asyncio.gather(
+                *(pool.judge(None, SimpleNamespace(id=name)) for name in "abc"), return_exceptions=True
+            )
+            assert [type(each) for each in said] == [DeadlineError] * 3
+            assert all(f"trajectory {name}" in str(error) for name, error in zip("abc", said, strict=True))
+            pool.deadline_s = 20
+            assert await pool.judge(None, SimpleNamespace(id="right")) == (1.0, {})
+        assert pool.abandoned == 3
     finally:
         pool.close()
 
