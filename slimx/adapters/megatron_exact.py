@@ -79,6 +79,30 @@ def _replace(spec: ModuleSpec, parts: dict[type, ModuleSpec]) -> None:
         spec.submodules.activation_func = ExactSwiGLU
 
 
+# Weights that engines hold rounded ---------------------------------------------------------------------------------
+
+
+def compute_with(parameter: torch.nn.Parameter, served: torch.Tensor) -> None:
+    """Have the layers here multiply by `served` [as parameter] in the place of `parameter`, from its present memory:
+    what engines compute with where weights are published in fp8. The gradient is that of `served`, as it is."""
+    parameter.served = served
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, served: torch.Tensor) -> torch.Tensor:
+        return served.view_as(served)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return gradient, None
+
+
+def _served(weight: torch.Tensor) -> torch.Tensor:
+    served = getattr(weight, "served", None)
+    return weight if served is None else _StraightThrough.apply(weight, served)
+
+
 # Norms, linear layers, activation ----------------------------------------------------------------------------------
 
 
@@ -104,7 +128,7 @@ class _Column:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        return exact.linear(input, weight, bias=bias)
+        return exact.linear(input, _served(weight), bias=bias)
 
 
 class ExactColumn(_Column, ColumnParallelLinear):
@@ -124,7 +148,7 @@ class ExactLinear(torch.nn.Module):
         self.sharded_state_dict = whole.sharded_state_dict
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return exact.linear(x, self.weight), None
+        return exact.linear(x, _served(self.weight)), None
 
 
 class _TreeSum(torch.autograd.Function):
@@ -153,8 +177,8 @@ class ExactRow(RowParallelLinear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         if self.tp_group.size() == 1:
-            return exact.linear(x, self.weight, self.leaves), None
-        total = _TreeSum.apply(exact.linear_partial(x, self.weight, self.leaves), self.tp_group).to(x.dtype)
+            return exact.linear(x, _served(self.weight), self.leaves), None
+        total = _TreeSum.apply(exact.linear_partial(x, _served(self.weight), self.leaves), self.tp_group).to(x.dtype)
         if self.sequence_parallel:
             total = scatter_to_sequence_parallel_region(total, group=self.tp_group)
         return total, None
@@ -271,7 +295,7 @@ class _Grouped:
     own_leaves = 1
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, None]:
-        weights = [expert.weight for expert in self.experts]
+        weights = [_served(expert.weight) for expert in self.experts]
         return exact.grouped_linear(x, weights, list(tokens_per_expert), self.own_leaves), None
 
 
@@ -288,7 +312,7 @@ class ExactRowGrouped(_Grouped, RowGroupedLinear):
         group = self.groups.expt_tp
         if group.size() == 1:
             return super().forward(x, tokens_per_expert)
-        weights, counts = [expert.weight for expert in self.experts], list(tokens_per_expert)
+        weights, counts = [_served(expert.weight) for expert in self.experts], list(tokens_per_expert)
         part = exact.grouped_linear(x, weights, counts, self.own_leaves, dtype=torch.float32)
         return _OfFirstRank.apply(_TreeSum.apply(part, group).to(x.dtype), group), None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slimx.adapters.sglang_blocks import quantised_otherwise
 from slimx.adapters.sglang_experts import BLOCKS
 from slimx.adapters.sglang_rotary import KINDS
 
@@ -33,19 +34,19 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
     from sglang.srt.layers.linear import LinearBase, RowParallelLinear
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
     from sglang.srt.layers.moe.topk import TopK
-    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if isinstance(module, LinearBase):
-        if not isinstance(module.quant_method, UnquantizedLinearMethod):
-            return "holds quantised weights"
+        if why := quantised_otherwise(module):
+            return why
         return "has a bias" if isinstance(module, RowParallelLinear) and module.bias is not None else None
     if isinstance(module, FusedMoE):
-        if not isinstance(module.quant_method, UnquantizedFusedMoEMethod):
-            return "holds quantised weights"
-        if not module.quant_method.runner.runner_backend.is_triton() or module.quant_method.w13_swiglu_interleaved:
+        if why := quantised_otherwise(module):
+            return why
+        method = module.quant_method
+        if not method.runner.runner_backend.is_triton() or getattr(method, "w13_swiglu_interleaved", False):
             return "holds its weights in another order"
         plain = module.moe_runner_config.activation == "silu" and module.moe_runner_config.gemm1_alpha is None
         return None if plain and getattr(module, "w13_weight_bias", None) is None else "is no plain SwiGLU"

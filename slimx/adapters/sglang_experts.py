@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slimx.adapters import sglang_ranks
+from slimx.adapters.sglang_blocks import expert_weights
 from slimx.numerics import exact
 
 TOP_K = "sglang.srt.layers.moe.topk.fused_topk_native"
@@ -107,10 +108,11 @@ class ExactExperts:
         here = (flat >= 0).nonzero()[:, 0]
         order = here[flat[here].argsort(stable=True)]
         counts = torch.bincount(flat[order], minlength=len(layer.w13_weight)).tolist()
-        inner = exact.silu_and_mul(exact.grouped_linear(x[order // choices], list(layer.w13_weight), counts))
+        w13, w2 = (expert_weights(layer, name, counts, x.dtype) for name in ("w13_weight", "w2_weight"))
+        inner = exact.silu_and_mul(exact.grouped_linear(x[order // choices], w13, counts))
         parts, ranks = layer.moe_tp_size, layer.moe_tp_size * layer.moe_ep_size
         dtype = x.dtype if ranks == 1 else torch.float32
-        out = exact.grouped_linear(inner, list(layer.w2_weight), counts, self.leaves // parts, dtype=dtype)
+        out = exact.grouped_linear(inner, w2, counts, self.leaves // parts, dtype=dtype)
         by_choice = out.new_zeros(tokens * choices, out.shape[1])
         by_choice[order] = out
         if ranks > 1:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from slimx.adapters.sglang_places import Held, Layout, Place
+from slimx.adapters.sglang_places import Held, Layout, Place, weights_of
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import check_boxes, matrix
@@ -183,7 +183,7 @@ def hf_layout(model: nn.Module, experts: Any = None) -> Layout:
     `experts`: SGLang's ExpertLocationMetadata of this process, which says which experts the slots hold.
     """
     layout, modules = Layout(), dict(model.named_modules())
-    for name, held in model.named_parameters():
+    for name, held in weights_of(model).items():
         owner = name.rpartition(".")[0]
         at = Parameter(held, modules[owner], modules[owner.rpartition(".")[0]], experts)
         try:

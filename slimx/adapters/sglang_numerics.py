@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from slimx.adapters.sglang_attention import ATTENTION, attention_class
+from slimx.adapters.sglang_blocks import BlockLayers, weight_of
 from slimx.adapters.sglang_coverage import uncovered
 from slimx.adapters.sglang_experts import ExactExperts
 from slimx.adapters.sglang_latent import ExactLatentAttention, is_latent
@@ -81,6 +82,7 @@ class ExactServer:
         self.leaves = leaves
         self.calls: Counter[str] = Counter()
         self.experts = ExactExperts(leaves, self.calls)
+        self.blocks = BlockLayers(self.calls, self.linear)
         self.latent = ExactLatentAttention(self._turned, self.calls)
         self._gates: set[int] = set()
         """Linear layers (by id) whose output is a router's logits: those stay fp32."""
@@ -95,6 +97,7 @@ class ExactServer:
             LINEAR: self.linear,
             HEAD: self.head,
             **self.experts.replacements(),
+            **self.blocks.replacements(),
             **self.latent.replacements(),
         }
 
@@ -106,7 +109,7 @@ class ExactServer:
         after its first token."""
         kinds = {type(module).__name__ for module in model.modules()}
         idle = {LOG_SOFTMAX}  # greedy health checks ask for no log-probs
-        idle |= self.experts.idle(kinds) | self.latent.idle(kinds)
+        idle |= self.experts.idle(kinds) | self.latent.idle(kinds) | self.blocks.idle(model)
         idle |= set() if "SiluAndMul" in kinds else {ACTIVATION}
         idle |= {ROTARY} if is_latent(kinds) else set()
         return {
@@ -159,15 +162,16 @@ class ExactServer:
         from sglang.srt.layers.linear import RowParallelLinear
 
         self.calls[LINEAR] += 1
+        weight = weight_of(layer, x.dtype)
         if id(layer) in self._gates:
-            return exact.linear(x, layer.weight, dtype=torch.float32)
+            return exact.linear(x, weight, dtype=torch.float32)
         if isinstance(layer, RowParallelLinear):
             size = layer.tp_group.world_size if layer.tp_group is not None else 1
             if size > 1:
-                part = exact.linear_partial(x, layer.weight, self.leaves // size)
+                part = exact.linear_partial(x, weight, self.leaves // size)
                 return of_first_rank(exact.combine_leaves(gathered(part, layer.tp_group), x.dtype))
-            return exact.linear(x, layer.weight, leaves=self.leaves)
-        return exact.linear(x, layer.weight, bias=bias)
+            return exact.linear(x, weight, leaves=self.leaves)
+        return exact.linear(x, weight, bias=bias)
 
     def head(self, _: Any, hidden: torch.Tensor, head: Any, *__: Any, **___: Any) -> torch.Tensor:
         self.calls[HEAD] += 1

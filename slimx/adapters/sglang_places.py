@@ -80,10 +80,17 @@ class Layout:
         return [name for name, place in self.places.items() if place.held]
 
 
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters by name, without the scales of an fp8 KV cache: SGLang gives those to every attention of a
+    model that has fp8 weights, whether or not its KV cache is fp8, and no checkpoint or trainer has them."""
+    parameters = dict(model.named_parameters())
+    return {name: held for name, held in parameters.items() if name.rpartition(".")[2] not in ("k_scale", "v_scale")}
+
+
 def local_layout(model: nn.Module) -> Layout:
     """The rank's parameters under their own names. One that is no contiguous memory is listed in `uncovered`."""
     layout = Layout()
-    for name, held in model.named_parameters():
+    for name, held in weights_of(model).items():
         if not held.data.is_contiguous():
             layout.uncovered[name] = f"strides {held.stride()} are not those of contiguous memory"
             continue

@@ -20,7 +20,7 @@ from torch import nn
 
 from slimx.adapters.sglang_buckets import open_bucket
 from slimx.adapters.sglang_layout import hf_layout
-from slimx.adapters.sglang_places import Layout, Place, held_sums, local_layout, staged_sums
+from slimx.adapters.sglang_places import Layout, Place, held_sums, local_layout, staged_sums, weights_of
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.precision import Rule
@@ -153,7 +153,7 @@ class Receiver:
             if ready:
                 self.model.load_weights(self._counted(ready))
         else:
-            parameters = dict(self.model.named_parameters())
+            parameters = weights_of(self.model)
             for name, tensor in self._counted(ready):
                 parameters[name].data.copy_(tensor)
         publication.loaded.update((name, staged.share) for name, staged in ready.items())
@@ -175,7 +175,7 @@ class Receiver:
         if self.copied is None:
             raise SlimxError("verify was asked but nothing was ever published to this engine; publish first")
         places, loaded = self.copied.layout.places, self.copied.loaded
-        parameters = dict(self.model.named_parameters())
+        parameters = weights_of(self.model)
         sums = held_sums(places, loaded, parameters)
         differ = [name for name, share in loaded.items() if sums[name] != {share}]
         missing = [name for name in self.copied.layout.held if name not in loaded]

@@ -79,9 +79,24 @@ def exact_problems(numerics: Numerics, trainer: Trainer, rollout: Rollout, publi
             "rollout.sampling.top_k=-1"
         )
     if publish.quantise is not None:
-        yield f"{mode}, where engines hold the trainers' own weights: set publish.quantise=null"
+        yield from _block_problems(numerics, rollout, publish, mode)
     for group in rollout.policy_engines:
         yield from _engine_problems(group, mode)
+
+
+def _block_problems(numerics: Numerics, rollout: Rollout, publish: Publish, mode: str) -> Iterator[str]:
+    """What exact mode cannot do with weights in blocks of fp8."""
+    given = f"{mode}, publish.quantise is {publish.quantise}"
+    if numerics.dtype != "bfloat16":
+        yield f"{given}, and SGLang has fp8 weights beside bfloat16 only: set numerics.dtype=bfloat16"
+    if publish.encoding == "hf":
+        yield f"{given}, and the CPU's engines take codes and scales as they hold them: set publish.encoding=local"
+    for group in rollout.policy_engines:
+        if group.model is None and not group.urls:
+            yield (
+                f"{given}, and rollout.engines group {group.name} serves model.path itself: set its model to the "
+                "directory that `slimx convert hf-to-fp8` makes of it"
+            )
 
 
 def _engine_problems(group: Engines, mode: str) -> Iterator[str]:

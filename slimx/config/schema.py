@@ -179,6 +179,12 @@ class Config(Section):
         return tree_leaves(self.numerics, self.trainer, self.rollout) if self.exact else None
 
     @property
+    def served_rule(self) -> str | None:
+        """Rule by which the trainer rounds its weights before it computes with them, as engines hold them in exact
+        mode; None: they are the same."""
+        return self.publish.quantise if self.exact else None
+
+    @property
     def initial_weights(self) -> str:
         """Directory of the weights the run starts from, Hugging Face's or Megatron-LM's."""
         return self.trainer.load or self.model.path

@@ -14,7 +14,7 @@ from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import block_fp8
 from slimx.models.block_fp8 import SCALE_SUFFIX, Block, scales_shape
-from slimx.reshard import kernel
+from slimx.reshard import blocks, kernel
 from slimx.reshard.kernel import NONFINITE, OP, PIECE, RULE
 from slimx.reshard.precision import Quantisation, Rule
 
@@ -42,7 +42,7 @@ def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> 
     """A matrix as e4m3 codes, and its scales behind it."""
     block = quantisation.block
 
-    def blocks(reading: Reading) -> Iterator[torch.Tensor]:
+    def parts(reading: Reading) -> Iterator[torch.Tensor]:
         scales = []
         for rect in row_blocks(shape, 4, multiple=block[0]):
             codes, own = _quantise(name, reading.read(name, rect).contiguous(), quantisation, reading.scratch)
@@ -51,7 +51,7 @@ def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> 
         yield torch.cat(scales)
 
     codes = Tensor(name, torch.float8_e4m3fn, shape)
-    return Unit((codes, Tensor(name + SCALE_SUFFIX, torch.float32, scales_shape(shape, block))), blocks)
+    return Unit((codes, Tensor(name + SCALE_SUFFIX, torch.float32, scales_shape(shape, block))), parts)
 
 
 def _quantise(
@@ -83,18 +83,8 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int
     (rows, cols), (high, wide) = codes.shape, block
     if row % high or col % wide or codes.stride(1) != 1:
         return block_fp8.dequantise(codes, scales, block, row, col)
-    own = scales[row // high :, col // wide :][: -(-rows // high), : -(-cols // wide)].contiguous().clone()
-    out = torch.empty(rows, cols, dtype=torch.bfloat16)
-    piece = np.zeros(1, dtype=PIECE)
-    piece["src"], piece["src_ld"], piece["src_step"] = codes.data_ptr(), codes.stride(0), 1
-    piece["item"], piece["out"], piece["op"], piece["rule"] = 1, 2, OP.DEQUANTISE_FP8, RULE.NONE
-    piece["rows"], piece["cols"], piece["dst_ld"], piece["pos_ld"] = rows, cols, cols * 2, cols * 2
-    piece["scale"], piece["scale_ld"], piece["scale_tensor"] = own.data_ptr(), own.shape[1] * 4, -1
-    piece["block_rows"], piece["block_cols"] = high, wide
-    # What is not finite stays so, as in a bf16 checkpoint.
-    flags = np.zeros(1, dtype=np.uint32)
-    kernel.pack(piece, out.view(-1).view(torch.uint8), np.zeros(1, dtype=np.uint64), flags, threads=1)
-    return out
+    own = scales[row // high :, col // wide :][: -(-rows // high), : -(-cols // wide)].clone()
+    return blocks.dequantise(codes, own, block, threads=1)
 
 
 def check_rule(rule: Rule, dtype: torch.dtype, name: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
+from slimx.reshard.precision import Quantisation
 
 FAMILIES = (
     "DeepseekV3ForCausalLM",
@@ -19,6 +21,8 @@ FAMILIES = (
 """Architectures whose log-probs were shown to be equal to the last bit (docs/support.md)."""
 ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Those whose path through SGLang on CUDA was read: every kernel of its own that it would take is turned off."""
+IN_BLOCKS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Those that were shown with weights in blocks of fp8, too."""
 
 
 def check_exact(config: Config, spec: ModelSpec, device: str) -> None:
@@ -45,6 +49,18 @@ def check_exact(config: Config, spec: ModelSpec, device: str) -> None:
                 f"numerics.leaves {leaves} does not divide the {width} inputs of {name} of {spec.path}; use fewer, and "
                 "smaller tensor parallel sizes"
             )
+    if config.served_rule is not None:
+        if device != "cpu":
+            raise SlimxError(
+                f"numerics.mode is exact, and publish.quantise={config.served_rule} is computed there on the CPU only; "
+                "set publish.quantise=null or numerics.mode=fast"
+            )
+        if spec.family.ARCHITECTURE not in IN_BLOCKS:
+            raise SlimxError(
+                f"numerics.mode is exact, and publish.quantise covers {' and '.join(IN_BLOCKS)}; {spec.path} is a "
+                f"{spec.family.ARCHITECTURE}: set publish.quantise=null"
+            )
+        _check_blocks(config, Quantisation(config.served_rule))
 
 
 def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
@@ -60,3 +76,27 @@ def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
         "the shared experts' down projection": fields.get("moe_shared_expert_intermediate_size"),
     }
     return {name: width for name, width in widths.items() if width}
+
+
+def _check_blocks(config: Config, quantisation: Quantisation) -> None:
+    """Whether engines hold weights in the blocks that a publication brings."""
+    # They import torch, which a plan does without.
+    from slimx.models.block_fp8 import block_of
+    from slimx.reshard import kernel
+
+    if quantisation.rule == "triton":
+        kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table that only a GPU can make
+    for group in config.rollout.policy_engines:
+        if group.model is None:  # somebody else's server, whose tensors are compared before anything is sent
+            continue
+        try:
+            found = block_of(Path(group.model))
+        except SlimxError:
+            found = None
+        if found != quantisation.block:
+            high, wide = quantisation.block
+            raise SlimxError(
+                f"publish.quantise makes fp8 blocks of {high} x {wide}, and {group.model}, the model of "
+                f"rollout.engines group {group.name}, has {'none' if found is None else f'{found[0]} x {found[1]}'}; "
+                "make it with slimx convert hf-to-fp8"
+            )

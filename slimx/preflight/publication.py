@@ -56,9 +56,10 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines."""
     if not config.rollout.policy_engines:
         return None
-    if config.publish.quantise and device == "cpu":
+    if config.publish.quantise and device == "cpu" and not config.exact:
         raise SlimxError(
-            f"publish.quantise={config.publish.quantise}, but SGLang holds fp8 blocks on CUDA only; leave it out"
+            f"publish.quantise={config.publish.quantise}, but on the CPU SGLang computes with fp8 blocks in exact mode "
+            "only; leave it out, or set numerics.mode=exact"
         )
     if config.publish.on_device and device == "cpu":
         raise SlimxError(
@@ -71,6 +72,11 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
         raise SlimxError(
             f"{note}, but {min(turned)} of {spec.path} holds experts transposed, which travel in the engines' own "
             "layout only; set publish.encoding=local and remove what rules it out"
+        )
+    if config.served_rule and encoding == "hf":
+        raise SlimxError(
+            f"publish.quantise={config.served_rule} in exact mode needs the engines' own layout, and weights would "
+            f"travel under {note}; remove what rules it out"
         )
     if encoding == "local":
         group = config.rollout.policy_engines[0]

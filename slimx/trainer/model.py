@@ -20,6 +20,8 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.patterns import select
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
+from slimx.reshard.precision import ModelDtype, Quantisation
+from slimx.reshard.served import ServedWeights
 from slimx.trainer import projection_norm, router
 from slimx.trainer.backends import Backends
 from slimx.trainer.freeze import freeze, names_of
@@ -28,6 +30,7 @@ from slimx.trainer.prediction_layer import with_prediction_layers
 from slimx.trainer.rotary import rotary_of
 from slimx.trainer.transformer import transformer_config
 from slimx.trainer.value_model import ValueHead, ValueModel
+from slimx.trainer.weights import Weights
 
 
 def build_model(
@@ -123,6 +126,13 @@ def _build_chunk(
         elif isinstance(module, ValueHead):
             module.float()
     return halved
+
+
+def compute_as_served(weights: Weights, quantisation: Quantisation, dtype: ModelDtype) -> None:
+    """Have the layers of exact mode compute with `weights` as engines hold them after a publication in fp8."""
+    weights.served = ServedWeights(weights.held, weights.parameters, quantisation, dtype)
+    for name, served in weights.served.values.items():
+        megatron_exact.compute_with(weights.parameters[name], served)
 
 
 def unwrap(model: torch.nn.Module) -> PolicyModel | ValueModel:

@@ -16,6 +16,7 @@ from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
 from slimx.models.megatron_directory import check_fit, is_megatron
+from slimx.reshard.precision import Quantisation
 from slimx.trainer.backends import choose_backends, installed
 from slimx.trainer.checkpoint.load import load_weights, restore
 from slimx.trainer.checkpoint.save import Saver
@@ -24,7 +25,7 @@ from slimx.trainer.context import ContextShard
 from slimx.trainer.forward_backward import Pipeline, sum_gradients
 from slimx.trainer.gpu import largest
 from slimx.trainer.metrics import gap_metrics, mismatch_metrics, mismatch_sums, reduce
-from slimx.trainer.model import build_model, unwrap
+from slimx.trainer.model import build_model, compute_as_served, unwrap
 from slimx.trainer.offload import Offload
 from slimx.trainer.optimizer import build_optimizer, learning_rate
 from slimx.trainer.optimizer_step import OptimizerStep
@@ -48,6 +49,8 @@ class Trainer:
         self.chunks = build_model(spec, config, self.backends, device=parallel.device)
         modules = [unwrap(chunk) for chunk in self.chunks]
         self.weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
+        if config.served_rule is not None:
+            compute_as_served(self.weights, Quantisation(config.served_rule), config.numerics.dtype)
         self._load_weights(Path(config.initial_weights))
         options = config.trainer.optimizer
         undecayed = self.weights.matching(options.no_weight_decay, "trainer.optimizer.no_weight_decay")
@@ -133,6 +136,7 @@ class Trainer:
         rate = learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates)
         stepped = self.optimizer_step(rate)
         if not stepped["optim/skipped"]:
+            self.weights.changed()
             self.routing.update_bias()
         metrics |= stepped
         return metrics
@@ -183,6 +187,7 @@ class Trainer:
             load_optimizer=load_optimizer,
             frozen=bool(self.config.trainer.freeze),
         )
+        self.weights.changed()
 
     def offload(self, *, weights: bool = True) -> None:
         """Give the device's memory back while engines generate: gradients and optimizer state, and the weights unless
@@ -211,6 +216,7 @@ class Trainer:
         if is_megatron(path):
             fit = check_fit(path, self.weights.spec.table)
             load_weights(fit.path, self.chunks, per_layer=fit.per_layer)
+            self.weights.changed()
         else:
             self.weights.load(str(path))
 

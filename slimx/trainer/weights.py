@@ -13,6 +13,7 @@ from slimx.layout.parts import Part, matrix
 from slimx.layout.patterns import select
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec
+from slimx.reshard.served import ServedWeights
 from slimx.trainer.freeze import names_of
 
 HostCopy = dict[str, torch.Tensor]
@@ -34,6 +35,8 @@ class Weights:
         """`chunks`: this rank's modules, one unless pipeline stages are interleaved. `beside`: names of parameters that
         no checkpoint has (a value head); they are left alone."""
         self.spec = spec
+        self.served: ServedWeights | None = None
+        """What engines compute with, where that is not the parameters themselves."""
         self._present: HostCopy | None = None
         self.held: list[Part] = layout.held(rank)
         names = {held.name for held in self.held}
@@ -73,6 +76,12 @@ class Weights:
     def load(self, path: str) -> None:
         """Fill the parameters from the safetensors in `path`; only the slices that this rank holds are read."""
         self._read(path, self.parameters)
+        self.changed()
+
+    def changed(self) -> None:
+        """The parameters have got other values: to be called by whoever writes into their memory."""
+        if self.served is not None:
+            self.served.refresh()
 
     @torch.no_grad()
     def copy_of(self, path: str, into: HostCopy | None = None) -> HostCopy:
@@ -109,12 +118,14 @@ class Weights:
                 _copy(self.parameters, self._present)
                 away = True
             _copy(copy, self.parameters)
+            self.changed()
 
         try:
             yield switch
         finally:
             if away:
                 _copy(self._present, self.parameters)
+                self.changed()
 
     def _host_copy(self) -> HostCopy:
         return {

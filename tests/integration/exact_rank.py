@@ -6,7 +6,9 @@ JOB has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, lo
 in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spoilt (`spoil`). Completions without
 log-probs take those of the first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {}
 where this rank has none. Of a case with `gradients` (the numerics.mode in which they are computed),
-GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint.
+GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint. `quantise` of a group or
+of one case: the rule by which engines hold blocks of fp8; with `follows` the metrics say by occasion whether what the
+rank computes with changes with its weights.
 """
 
 from __future__ import annotations
@@ -69,13 +71,15 @@ def config(group: dict[str, Any], case: dict[str, Any], out: Path, mode: str = "
     longest = max(len(one["prompt"]) + len(one["tokens"]) for one in group["completions"])
     trainer["max_tokens_per_microbatch"] = max(trainer["max_tokens_per_microbatch"], longest + 8)
     exact = {"mode": "exact", "leaves": case.get("leaves")} if mode == "exact" else {}
+    rule = case.get("quantise", group.get("quantise"))
     return Config.model_validate(
         {
             "run": {"dir": str(out)},
             "model": {"path": group["model"]},
             "numerics": {"dtype": group["dtype"], **exact},
             "trainer": trainer,
-            "rollout": {"prompts": "p"},
+            "rollout": {"prompts": "p", "engines": [{"model": group["model"]}]},
+            "publish": {"quantise": rule},
             "reward": {"function": "tests.integration.hooks.digits"},
         }
     )
@@ -150,6 +154,39 @@ def gap(group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], ou
         return trainer.measure_gap(batches, version=VERSION)
 
 
+def follows(
+    group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], out: Path, parallel: Any
+) -> dict[str, bool]:
+    """Whether rounded weights change with the weights that they stand for, by occasion."""
+    import torch
+
+    from slimx.models.families import read_model
+    from slimx.orchestration.batches import make_packer
+    from slimx.trainer.trainer import Trainer
+
+    settings, spec = config(group, case, out), read_model(group["model"])
+    trainer = Trainer(settings, spec, parallel)
+    weights, said = trainer.weights, {}
+
+    def fresh() -> bool:
+        now = {name: served.clone() for name, served in weights.served.values.items()}
+        weights.served.refresh()
+        return all(torch.equal(now[name], served) for name, served in weights.served.values.items())
+
+    first, copy = weights.snapshot(), weights.snapshot()
+    for name in weights.served.values:
+        copy[name].mul_(1.5)
+    with weights.switching() as switch:
+        switch(copy)
+        said["others"] = fresh() and not torch.equal(copy[name], first[name])
+    said["back"] = fresh()
+    rows = make_rows(known, [(-1.0) ** number for number in range(len(known))], loss_weights(known, "token"))
+    batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.place.data]
+    trainer.train_step(batches, step=0, version=VERSION)
+    said["step"] = fresh() and not torch.equal(weights.parameters[name], first[name])
+    return said
+
+
 def write_gradients(
     group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], path: Path, parallel: Any
 ) -> None:
@@ -206,6 +243,8 @@ def main() -> None:
                 parallel = start(trainer, rank, meeting)
                 start = enter
                 mine = gap(group, case, known, out, parallel)
+                if "follows" in case:
+                    mine |= follows(group, case, known, out, parallel)
                 if "gradients" in case:
                     write_gradients(group, case, known, out / f"{number}-{at}.safetensors", parallel)
                 leave(parallel)

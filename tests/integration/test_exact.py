@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from slimx.layout.ranks import EngineSizes
 from slimx.ports import free_port
 from tests.integration import exact_server
+from tests.integration.block_models import make_block_model
 from tests.integration.conftest import ROOT
 from tests.integration.engine_families import make_model
 from tests.integration.rank_processes import run_ranks
@@ -103,7 +104,7 @@ def cases_of(name: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     out = [{"leaves": 2, **case} for case in [ONE, *cases]]
     return (
         out
-        if name == "moe"
+        if name in ("moe", "blocks")
         else [
             {**case, "trainer": case["trainer"] | (THREE_LAYERS if "pipeline" in case["trainer"] else {})}
             for case in out
@@ -129,6 +130,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[s
         make_model(name, out / name)
     make_deepseek(out / "deepseek")
     make_deepseek(out / "direct", q_lora_rank=None)  # no latents of queries, as in Moonlight
+    make_block_model(out / "blocks")
     return {"moe": tiny_model} | {path.name: path for path in out.iterdir()}
 
 
@@ -150,6 +152,9 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
         group("qwen2", "bfloat16", DENSE),  # biases, tied embeddings
         group("deepseek", "float32", TWO),  # latent attention, sigmoid router with bias and groups, shared experts
     ]
+    # As engines hold them in fp8: two layouts, and a trainer that does not round.
+    rounded = [TWO[0], TWO[2], {**ONE, "follows": True}, {**ONE, "quantise": None, "spoil": "none"}]
+    groups.append(group("blocks", "bfloat16", rounded) | {"quantise": "ieee"})
     for each in groups:
         if each["dtype"] == "float32":
             each["cases"][: 1 + len(TWO)] = [trained(case) for case in each["cases"][: 1 + len(TWO)]]
@@ -160,6 +165,8 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
             assert metric["gap/tokens"] == tokens, case
             wanted = "spoil" in case or case["leaves"] != 2
             assert (metric["gap/max"] > 0) == wanted, (group_of["model"], case, metric["gap/max"])
+            if "follows" in case:
+                assert metric["others"] and metric["back"] and metric["step"], metric
     for number, group_of in enumerate(groups):
         oracle, *others = [n for n, case in enumerate(group_of["cases"]) if "gradients" in case] or [None]
         for other in others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,7 +70,9 @@ def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
         ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron.fp8 would change"),
         ({"trainer": {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}}, "leave moe_act out"),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p=1"),
-        ({"publish": {"quantise": "ieee"}}, "set publish.quantise=null"),
+        ({"publish": {"quantise": "ieee"}}, "group actor serves model.path itself: set its model to the directory"),
+        ({"publish": {"quantise": "ieee"}, "numerics": {"dtype": "float32"}}, "set numerics.dtype=bfloat16"),
+        ({"publish": {"quantise": "ieee", "encoding": "hf"}}, "set publish.encoding=local"),
         (
             {"rollout": {"engines": [{"tensor": 2, "dp_attention": 2}]}},
             "set dp_attention=1 in rollout.engines group actor",
@@ -105,6 +108,23 @@ def test_a_family_that_was_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SlimxError, match="/m is a GptOssForCausalLM: set numerics.mode=fast"):
         check_exact(config(), spec, "cpu")
     check_exact(config(numerics={"mode": "fast"}), spec, "cuda")
+
+
+def test_engines_in_other_blocks_than_a_publications_are_refused(tmp_path: Path) -> None:
+    fields = {"num_attention_heads": 4, "kv_channels": 32, "ffn_hidden_size": 192, "moe_ffn_hidden_size": None}
+    spec = SimpleNamespace(path="/m", family=SimpleNamespace(ARCHITECTURE="Qwen3ForCausalLM"), transformer=fields)
+    asked = config(publish={"quantise": "ieee"}, rollout={"engines": [{"model": str(tmp_path)}]})
+    for held, said in (([64, 64], "has 64 x 64"), (None, "has none"), ([128, 128], None)):
+        described = {} if held is None else {"quantization_config": {"weight_block_size": held}}
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        if said is None:
+            check_exact(asked, spec, "cpu")
+            continue
+        with pytest.raises(SlimxError, match=f"the model of rollout.engines group actor, {said}; make it with slimx"):
+            check_exact(asked, spec, "cpu")
+    spec.family.ARCHITECTURE = "LlamaForCausalLM"
+    with pytest.raises(SlimxError, match="/m is a LlamaForCausalLM: set publish.quantise=null"):
+        check_exact(asked, spec, "cpu")
 
 
 def test_a_server_is_told_its_leaves_on_its_command_line() -> None:

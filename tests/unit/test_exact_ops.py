@@ -283,16 +283,6 @@ def test_ranks_that_own_leaves_make_the_bits_of_one(dtype: torch.dtype) -> None:
         assert not torch.equal(exact.linear(x, weight, 2), whole)
 
 
-def test_block_fp8_weights_are_what_a_publication_makes_of_them() -> None:
-    from slimx.reshard.record import RULE
-    from slimx.reshard.reference import dequantise, quantise
-
-    codes, scales = quantise(values(100, 200, dtype=torch.bfloat16, seed=1), RULE.IEEE, (32, 64))
-    for dtype in DTYPES:
-        found = exact.dequantise(codes.view(torch.float8_e4m3fn), scales, (32, 64), dtype)
-        assert_same_bits(found, dequantise(codes, scales, (32, 64), dtype))
-
-
 def test_the_contract_tells_dtypes_and_leaves_apart_and_holds_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     own = exact.contract(leaves=4, dtype="bfloat16")
     assert own == exact.contract(leaves=4, dtype="bfloat16")

@@ -217,7 +217,7 @@ def test_a_run_without_engines_publishes_nothing(plan):
         (("rollout.engines=[{sglang: {ep_num_redundant_experts: -2}}]",), "ep_num_redundant_experts=-2"),
         (("rollout.engines=[{tensor: 3, expert: 3}]", "publish.encoding=hf"), "cannot share 128 physical experts"),
         (("rollout.engines=[{tensor: 3}]",), "(rollout.engines.tensor or dp_attention)"),
-        (("publish.quantise=ieee", "cluster.device=cpu"), "SGLang holds fp8 blocks on CUDA only"),
+        (("publish.quantise=ieee", "cluster.device=cpu"), "SGLang computes with fp8 blocks in exact mode only"),
         (("publish.transport=nccl", "cluster.device=cpu"), "publish.transport=nccl moves weights from GPU to GPU, and"),
         (("publish.transport=cuda_ipc", "cluster.device=cpu"), "publish.transport=cuda_ipc moves weights from GPU to"),
         (

@@ -1,0 +1,54 @@
+"""One tensor out of blocks of fp8, by the kernel of a publication."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slimx.errors import SlimxError
+from slimx.reshard import kernel
+from slimx.reshard.kernel import OP, PIECE, RULE
+
+
+def dequantise(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    threads: int | None = None,
+) -> torch.Tensor:
+    """e4m3 `codes` [rows, cols] times the fp32 scales of their blocks -> [rows, cols] of `dtype`.
+
+    `scales` [rows / block[0], cols / block[1]], both rounded up. The product is fp32 and rounded once
+    (docs/numerics.md: DEQUANTISE_FP8); what is not finite stays so. `threads`: torch's number of threads unless given.
+    """
+    out = torch.empty(codes.shape, dtype=dtype)
+    pieces = dequantising(codes, scales, out, block)
+    bucket, flags = out.view(-1).view(torch.uint8), np.zeros(1, dtype=np.uint32)
+    kernel.pack(pieces, bucket, np.zeros(1, dtype=np.uint64), flags, threads=threads)
+    return out
+
+
+def dequantising(
+    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block: tuple[int, int], start: int = 0
+) -> np.ndarray:
+    """The record [1] of `PIECE` that fills `out`, contiguous [rows, cols], from byte `start` of its bucket on.
+
+    It holds the addresses of codes [rows, cols] and scales, which have to stay where they are.
+    """
+    rows, cols = codes.shape
+    shape, size = (-(-rows // block[0]), -(-cols // block[1])), out.element_size()
+    if scales.shape != shape or scales.dtype != torch.float32 or scales.stride(1) != 1:
+        raise SlimxError(
+            f"scales {scales.dtype} {list(scales.shape)} are not those of codes {list(codes.shape)} in blocks of "
+            f"{block[0]} x {block[1]}: pass fp32 {list(shape)}"
+        )
+    piece = np.zeros(1, dtype=PIECE)
+    piece["src"], piece["src_ld"], piece["src_step"] = codes.data_ptr(), codes.stride(0), codes.stride(1)
+    piece["scale"], piece["scale_ld"], piece["scale_tensor"] = scales.data_ptr(), scales.stride(0) * 4, -1
+    piece["dst"], piece["dst_ld"], piece["pos_ld"] = start, cols * size, cols * size
+    piece["rows"], piece["cols"] = rows, cols
+    piece["block_rows"], piece["block_cols"] = block
+    piece["op"], piece["rule"], piece["item"], piece["out"] = OP.DEQUANTISE_FP8, RULE.NONE, 1, size
+    return piece

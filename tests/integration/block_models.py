@@ -1,0 +1,77 @@
+"""Tiny models of whole blocks of fp8, and what a publication to engines makes of their weights."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slimx.convert import run
+from slimx.convert.work import convert
+from slimx.layout.engine import EngineLayout
+from slimx.layout.ranks import EngineSizes
+from slimx.models.families import read_model
+from slimx.reshard.packer import Packer
+from slimx.reshard.plan import checkpoint_parts, compile_plan
+from slimx.reshard.precision import Precision, Quantisation, Rule
+from tests.integration.conftest import ROOT, Weights, perturbed
+
+WIDE = {
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "num_experts": 4,
+    "torch_dtype": "bfloat16",
+}
+"""Two ranks of tensor parallelism have whole blocks of 128 each."""
+DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def make_block_model(out: Path, *, dense: bool = False) -> Path:
+    """A seeded Qwen3-MoE, or Qwen3, in bf16 with the quickstart's tokenizer; no tensor is constant."""
+    quickstart = runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))
+    hf: dict[str, Any] = quickstart["CONFIG"] | WIDE | (DENSE if dense else {})
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
+    AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    weights = perturbed(load_file(out / "model.safetensors"), 2)
+    save_file({name: w.bfloat16() for name, w in weights.items()}, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(hf))
+    quickstart["make_tokenizer"]().save_pretrained(out)
+    return out
+
+
+def in_fp8(model: Path, out: Path, rule: Rule = "ieee") -> Path:
+    """As `slimx convert hf-to-fp8` makes it."""
+    convert(run.hf_to_fp8(model, rule=rule), out, threads=1, verify=False)
+    return out
+
+
+def published(model: Path, sizes: EngineSizes, rule: Rule = "ieee") -> list[Weights]:
+    """What every rank of an engine gets of `model`'s weights by a publication in its own layout."""
+    spec, weights = read_model(model), load_file(model / "model.safetensors")
+    plan = compile_plan(
+        checkpoint_parts(spec.table),
+        EngineLayout(spec.engine_table(), sizes).parts(),
+        precision=Precision("bfloat16", "bfloat16", Quantisation(rule)),
+        bucket_bytes=2**62,
+        ranks=sizes.world,
+    )
+    packer = Packer(plan, 0, weights)
+    form = packer.form(0)
+    memory = torch.zeros(form.size, dtype=torch.uint8)
+    packer.pack(0, memory)
+    tensors = [
+        (t.name, memory[start : start + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape))
+        for t, start in zip(form.tensors, form.offset.tolist(), strict=True)
+    ]
+    edges = form.first.tolist()
+    return [dict(tensors[start:stop]) for start, stop in zip(edges, edges[1:], strict=False)]
