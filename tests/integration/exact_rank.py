@@ -6,9 +6,9 @@ JOB has `groups`, each a `model`, its `dtype`, `completions` (prompt, tokens, lo
 in order: a `trainer` section, `leaves`, `threads` of each rank, and what is spoilt (`spoil`). Completions without
 log-probs take those of the first case, which is one rank's. RANK.json lists the cases' gap metrics, group by group; {}
 where this rank has none. Of a case with `gradients` (the numerics.mode in which they are computed),
-GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint. `quantise` of a group or
-of one case: the rule by which engines hold blocks of fp8; with `follows` the metrics say by occasion whether what the
-rank computes with changes with its weights.
+GROUP-CASE.safetensors has those of one step, and GROUP-CASE.RANK.json the keys of a checkpoint. `quantise` of a group
+or of one case: the rule by which engines hold blocks of fp8; with `follows` the metrics say by occasion whether what
+the rank computes with changes with its weights.
 """
 
 from __future__ import annotations
