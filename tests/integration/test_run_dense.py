@@ -1,37 +1,109 @@
-"""A whole run of a dense model with tied embeddings: there are no routes to ask engines for, and none are missed."""
+"""A whole run of a dense model with tied embeddings, whose rollouts, rewards and filter are hooks of slime's form, with
+more groups in flight than a batch: there are no routes to ask engines for, and none are missed."""
 
 from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from slimx.data.records import Group
+from slimx.data.step_files import DIRECTORY, read_step, step_files
+from slimx.orchestration.saves import read_state
 from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
 from tests.integration.runs import TrainProcess, steps, write_config
-from tests.integration.test_resume import task  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
+STEPS, SIZE, OPEN = 2, 4, 8
 
-def test_two_trainer_ranks_and_an_engine_agree_after_every_publication(task, tmp_path):  # noqa: F811
-    model = tmp_path / "model"
-    make_model("qwen2", model)
+
+@pytest.fixture(scope="module")
+def directory(task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the model and the finished run are."""
+    directory = tmp_path_factory.mktemp("dense")
+    make_model("qwen2", directory / "model")
     config = write_config(
-        tmp_path,
-        model,
-        task / "train.jsonl",
+        directory,
+        directory / "model",
+        task_of_sums / "train.jsonl",
         trainer={"world_size": 2, "tensor": 2, "expert": 1},
-        schedule={"steps": 2, "step_deadline": 120},
+        rollout={
+            "prompts": str(task_of_sums / "train.jsonl"),
+            "prompts_per_step": SIZE,
+            "over_sampling": OPEN / SIZE,
+            "generate": "slime:tests.integration.slime_hook.noted",
+            "options": {"turns": 2, "record": str(directory / "given.jsonl")},
+            "keep": "slime:examples.slime_style.differ",
+            # One token in five ends a turn: rollouts differ in how often they call their tool.
+            "sampling": {"max_new_tokens": 4, "stop_token_ids": list(range(4, 128, 5))},
+        },
+        reward={"function": "slime:examples.slime_style.right", "options": {"reward_key": "calls"}},
+        schedule={"steps": STEPS, "step_deadline": 120},
         checkpoint={"export_hf": True},
     )
     run = TrainProcess(config)
     assert run.wait() == 0, run.text()
-    rows = steps(tmp_path / "run")
+    run.assert_nothing_left()
+    return directory
+
+
+def trained(directory: Path) -> dict[int, list[Group]]:
+    """The groups of each step."""
+    return {step: read_step(file)[1] for step, file in step_files(directory / "run" / DIRECTORY).items()}
+
+
+def test_two_trainer_ranks_and_an_engine_agree_after_every_publication(directory):
+    rows = steps(directory / "run")
     assert list(rows) == [1, 2]
     for row in rows.values():
         assert row["gap/tokens"] > 0 and row["gap/max"] <= 1e-4 and row["gap/tokens_unexplained"] == 0
         assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
-    before, exported = read(model), read(tmp_path / "run" / "hf")
+    before, exported = read(directory / "model"), read(directory / "run" / "hf")
     assert exported.keys() == before.keys() and "lm_head.weight" not in exported
     moved = {name for name, tensor in exported.items() if not torch.equal(tensor, before[name])}
     assert {"model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.bias"} <= moved
+
+
+def test_tokens_masks_and_rewards_that_are_trained_are_those_that_the_slime_hook_gave(directory):
+    given = [json.loads(line) for line in (directory / "given.jsonl").open()]
+    rewards = set()
+    for step, groups in trained(directory).items():
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        for trajectory in trajectories:
+            length, prompt = len(trajectory.token_ids), trajectory.spans[0].stop
+            # One that is generated anew by the next version stands there again, with the same tokens or others.
+            own = [hook for hook in given if hook["id"] == trajectory.id]
+            hook = next(hook for hook in own if hook["tokens"][:length] == trajectory.token_ids.tolist())
+            mask = hook["mask"][: length - prompt]
+            assert hook["mask"][0] == 0 and sum(hook["mask"]) == sum(mask), "a tool's last words are left off"
+            assert trajectory.loss_mask.tolist() == [0] * prompt + mask
+            assert trajectory.reward == hook["calls"]
+        rewards |= {trajectory.reward for trajectory in trajectories}
+        mean = sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
+        assert steps(directory / "run")[step]["reward/mean"] == pytest.approx(mean)
+    assert len(rewards) > 1
+
+
+def test_groups_that_the_filter_drops_are_counted_and_replaced_and_no_prompt_is_lost(directory):
+    rows, groups = steps(directory / "run"), trained(directory)
+    dropped = [json.loads(line) for line in (directory / "run" / "dropped.jsonl").open()]
+    assert dropped and {drop["reason"] for drop in dropped} == {"filter: all equal"}
+    by_step = Counter(drop["step"] for drop in dropped)
+    for step, row in rows.items():
+        assert len(groups[step]) == SIZE
+        assert all(len({t.reward for t in group.trajectories}) == 2 for group in groups[step])
+        assert row["dropped/total"] == row.get("dropped/filter:_all_equal", 0) == by_step[step]
+        # What a synchronous step does not take is aborted, and generated anew by the next version.
+        assert row["rollout/regenerated"] == OPEN - SIZE
+        assert {t.oldest_version for group in groups[step] for t in group.trajectories} == {step - 1}
+    (checkpoint,) = (directory / "run" / "checkpoints").glob("iter_*")
+    state = read_state(checkpoint).rollouts
+    coming = [ticket.number for ticket in state["tickets"]]
+    numbers = [int(group.id[1:]) for several in groups.values() for group in several]
+    assert len(set(numbers + coming)) == len(numbers) + len(coming) == STEPS * SIZE + OPEN - SIZE
+    assert len(numbers) + len(coming) + len(dropped) == state["next"]

@@ -1,0 +1,16 @@
+"""A generate hook of slime's form for whole runs; it writes down what it gave. Loaded as `slime:...` only."""
+
+import json
+from pathlib import Path
+
+from examples.slime_style import calculate
+
+
+async def noted(args, sample, sampling_params):
+    """Two turns with a tool between them, whose first token is not trained: a mask that only the hook can know."""
+    sample = await calculate(args, sample, sampling_params)
+    sample.loss_mask[0] = 0
+    given = {"id": sample.session_id, "tokens": sample.tokens, "mask": sample.loss_mask, "calls": sample.tool_calls}
+    with Path(args.record).open("a") as file:
+        file.write(json.dumps(given) + "\n")
+    return sample
