@@ -20,10 +20,25 @@ async def digits(ctx: RewardContext, trajectory: Trajectory) -> float:
     return sum(character.isdigit() for character in ctx.text) / max(1, len(ctx.text))
 
 
+async def version_in_evaluations(ctx: RewardContext, trajectory: Trajectory) -> float:
+    """`digits`; in an evaluation the weight version that sampled all of the answer, -1 if several did."""
+    versions = {span.version for span in trajectory.spans if span.version is not None}
+    if ctx.evaluation:
+        return float(versions.pop()) if len(versions) == 1 else -1.0
+    return await digits(ctx, trajectory)
+
+
 async def judged(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
     """`digits`, and how likely a frozen model holds the tokens to be."""
     likely = await ctx.engines["judge"].logprobs(trajectory.token_ids.tolist())
     return {"digits": await digits(ctx, trajectory), "judge": sum(likely) / len(likely) / 100}
+
+
+async def brief_in_evaluations(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """Single turn, of 8 tokens at most in an evaluation."""
+    draft = ctx.draft(prompt)
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids, {"max_new_tokens": 8} if ctx.evaluation else None))
+    return draft.finish()
 
 
 async def recording(ctx: RolloutContext, prompt: Prompt) -> Trajectory:

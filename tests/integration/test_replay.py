@@ -9,7 +9,7 @@ import yaml
 
 from slimx.data.step_files import step_files
 from tests.integration.recorded import LOSS, STEPS
-from tests.integration.runs import TrainProcess, steps
+from tests.integration.runs import TrainProcess, steps, write_config
 
 pytestmark = pytest.mark.integration
 
@@ -24,6 +24,16 @@ def replaying(uninterrupted: Path, directory: Path, *overrides: str) -> TrainPro
     return TrainProcess(file, f"run.dir={directory / 'run'}", f"rollout.replay={uninterrupted / 'run'}", *overrides)
 
 
+def assert_same_metrics(recorded: Path, replayed: Path, expected: range, among: tuple[str, ...]) -> None:
+    """All that does not depend on engines or time, `among` others, is the same to the last bit."""
+    whole, again = steps(recorded / "run"), steps(replayed / "run")
+    assert [*whole] == [*again] == [*expected]
+    for step, row in whole.items():
+        compared = {key: value for key, value in row.items() if not key.startswith(OWN)}
+        assert {key: again[step].get(key) for key in compared} == compared, step
+    assert set(among) <= compared.keys()
+
+
 def test_a_replay_has_bitwise_the_metrics_of_the_run_that_saved_it_also_when_it_is_resumed(uninterrupted, tmp_path):
     first = replaying(uninterrupted, tmp_path, "schedule.steps=3")
     assert first.wait() == 0, first.text()
@@ -32,12 +42,44 @@ def test_a_replay_has_bitwise_the_metrics_of_the_run_that_saved_it_also_when_it_
     assert second.wait() == 0, second.text()
     assert "resumed at step 3" in second.text()
     second.assert_nothing_left()
-    whole, again = steps(uninterrupted / "run"), steps(tmp_path / "run")
-    assert whole.keys() == again.keys() == {*range(1, STEPS + 1)}
-    for step, row in whole.items():
-        compared = {key: value for key, value in row.items() if not key.startswith(OWN)}
-        assert {key: again[step].get(key) for key in compared} == compared and set(LOSS) <= compared.keys(), step
+    assert_same_metrics(uninterrupted, tmp_path, range(1, STEPS + 1), LOSS)
     assert not list((tmp_path / "run" / "logs").glob("engine*")) and not step_files(tmp_path / "run" / "rollouts")
+
+
+ROUTED = {"moe": {"replay": "R3"}}
+CASES = {
+    "experts of each token, two updates": {"trainer": ROUTED, "schedule": {"steps": 3, "updates_per_step": 2}},
+    "experts of each token, two updates, a critic": {
+        "trainer": ROUTED,
+        "schedule": {"steps": 3, "updates_per_step": 2},
+        "algorithm": {"name": "ppo", "gae_lambda": 0.95, "reference": True, "kl_reward_coef": 0.05},
+        "critic": {"optimizer": {"lr": 5e-3}, "warmup_steps": 1},
+    },
+    "old log-probs of the trainers, partial rollouts of two versions": {
+        "schedule": {"steps": 4, "max_staleness": 1, "updates_per_step": 2},
+        "rollout": {"partial": True, "sampling": {"max_new_tokens": 96, "top_p": 0.9}, "concurrency": 6},
+        "algorithm": {"name": "decoupled_ppo"},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_replay_has_bitwise_the_metrics_also_with(case, tiny_model, task_of_sums, tmp_path):
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    recorded.mkdir()
+    replayed.mkdir()
+    sections = CASES[case] | {"track": {"rollouts": {"routes": True}}}
+    first = TrainProcess(write_config(recorded, tiny_model, task_of_sums / "train.jsonl", **sections))
+    assert first.wait() == 0, first.text()
+    second = replaying(recorded, replayed)
+    assert second.wait() == 0, second.text()
+    among = ("value/loss", "critic/grad_norm") if "critic" in sections else ("loss/policy",)
+    assert_same_metrics(recorded, replayed, range(1, sections["schedule"]["steps"] + 1), (*among, "optim/grad_norm"))
+    rows = steps(replayed / "run").values()
+    assert all(row["routes/differing"] == 0 for row in rows) if "trainer" in sections else True
+    if "partial" in sections.get("rollout", {}):
+        assert any(row["staleness/mixed"] > 0 for row in rows), "two versions have sampled a trajectory"
 
 
 def test_the_last_steps_are_trained_again_on_another_layout_from_a_checkpoint(uninterrupted, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -25,29 +26,45 @@ def trained(run: Path) -> dict[int, list[Trajectory]]:
     return {step: [t for g in read_step(file)[1] for t in g.trajectories] for step, file in files.items()}
 
 
+def open_groups(run: Path) -> int:
+    """As `slimx status` says; 0 where it says nothing yet."""
+    activity = run_status(run)["activity"]
+    return activity["rollouts"]["open"] if activity and activity["step"] else 0
+
+
 def versions_of(trajectory: Trajectory) -> list[int]:
     return [span.version for span in trajectory.spans if span.version is not None]
 
 
-def test_generation_goes_on_through_publications_and_no_trajectory_is_older_than_the_bound(
+def test_generation_goes_on_through_publications_and_evaluations_and_no_trajectory_is_older_than_the_bound(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ):
     rollout = {"sampling": {"max_new_tokens": TOKENS}, "engines": [{"name": "actor", "max_total_tokens": 16384}]}
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join((task_of_sums / "heldout.jsonl").read_text().splitlines(keepends=True)[:2]))
     config = write_config(
         tmp_path,
         tiny_model,
         task_of_sums / "train.jsonl",
         schedule={"steps": 5, "max_staleness": 2},
-        rollout=rollout,
+        rollout=rollout | {"generate": "tests.integration.hooks.brief_in_evaluations"},
+        eval={"prompts": {"sums": str(held_out)}, "every": 2, "samples": 2, "temperature": 1.0, "passing": 4},
+        reward={"function": "tests.integration.hooks.version_in_evaluations"},
     )
     run = TrainProcess(config)
-    run.until(lambda: completed_steps(tmp_path / "run") >= 2)
-    activity = run_status(tmp_path / "run")["activity"]
-    assert activity["step"] >= 1 and 4 <= activity["rollouts"]["open"] <= 12
-    assert activity["rollouts"]["oldest"]["rollouts"] == 2
+    run.until(lambda: open_groups(tmp_path / "run") >= 4)
+    assert open_groups(tmp_path / "run") <= 12
     assert run.wait(120) == 0, run.text()
     rows = steps(tmp_path / "run")
-    assert rows.keys() == {*range(1, 6)}
+    # The reward of an evaluation's answers is the one version that sampled them: that of the step which has the result.
+    evaluated = {step: row for step, row in rows.items() if "eval/accuracy" in row}
+    assert [*evaluated] == [0, 2, 4, 5]
+    for step, row in evaluated.items():
+        assert row["eval/sums/accuracy"] == row["eval/accuracy"] == step and row["eval/failed"] == 0
+        assert row["eval/sums/pass@2"] == (step >= 4)
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
+    assert {(each["step"], each["version"]) for each in samples if each["evaluation"]} == {(n, n) for n in evaluated}
+    assert rows.pop(0) and rows.keys() == {*range(1, 6)}
     assert max(row["staleness/max"] for row in rows.values()) == 2
     assert any(row["staleness/mixed"] > 0 for row in rows.values())
     assert all(row["rollout/regenerated"] == row["dropped/total"] == 0 for row in rows.values())
