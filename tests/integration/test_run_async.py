@@ -52,6 +52,7 @@ def test_generation_goes_on_through_publications_and_evaluations_and_no_trajecto
         reward={"function": "tests.integration.hooks.version_in_evaluations"},
     )
     run = TrainProcess(config)
+    run.until(lambda: completed_steps(tmp_path / "run") >= 1)
     run.until(lambda: open_groups(tmp_path / "run") >= 4)
     assert open_groups(tmp_path / "run") <= 12
     assert run.wait(120) == 0, run.text()
