@@ -264,7 +264,11 @@ def test_a_group_that_holds_a_batch_up_is_given_up_after_its_time_and_the_next_o
                 await flow.manager.next_batch()
             await flow.manager.stop()
             return
-        batch = await flow.manager.next_batch()
+        waiting = asyncio.ensure_future(flow.manager.next_batch())
+        await asyncio.sleep(90)
+        oldest = flow.manager.status()["oldest"]
+        assert {key: oldest[key] for key in ("group", "done", "rollouts")} == {"group": "g1", "done": 1, "rollouts": 2}
+        batch = await waiting
         assert 100 < asyncio.get_running_loop().time() < 150
         order = [f"g{number}" for number in range(3 * SIZE) if number != 1 and kept(config, number)]
         assert [group.id for group in batch.groups] == order[:SIZE]
