@@ -178,7 +178,8 @@ class RolloutManager:
                     give_up_at = None
                 else:
                     give_up_at = give_up_at or asyncio.get_running_loop().time() + patience
-                if not await self._changed_by(give_up_at) and straggler.outcome is None:  # not done at this moment
+                in_time = await self._changed_by(give_up_at)
+                if not in_time and straggler.outcome is None:  # it may have been done in the last moment
                     self._give_up(straggler)
 
     async def _changed_by(self, moment: float | None) -> bool:
