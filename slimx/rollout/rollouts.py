@@ -68,7 +68,7 @@ class GroupMaker:
         """Closed while rollouts that are trained may ask no engine; an evaluation may."""
         self._slots = Slots(config.rollout.concurrency)
         # An evaluation has places of its own: rollouts that wait behind the closed gate keep theirs.
-        self._places = {kind: asyncio.Semaphore(config.rollout.max_rollouts) for kind in ("train", "eval")}
+        self._places = {kind: Slots(config.rollout.max_rollouts) for kind in ("train", "eval")}
         self._rewards = reward_runner(config.reward, hooks.reward, config.model.path) if hooks.reward else None
         self._environments = Environments()
 
@@ -164,7 +164,7 @@ class GroupMaker:
         )
         hook = self.config.rollout.generate
         try:
-            async with self._places["eval" if evaluation else "train"], clock:
+            async with self._places["eval" if evaluation else "train"].one(), clock:
                 result = await self.hooks.generate(ctx, prompt)
             trajectories = result if isinstance(result, list) else [result]
             self._check(trajectories, ctx)
