@@ -37,13 +37,13 @@ def directory(task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> P
             "prompts_per_step": SIZE,
             "over_sampling": OPEN / SIZE,
             "generate": "slime:tests.integration.slime_hook.noted",
-            "options": {"turns": 2, "record": str(directory / "given.jsonl")},
+            "options": {"turns": 2, "record": str(directory / "given.jsonl"), "stuck": "g1/0"},
             "keep": "slime:examples.slime_style.differ",
             # One token in five ends a turn: rollouts differ in how often they call their tool.
             "sampling": {"max_new_tokens": 4, "stop_token_ids": list(range(4, 128, 5))},
         },
         reward={"function": "slime:examples.slime_style.right", "options": {"reward_key": "calls"}},
-        schedule={"steps": STEPS, "step_deadline": 120},
+        schedule={"steps": STEPS, "step_deadline": 120, "straggler_deadline": 2},
         checkpoint={"export_hf": True},
     )
     run = TrainProcess(config)
@@ -89,15 +89,18 @@ def test_tokens_masks_and_rewards_that_are_trained_are_those_that_the_slime_hook
     assert len(rewards) > 1
 
 
-def test_groups_that_the_filter_drops_are_counted_and_replaced_and_no_prompt_is_lost(directory):
+def test_groups_that_the_filter_drops_or_that_do_not_end_are_counted_and_replaced_and_no_prompt_is_lost(directory):
     rows, groups = steps(directory / "run"), trained(directory)
     dropped = [json.loads(line) for line in (directory / "run" / "dropped.jsonl").open()]
-    assert dropped and {drop["reason"] for drop in dropped} == {"filter: all equal"}
-    by_step = Counter(drop["step"] for drop in dropped)
+    counted = Counter((drop["step"], drop["reason"]) for drop in dropped)
+    assert counted[1, "straggler"] and {reason for _, reason in counted} == {"filter: all equal", "straggler"}
+    assert all(drop["detail"] for drop in dropped if drop["reason"] == "straggler")
     for step, row in rows.items():
         assert len(groups[step]) == SIZE
         assert all(len({t.reward for t in group.trajectories}) == 2 for group in groups[step])
-        assert row["dropped/total"] == row.get("dropped/filter:_all_equal", 0) == by_step[step]
+        reasons = row.get("dropped/filter:_all_equal", 0), row.get("dropped/straggler", 0)
+        assert reasons == (counted[step, "filter: all equal"], counted[step, "straggler"])
+        assert row["dropped/total"] == sum(reasons)
         # What a synchronous step does not take is aborted, and generated anew by the next version.
         assert row["rollout/regenerated"] == OPEN - SIZE
         assert {t.oldest_version for group in groups[step] for t in group.trajectories} == {step - 1}
@@ -105,5 +108,6 @@ def test_groups_that_the_filter_drops_are_counted_and_replaced_and_no_prompt_is_
     state = read_state(checkpoint).rollouts
     coming = [ticket.number for ticket in state["tickets"]]
     numbers = [int(group.id[1:]) for several in groups.values() for group in several]
+    assert 1 not in numbers + coming
     assert len(set(numbers + coming)) == len(numbers) + len(coming) == STEPS * SIZE + OPEN - SIZE
     assert len(numbers) + len(coming) + len(dropped) == state["next"]
