@@ -39,6 +39,7 @@ __all__ = [
     "isas",
     "load",
     "pack",
+    "pack_checked",
     "rectangle",
     "refuse_nonfinite",
     "seeds",
@@ -92,20 +93,34 @@ def pack(
     found = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
     if found.dtype != np.uint32 or found.shape != sums.shape or not found.flags.carray:
         raise SlimxError(f"flags are {found.dtype} {found.shape}: pass a contiguous array of uint32, one for each sum")
+    pack_checked(pieces, bucket, sums, found, isa=isa, threads=threads)
+    if flags is None:
+        refuse_nonfinite(found, names)
+
+
+def pack_checked(
+    pieces: np.ndarray,
+    bucket: torch.Tensor,
+    sums: np.ndarray,
+    flags: np.ndarray,
+    *,
+    isa: str = "best",
+    threads: int | None = None,
+) -> None:
+    """`pack` of records, memory, sums and flags that it has taken before, as they are: what it checks takes longer than
+    the work on a small tensor."""
     table = triton_scales(TRITON_SCALES).ctypes.data if (pieces["rule"] == RULE.TRITON).any() else None
     status = _library().slimx_pack(
         pieces.ctypes.data,
         len(pieces),
         bucket.data_ptr(),
         sums.ctypes.data,
-        found.ctypes.data,
+        flags.ctypes.data,
         table,
         _isa(isa),
         _threads(threads),
     )
     _raise_for(status, isa)
-    if flags is None:
-        refuse_nonfinite(found, names)
 
 
 def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> None:

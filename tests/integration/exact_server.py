@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine
 from slimx.rollout.spec import EngineSpec
-from tests.integration.conftest import START_S, perturbed, publish
+from tests.integration.conftest import START_S, Weights, perturbed, publish
 
 Completions = list[dict[str, Any]]
+Brought = Callable[[Engine, Path], Awaitable[Weights | list[Weights]]]
+"""What is published to an engine of a directory's weights: whole tensors, or those of each rank."""
 
 
 def server(model: Path, dtype: str, leaves: int, sizes: EngineSizes, log: Path, *, threads: int = 1) -> Engine:
@@ -49,20 +52,24 @@ def changed(model: Path, out: Path) -> Path:
     return out
 
 
-async def before_and_after(engine: Engine, first: Path, second: Path) -> dict[str, Completions]:
+async def before_and_after(engine: Engine, first: Path, second: Path, brought: Brought) -> dict[str, Completions]:
     """Completions under the weights of `first`, and of `second` after they are published; by directory."""
     engine.start()
     found = {}
     try:
         await engine.wait_ready(START_S)
         for version, model in enumerate((first, second), 1):
-            weights = load_file(model / "model.safetensors")
-            held = (await engine.inventory())[0]
-            await publish(engine, {n: _published(weights[n], held[n], engine.spec.dtype) for n in held}, version)
+            await publish(engine, await brought(engine, model), version)
             found[str(model)] = await completions(engine, model)
     finally:
         await engine.stop()
     return found
+
+
+async def whole(engine: Engine, model: Path) -> dict[str, torch.Tensor]:
+    """What a publication brings of a directory under its Hugging Face names."""
+    weights, held = load_file(model / "model.safetensors"), (await engine.inventory())[0]
+    return {name: _published(weights[name], form, engine.spec.dtype) for name, form in held.items()}
 
 
 def _published(weight: torch.Tensor, form: str, dtype: str) -> torch.Tensor:
@@ -125,5 +132,5 @@ async def ask(session: aiohttp.ClientSession, prompt: list[int], seed: int, toke
     return one, meta["num_retractions"]
 
 
-def run(engine: Engine, first: Path, second: Path) -> dict[str, Completions]:
-    return asyncio.run(before_and_after(engine, first, second))
+def run(engine: Engine, first: Path, second: Path, brought: Brought = whole) -> dict[str, Completions]:
+    return asyncio.run(before_and_after(engine, first, second, brought))

@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slimx.layout.ranks import EngineSizes
 from slimx.reshard.precision import Rule
-from tests.integration.block_models import in_fp8, make_block_model
+from slimx.rollout.engine import Engine
+from tests.integration import exact_server
+from tests.integration.block_models import in_fp8, make_block_model, published
+from tests.integration.conftest import Weights
 from tests.integration.runs import TrainProcess, steps, write_config
+from tests.integration.test_exact import DENSE, ONE, TWO, assert_none, gaps
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+async def in_blocks(engine: Engine, model: Path) -> list[Weights]:
+    return published(model, engine.spec.sizes)
+
+
+@pytest.mark.parametrize(
+    ("dense", "sizes"),
+    [(False, {}), (False, {"tensor": 2, "expert": 2}), (False, {"tensor": 2}), (True, {"tensor": 2})],
+)
+def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publication(
+    tmp_path: Path, dense: bool, sizes: dict[str, int]
+) -> None:
+    first = make_block_model(tmp_path / "first", dense=dense)
+    second = exact_server.changed(first, tmp_path / "second")
+    fp8 = in_fp8(first, tmp_path / "fp8")
+    engine = exact_server.server(fp8, "bfloat16", 2, EngineSizes(**sizes), tmp_path / "server.log")
+    sampled = exact_server.run(engine, first, second, in_blocks)
+    cases = [{"leaves": 2, **case} for case in [ONE, *(DENSE if dense else TWO)]]
+    groups: list[dict[str, Any]] = [
+        {"model": model, "dtype": "bfloat16", "completions": done, "cases": cases, "quantise": "ieee"}
+        for model, done in sampled.items()
+    ]
+    others = [
+        groups[0] | {"completions": groups[1]["completions"], "cases": cases[:1]},
+        groups[0] | {"quantise": None, "cases": cases[:1]},
+    ]
+    *found, [stale], [unrounded] = gaps(tmp_path / "ranks", [*groups, *others])
+    assert_none(groups, found)
+    assert stale["gap/max"] > 0, "weights of another version must show"
+    assert unrounded["gap/max"] > 0, "a trainer that does not round its weights must show"
 
 
 def run_config(directory: Path, prompts: Path, rule: Rule) -> Path:

@@ -70,3 +70,15 @@ def test_one_tensor_is_dequantised_as_the_specification_does_it(dtype: torch.dty
     assert torch.equal(found, reference.dequantise(codes, scales, (32, 64), dtype))
     with pytest.raises(SlimxError, match=r"scales torch.float32 \[3, 4\] are not those of codes \[100, 200\]"):
         blocks.dequantise(codes, scales[:3], (32, 64), dtype)
+
+
+def test_matrices_of_a_stack_are_dequantised_from_what_it_holds_now() -> None:
+    x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    made = [reference.quantise(matrix, RULE.IEEE, (32, 64)) for matrix in x]
+    codes, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
+    wanted = [reference.dequantise(*parts, (32, 64), torch.bfloat16) for parts in made]
+    widener = blocks.Widener(codes, scales, (32, 64), torch.bfloat16)
+    assert torch.equal(widener([2, 0]), torch.stack([wanted[2], wanted[0]])) and len(widener([])) == 0
+    scales *= 2  # as a publication writes in place
+    assert torch.equal(widener([1])[0], wanted[1] * 2)
+    assert widener.reads(codes, scales) and not widener.reads(codes.clone(), scales)
