@@ -51,7 +51,8 @@ class Publish(Section):
     )
     quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = Field(
         None,
-        description="rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md); null: none",
+        description="rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode "
+        "those that the trainer computes with, too; null: none",
     )
     transport: Literal["memory", "cuda_ipc", "gloo", "nccl", "disk"] = Field(
         "memory",

@@ -30,6 +30,11 @@ def check_exact(config: Config, spec: ModelSpec, device: str) -> None:
     fast mode."""
     if not config.exact:
         return
+    if config.served_rule is not None and device != "cpu":
+        raise SlimxError(
+            f"numerics.mode is exact, and publish.quantise={config.served_rule} is computed there on the CPU only; set "
+            "publish.quantise=null or numerics.mode=fast"
+        )
     if device == "cuda":
         from slimx.numerics.exact import kernel_cuda  # imports torch, which a plan does without
 
@@ -50,11 +55,6 @@ def check_exact(config: Config, spec: ModelSpec, device: str) -> None:
                 "smaller tensor parallel sizes"
             )
     if config.served_rule is not None:
-        if device != "cpu":
-            raise SlimxError(
-                f"numerics.mode is exact, and publish.quantise={config.served_rule} is computed there on the CPU only; "
-                "set publish.quantise=null or numerics.mode=fast"
-            )
         if spec.family.ARCHITECTURE not in IN_BLOCKS:
             raise SlimxError(
                 f"numerics.mode is exact, and publish.quantise covers {' and '.join(IN_BLOCKS)}; {spec.path} is a "

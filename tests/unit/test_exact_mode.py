@@ -22,14 +22,18 @@ from slimx.adapters.sglang_latent import CORE as LATENT_CORE
 from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ROTARY, ExactServer, asked_leaves
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.models.families import read_model
 from slimx.numerics import exact
 from slimx.numerics.exact import kernel_cuda
 from slimx.orchestration.measure import check_gap
 from slimx.preflight.exact import check_exact
+from slimx.preflight.publication import publication_plan
 from slimx.rollout.control import PROTOCOL, EngineControl
 from slimx.rollout.engine import Engine
 from slimx.rollout.server import CPU_VARIABLES
 from slimx.rollout.spec import EngineSpec, server_argv
+from tests.checkpoint_stand import QWEN3_MOE
 
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, exact_leaves=2)
 
@@ -122,9 +126,28 @@ def test_engines_in_other_blocks_than_a_publications_are_refused(tmp_path: Path)
             continue
         with pytest.raises(SlimxError, match=f"the model of rollout.engines group actor, {said}; make it with slimx"):
             check_exact(asked, spec, "cpu")
+    with pytest.raises(SlimxError, match="publish.quantise=ieee is computed there on the CPU only"):
+        check_exact(asked, spec, "cuda")
     spec.family.ARCHITECTURE = "LlamaForCausalLM"
     with pytest.raises(SlimxError, match="/m is a LlamaForCausalLM: set publish.quantise=null"):
         check_exact(asked, spec, "cpu")
+
+
+def test_blocks_travel_in_the_engines_own_layout_only(tmp_path: Path) -> None:
+    wide = {"hidden_size": 128, "head_dim": 128, "moe_intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE | wide))
+    spec, engine = read_model(tmp_path), {"model": str(tmp_path)}
+    one = config(publish={"quantise": "ieee"}, rollout={"engines": [engine]})
+    found = publication_plan(one, spec, Sizes(), "cpu")
+    dtypes = {t.dtype for bucket in found.plan.buckets[0] for t in bucket.tensors}
+    assert found.encoding == "local" and "float8_e4m3fn" in dtypes
+    layouts = [engine | {"name": "one"}, engine | {"name": "two", "tensor": 2}]
+    two = config(publish={"quantise": "ieee"}, rollout={"engines": layouts}, numerics={"mode": "exact", "leaves": 2})
+    with pytest.raises(SlimxError, match="needs the engines' own layout, and weights would travel under Hugging Face"):
+        publication_plan(two, spec, Sizes(), "cpu")
+    fast = config(numerics={"mode": "fast"}, publish={"quantise": "ieee"})
+    with pytest.raises(SlimxError, match="on the CPU SGLang computes with fp8 blocks in exact mode only"):
+        publication_plan(fast, spec, Sizes(), "cpu")
 
 
 def test_a_server_is_told_its_leaves_on_its_command_line() -> None:
