@@ -279,11 +279,15 @@ def test_keys_and_values_are_kept_where_a_model_on_cuda_leaves_that_to_the_rotat
 
 
 UNCOVERED = """
+from types import SimpleNamespace
 import torch
 from slimx.adapters import sglang_absent
 sglang_absent.install()
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.topk import TopK, TopKConfig
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from slimx.adapters.sglang_coverage import uncovered
 
@@ -304,6 +308,10 @@ assert not list(uncovered(model)), list(uncovered(model))
 model["hf"], model["gate"] = RMSNorm(4, cast_x_before_out_mul=True), torch.nn.Linear(4, 4)
 model["other"] = made(TopK, topk_config=TopKConfig(2, use_grouped_topk=True))
 model["pairs"] = made(RotaryEmbedding, is_neox_style=False)
+model["fused"] = made(torch.nn.Module, use_fused_qk_norm_rope=True)
+method = made(UnquantizedFusedMoEMethod, runner=SimpleNamespace(runner_backend=MoeRunnerBackend.TRITON))
+method.w13_swiglu_interleaved = True
+model["experts"] = made(FusedMoE, quant_method=method)
 latent.use_dsa = True
 print(*uncovered(model), sep="|")
 """
@@ -319,6 +327,8 @@ def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
         "gate (Linear) is unknown",
         "other (TopK) chooses experts by another rule",
         "pairs (RotaryEmbedding) rotates in another way",
+        "fused (Module) normalises and rotates in a kernel of its own",
+        "experts (FusedMoE) holds its weights in another order",
     ]
 
 
