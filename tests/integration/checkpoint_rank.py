@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from tests.integration import rank_start
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import demonstrations
 
-SLOW_S = 1.0
-"""Seconds for which the thread of a slow save holds its copy before it writes."""
+HELD_S = 60.0
+"""Seconds after which the thread of a save that nobody lets go writes all the same."""
 MAX_TOKENS = 250
 
 
@@ -90,12 +90,14 @@ class Rank:
 
     def save_while_training(self, trainer: Any, path: Path) -> dict[str, Any]:
         """Two more steps while the thread still holds its copy; then back, and the same two steps again."""
-        saver = trainer.saver
-        write, saver._write = saver._write, lambda *work: (time.sleep(SLOW_S), write(*work))
+        saver, trained = trainer.saver, threading.Event()
+        write, saver._write = saver._write, lambda *work: (trained.wait(HELD_S), write(*work))
         begin_save(trainer, path, step=2)
         saver._write = write
         while_writing = self.steps(trainer, 2, 2)
         early = files.unreported(path, range(self.sizes.world))
+        self.parallel.host_group.barrier().wait()  # both have looked
+        trained.set()
         finish_save(trainer, path)
         trainer.restore(str(path), same_layout=True)
         return {"while_writing": while_writing, "early": early, "restored": self.steps(trainer, 2, 2)}
