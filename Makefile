@@ -73,7 +73,7 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 
 .PHONY: test
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
-	$(BIN)/python -m pytest -rs tests/unit tests/integration
+	$(BIN)/python -m pytest -rs --durations=20 tests/unit tests/integration
 
 .PHONY: test-all
 test-all: $(LIBRARY) lint ## the same and the tests marked slow
