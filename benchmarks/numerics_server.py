@@ -1,9 +1,10 @@
 """Tokens per second of a real SGLang server in exact mode and in fast mode, one after the other.
 
-    python benchmarks/numerics_server.py [--size hidden512] [--experts] [--dtype bfloat16] [--tokens 32]
+    python benchmarks/numerics_server.py [--size hidden512] [--experts] [--fp8] [--dtype bfloat16] [--tokens 32]
 
 A Qwen3, or with --experts a Qwen3-MoE of 8 experts, with random weights (numerics_model.py); each server has one
 thread. Requests of 32 prompt tokens come 1, 16 and 64 at a time and ask for log-probs; the best of three rounds counts.
+With --fp8 both are in exact mode, the second one with weights in blocks of fp8.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy as np
 from machine import surroundings
 from numerics_model import SIZES, make_model
 
+from slimx.convert import run
+from slimx.convert.work import convert
 from slimx.ports import free_port
 from slimx.rollout.engine import Engine
 from slimx.rollout.spec import EngineSpec
@@ -71,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="hidden512")
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="exact mode with weights in fp8 beside those in bfloat16")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tokens", type=int, default=32)
     options = parser.parse_args()
@@ -78,14 +82,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         ids = make_model(model, options.size, experts=options.experts)
+        compared: dict[str, tuple[Path, int | None]] = {"fast": (model, None), "exact": (model, 1)}
+        if options.fp8:
+            convert(run.hf_to_fp8(model), Path(folder) / "fp8", threads=1, verify=False)
+            compared = {"exact": (model, 1), "exact in fp8": (Path(folder) / "fp8", 1)}
         found = {}
-        for mode, leaves in (("fast", None), ("exact", 1)):
+        for mode, (path, leaves) in compared.items():
             log = Path(folder) / f"{mode}.log"
-            run = serve(model, options.dtype, leaves, options.tokens, ids, log, moe=options.experts)
-            found[mode] = asyncio.run(run)
+            served = serve(path, options.dtype, leaves, options.tokens, ids, log, moe=options.experts)
+            found[mode] = asyncio.run(served)
             print(f"{mode}: {[round(n) for n in found[mode]]} tokens/s at batch {BATCHES}", flush=True)
-    ratios = [exact / fast for fast, exact in zip(found["fast"], found["exact"], strict=True)]
-    print(f"exact / fast: {[round(ratio, 2) for ratio in ratios]}")
+    (before, first), (after, second) = found.items()
+    ratios = [b / a for a, b in zip(first, second, strict=True)]
+    print(f"{after} / {before}: {[round(ratio, 2) for ratio in ratios]}")
 
 
 if __name__ == "__main__":
