@@ -77,7 +77,7 @@ test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ran
 
 .PHONY: test-all
 test-all: $(LIBRARY) lint ## the same and the tests marked slow
-	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/unit tests/integration
+	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/unit tests/integration tests/gpu/test_exact_trainer.py
 
 .PHONY: lint
 lint: $(LIBRARY) ## style of Python and C++, and who imports whom

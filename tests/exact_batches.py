@@ -25,6 +25,9 @@ def check_rows(dtype: torch.dtype, device: torch.device | str, count: int) -> No
         out = exact.grouped_linear(rows[at][order], experts, torch.bincount(at % 3, minlength=3).tolist(), 2)
         return torch.empty_like(out).index_copy(0, order, out)
 
+    def logits(at: torch.Tensor) -> torch.Tensor:
+        return exact.linear(rows[at].float(), weight.float())
+
     operations = {
         "linear": lambda at: exact.linear(rows[at], weight, 2),
         "biased linear": lambda at: exact.linear(rows[at], weight, bias=bias),
@@ -35,10 +38,10 @@ def check_rows(dtype: torch.dtype, device: torch.device | str, count: int) -> No
         "rope": lambda at: exact.rope(*[t[at].view(len(at), 4, 16) for t in (rows, other)], table, at % 4)[1],
         "log_softmax": lambda at: exact.log_softmax(rows[at], 0.7),
         "token_logprobs": lambda at: exact.token_logprobs(rows[at], at % 64),
-        "router": lambda at: exact.router(rows[at], weight, 4)[0],
-        "router by sigmoid": lambda at: exact.router(
-            rows[at], weight, 4, score="sigmoid", bias=bias, groups=4, top_groups=2
-        )[0],
+        "router": lambda at: exact.route(logits(at), 4)[0],
+        "router by sigmoid": lambda at: exact.route(logits(at), 4, score="sigmoid", bias=bias, groups=4, top_groups=2)[
+            0
+        ],
         "combine": lambda at: exact.moe_combine(rows[at].view(-1, 4, 16), other[at, :4].float(), other[at, :16]),
     }
     parts = (slice(0, 1), slice(count - 1, count), slice(3, 10), slice(5, 22), slice(1, count))

@@ -55,7 +55,7 @@ class Decoder:
 
     @staticmethod
     def _experts(layer: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        weights, ids = exact.router(x, layer["gate"], CHOSEN)
+        weights, ids = exact.route(exact.linear(x, layer["gate"], dtype=torch.float32), CHOSEN)
         order = ids.flatten().argsort(stable=True)
         counts = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
         inner = exact.silu_and_mul(exact.grouped_linear(x[order // CHOSEN], layer["up"], counts))

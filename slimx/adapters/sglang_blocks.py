@@ -27,7 +27,7 @@ class BlockLayers:
     """What SGLang's HookRegistry replaces of its fp8 layers; `calls` counts them by target."""
 
     def __init__(self, calls: Counter[str], linear: Callable[..., torch.Tensor]):
-        """`linear`: the operation of a linear layer, with the signature of a linear method's `apply`."""
+        """`linear`: the product of a linear layer, its input and its bias, which counts no call."""
         self.calls, self._linear = calls, linear
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
@@ -41,13 +41,13 @@ class BlockLayers:
 
     def idle(self, model: torch.nn.Module) -> set[str]:
         """Targets that `model` never calls."""
-        methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
+        methods = methods_of(model)
         out = set() if "Fp8LinearMethod" in methods else {LINEAR, LINEAR_LOADED}
         return out if "Fp8MoEMethod" in methods else out | {EXPERTS, EXPERTS_LOADED}
 
     def linear(self, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         self.calls[LINEAR] += 1
-        return self._linear(method, layer, x, bias)
+        return self._linear(layer, x, bias)
 
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
         """By SGLang's function for unquantised experts on the CPU, in whose place exact mode's operations are."""
@@ -61,6 +61,11 @@ class BlockLayers:
     def _keep(self, target: str, method: Any, layer: Any) -> None:
         """Weights stay as they were loaded: SGLang would repack them."""
         self.calls[target] += 1
+
+
+def methods_of(model: torch.nn.Module) -> set[str]:
+    """Class names of SGLang's methods by which `model`'s layers compute."""
+    return {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
 
 
 def quantised_otherwise(module: Any) -> str | None:

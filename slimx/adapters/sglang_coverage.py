@@ -43,6 +43,8 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
             return why
         return "has a bias" if isinstance(module, RowParallelLinear) and module.bias is not None else None
     if isinstance(module, FusedMoE):
+        if type(module) is not FusedMoE:  # DeepEPMoE, for one, sends tokens by kernels of its own
+            return "computes its experts in another way"
         if why := quantised_otherwise(module):
             return why
         method = module.quant_method

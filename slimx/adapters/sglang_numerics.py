@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from slimx.adapters.sglang_attention import ATTENTION, attention_class
-from slimx.adapters.sglang_blocks import BlockLayers, weight_of
+from slimx.adapters.sglang_blocks import BlockLayers, methods_of, weight_of
 from slimx.adapters.sglang_coverage import uncovered
 from slimx.adapters.sglang_experts import ExactExperts
 from slimx.adapters.sglang_latent import ExactLatentAttention, is_latent
@@ -82,7 +82,7 @@ class ExactServer:
         self.leaves = leaves
         self.calls: Counter[str] = Counter()
         self.experts = ExactExperts(leaves, self.calls)
-        self.blocks = BlockLayers(self.calls, self.linear)
+        self.blocks = BlockLayers(self.calls, self._product)
         self.latent = ExactLatentAttention(self._turned, self.calls)
         self._gates: set[int] = set()
         """Linear layers (by id) whose output is a router's logits: those stay fp32."""
@@ -111,6 +111,7 @@ class ExactServer:
         idle = {LOG_SOFTMAX}  # greedy health checks ask for no log-probs
         idle |= self.experts.idle(kinds) | self.latent.idle(kinds) | self.blocks.idle(model)
         idle |= set() if "SiluAndMul" in kinds else {ACTIVATION}
+        idle |= set() if "UnquantizedLinearMethod" in methods_of(model) else {LINEAR}
         idle |= {ROTARY} if is_latent(kinds) else set()
         return {
             target: target in registry._patched and (target in idle or self.calls[target] > 0)
@@ -159,9 +160,12 @@ class ExactServer:
         return exact.rope(query, key, self._tables[which], positions)
 
     def linear(self, _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls[LINEAR] += 1
+        return self._product(layer, x, bias)
+
+    def _product(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         from sglang.srt.layers.linear import RowParallelLinear
 
-        self.calls[LINEAR] += 1
         weight = weight_of(layer, x.dtype)
         if id(layer) in self._gates:
             return exact.linear(x, weight, dtype=torch.float32)

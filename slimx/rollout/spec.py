@@ -14,7 +14,8 @@ from slimx.rollout.arguments import check_server_args, command_line
 from slimx.rollout.control import RECEIVER
 
 EXACT_ATTENTION = "slimx_exact"
-"""Attention backend of exact mode, registered by the plugin."""
+"""Attention backend of exact mode, registered by the plugin: the name of slimx.adapters.sglang_attention, which needs
+torch, and who starts servers does not (tests/unit/test_exact_mode.py has them equal)."""
 
 
 @dataclass(frozen=True, slots=True)

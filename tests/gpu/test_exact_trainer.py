@@ -1,5 +1,7 @@
 """The real trainer in exact mode on one GPU: the same bits in every packing, and those of the CPU.
 
+Its half without a GPU is among the tests of `make test-all`.
+
 It needs megatron-core and what else `tools/gpu/wheels.py` lists.
 """
 
@@ -44,7 +46,7 @@ def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Logprobs:
     return of
 
 
-@pytest.mark.parametrize("kind", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packings_have_the_same_bits(logprobs: Logprobs, kind: str, dtype: str) -> None:
     found = logprobs(kind, dtype)

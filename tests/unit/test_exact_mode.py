@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 import slimx
 from slimx.adapters import sglang_ranks
+from slimx.adapters.sglang_blocks import LINEAR as BLOCK_LINEAR
 from slimx.adapters.sglang_experts import BLOCKS, EXPERTS, GROUPED_TOP_K, TOP_K
 from slimx.adapters.sglang_latent import CORE as LATENT_CORE
 from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ROTARY, ExactServer, asked_leaves
@@ -177,10 +178,17 @@ def test_a_server_with_another_contract_is_refused(tmp_path: Path) -> None:
         engine._check_numerics()
 
 
+def computing_by(method: str) -> torch.nn.Module:
+    """A layer with an SGLang method of this class."""
+    layer = torch.nn.Module()
+    layer.quant_method = type(method, (), {})()
+    return layer
+
+
 def test_an_operation_that_is_not_in_force_is_named() -> None:
     room = ExactServer(1)
     targets = (*room.replacements(), LOG_SOFTMAX)
-    model = torch.nn.ModuleList([type("FusedMoE", (torch.nn.Module,), {})()])
+    model = torch.nn.ModuleList([type("FusedMoE", (torch.nn.Module,), {})(), computing_by("UnquantizedLinearMethod")])
     room.calls.update([*targets, ATTENTION])
     registry = SimpleNamespace(_patched=set(targets))
     assert all(room.in_force(registry, model).values())
@@ -202,6 +210,7 @@ MOE, GLM, LATENT = {"FusedMoE"}, {"FusedMoE", "Glm4MoeSparseMoeBlock"}, {"Deepse
         (set(), EXPERTS, False),
         (set(), LOG_SOFTMAX, False),
         (set(), ROTARY, True),
+        (set(), LINEAR, False),
         (set(), LATENT_CORE, False),
         (LATENT, ROTARY, False),
         (LATENT, LATENT_CORE, True),
@@ -221,6 +230,26 @@ def test_operations_must_have_been_called_where_the_model_has_them(kinds: set[st
     model = torch.nn.ModuleList([type(kind, (torch.nn.Module,), {})() for kind in kinds])
     wrong = [name for name, good in room.in_force(registry, model).items() if not good]
     assert wrong == ([target] if needed else [])
+
+
+def test_blocks_do_not_stand_for_an_unquantised_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.linear"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang.srt.layers.linear"].RowParallelLinear = type("RowParallelLinear", (), {})
+    room, x = ExactServer(1), torch.randn(3, 8)
+    layer = SimpleNamespace(weight=torch.randn(4, 8))
+    registry = SimpleNamespace(_patched={*room.replacements(), LOG_SOFTMAX})
+    blocks, plain = (computing_by(f"{kind}LinearMethod") for kind in ("Fp8", "Unquantized"))
+
+    def in_force(*layers: torch.nn.Module) -> list[bool]:
+        found = room.in_force(registry, torch.nn.ModuleList(layers))
+        return [found[BLOCK_LINEAR], found[LINEAR]]
+
+    assert in_force(blocks) == [False, True], "the model has no unquantised linear layer"
+    by_blocks = room.replacements()[BLOCK_LINEAR](None, layer, x)
+    assert in_force(blocks, plain) == [True, False], "its own entry was not called"
+    assert torch.equal(room.replacements()[LINEAR](None, layer, x), by_blocks)
+    assert in_force(blocks, plain) == [True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -312,6 +341,7 @@ model["fused"] = made(torch.nn.Module, use_fused_qk_norm_rope=True)
 method = made(UnquantizedFusedMoEMethod, runner=SimpleNamespace(runner_backend=MoeRunnerBackend.TRITON))
 method.w13_swiglu_interleaved = True
 model["experts"] = made(FusedMoE, quant_method=method)
+model["sent"] = made(type("DeepEPMoE", (FusedMoE,), {}))
 latent.use_dsa = True
 print(*uncovered(model), sep="|")
 """
@@ -329,6 +359,7 @@ def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
         "pairs (RotaryEmbedding) rotates in another way",
         "fused (Module) normalises and rotates in a kernel of its own",
         "experts (FusedMoE) holds its weights in another order",
+        "sent (DeepEPMoE) computes its experts in another way",
     ]
 
 

@@ -216,7 +216,7 @@ def test_combination_of_experts() -> None:
 def test_softmax_router_chooses_and_weighs_as_transformers_does() -> None:
     hidden, weight = values(50, 64, dtype=torch.float32, seed=1), values(16, 64, dtype=torch.float32, seed=2)
     for renormalise in (True, False):
-        weights, ids = exact.router(hidden, weight, 4, renormalise=renormalise)
+        weights, ids = exact.route(exact.linear(hidden, weight), 4, renormalise=renormalise)
         scores = torch.softmax(hidden.double() @ weight.double().t(), dim=-1)
         best, chosen = scores.topk(4)
         best = best / best.sum(1, keepdim=True) if renormalise else best

@@ -9,7 +9,7 @@ from slimx.numerics.exact.attention import attention, gathered_attention
 from slimx.numerics.exact.contract import contract
 from slimx.numerics.exact.linear import combine_leaves, grouped_linear, linear, linear_partial
 from slimx.numerics.exact.logprobs import log_softmax, token_logprobs
-from slimx.numerics.exact.moe import moe_combine, route, router
+from slimx.numerics.exact.moe import moe_combine, route
 from slimx.numerics.exact.norm import add_rms_norm, rms_norm
 from slimx.numerics.exact.rope import rope, rope_frequencies, rope_table
 from slimx.numerics.exact.rotary import Llama3, Rotary, Yarn, yarn_lengthening
@@ -35,7 +35,6 @@ __all__ = [
     "rope_frequencies",
     "rope_table",
     "route",
-    "router",
     "silu_and_mul",
     "token_logprobs",
     "yarn_lengthening",

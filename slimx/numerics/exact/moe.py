@@ -7,36 +7,6 @@ import torch
 from slimx.errors import SlimxError
 from slimx.numerics.exact.backend import forward_on
 from slimx.numerics.exact.elementary import exp, row_sum, sigmoid
-from slimx.numerics.exact.linear import linear
-
-
-def router(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    *,
-    score: str = "softmax",
-    bias: torch.Tensor | None = None,
-    groups: int = 1,
-    top_groups: int = 1,
-    renormalise: bool = True,
-    factor: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [T, H], weight [experts, H] -> (weights [T, top_k] fp32, ids [T, top_k] int64), ids ascending.
-
-    Logits are an fp32 `linear`; then `route`, which has the other arguments.
-    """
-    logits = linear(hidden.float(), weight.float())
-    return route(
-        logits,
-        top_k,
-        score=score,
-        bias=bias,
-        groups=groups,
-        top_groups=top_groups,
-        renormalise=renormalise,
-        factor=factor,
-    )
 
 
 def route(
