@@ -190,12 +190,22 @@ class ExactServer:
     # Attention ------------------------------------------------------------------------------------------------------
 
     def attention_backend(self, runner: Any) -> Any:
-        """SGLang's factory of the backend, called once the model is there. Raises SlimxError for a model that has more
-        than these operations."""
+        """SGLang's factory of the backend, called once the model is there and the runner has the names of its backends.
+        Raises SlimxError for a model that has more than these operations, and where SGLang would attend to prompts or
+        to single tokens by a backend of its own."""
+        for step in ("prefill", "decode"):
+            if (backend := getattr(runner, f"{step}_attention_backend_str")) != ATTENTION:
+                raise SlimxError(
+                    f"numerics.mode exact attends by {ATTENTION}, and {step} in this server by {backend}; leave "
+                    f"{step}_attention_backend out of rollout.engines.sglang, or out of the server's arguments"
+                )
         from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
 
         set_fused_op_backend(KernelBackend.TORCH)  # forward_native, which is replaced, and no other kernel on a GPU
         if problems := list(uncovered(runner.model)):
-            raise SlimxError(f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}")
+            raise SlimxError(
+                f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}; "
+                "set numerics.mode=fast"
+            )
         self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}
         return attention_class()(runner, self.calls)

@@ -64,7 +64,9 @@ class Config(Section):
             except ValueError as error:
                 yield str(error)
         if self.exact:
-            yield from exact_problems(self.numerics, self.trainer, self.rollout, self.publish)
+            yield from exact_problems(
+                self.numerics, self.trainer, self.rollout, self.algorithm, self.schedule, self.publish
+            )
         elif self.numerics.leaves is not None:
             yield "numerics.leaves cuts sums in numerics.mode exact, and the mode is fast; leave it out"
         sampled = self.rollout.sampled
@@ -177,6 +179,12 @@ class Config(Section):
     def leaves(self) -> int | None:
         """Leaves of the sums of row-parallel products in exact mode, given or derived; None in fast mode."""
         return tree_leaves(self.numerics, self.trainer, self.rollout) if self.exact else None
+
+    @property
+    def samples_known(self) -> bool:
+        """Whether rollouts come with the trainer's own log-probs, to the last bit: without staleness this run's engines
+        sampled every token with the weights that the step begins with. Those of a replay are another run's."""
+        return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
 
     @property
     def served_rule(self) -> str | None:

@@ -67,8 +67,7 @@ class Trainer:
             self.weights,
             config.algorithm,
             config.trainer.moe.replay,
-            # Without staleness every token was sampled by the weights that the step begins with.
-            known=config.exact and config.schedule.max_staleness == 0,
+            known=config.samples_known,
         )
         self.saver = Saver(
             rank=parallel.rank,

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from slimx.adapters.sglang_blocks import LINEAR as BLOCK_LINEAR
 from slimx.adapters.sglang_experts import BLOCKS, EXPERTS, GROUPED_TOP_K, TOP_K
 from slimx.adapters.sglang_latent import CORE as LATENT_CORE
 from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ROTARY, ExactServer, asked_leaves
+from slimx.config.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
@@ -60,6 +61,26 @@ def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
     assert config(trainer=two, numerics={"mode": "exact", "leaves": 8}).leaves == 8
 
 
+def test_a_replay_sums_in_the_order_of_the_run_that_it_replays() -> None:
+    engines = {"engines": [{"tensor": 4}, {"name": "judge", "frozen": True, "model": "/judge", "tensor": 8}]}
+    assert config(rollout=engines).leaves == config(rollout=engines | {"replay": "/tmp/y"}).leaves == 4
+
+
+def test_log_probs_are_the_trainers_own_only_where_its_engines_sampled_them() -> None:
+    assert config().samples_known
+    assert not config(numerics={"mode": "fast"}).samples_known
+    assert not config(schedule={"max_staleness": 1}).samples_known
+    assert not config(rollout={"replay": "/tmp/y"}).samples_known
+
+
+def test_what_leaves_the_forward_pass_alone_may_be_set_and_megatron_has_it() -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    assert set(MEGATRON_FIELDS) <= {field.name for field in fields(TransformerConfig)}
+    config(trainer={"megatron": {"batch_p2p_sync": False}})
+    config(schedule={"max_staleness": 1}, rollout={"gap_probe": 0, "replay": "/tmp/y"})
+
+
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
@@ -72,7 +93,14 @@ def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
         ({"numerics": {"mode": "fast", "leaves": 2}}, "numerics.leaves cuts sums in numerics.mode exact"),
         ({"trainer": {"attention": "flash"}}, "set trainer.attention=auto"),
         ({"trainer": {"moe": {"replay": "R3"}}}, "set trainer.moe.replay=none"),
-        ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron.fp8 would change"),
+        ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "trainer.megatron.fp8 may change"),
+        ({"trainer": {"megatron": {"moe_router_pre_softmax": False}}}, "trainer.megatron.moe_router_pre_softmax may"),
+        ({"trainer": {"megatron": {"batch_p2p_sync": False, "window_size": [8, 0]}}}, "trainer.megatron.window_size"),
+        ({"schedule": {"max_staleness": 1}, "rollout": {"gap_probe": 0}}, "rollout.gap_probe is 0; set it to 1"),
+        (
+            {"publish": {"quantise": "ieee"}, "algorithm": {"name": "distillation", "teacher": "/t"}},
+            "set algorithm.teacher_engine to the group's name",
+        ),
         ({"trainer": {"recompute": {"granularity": "selective", "modules": ["moe_act"]}}}, "leave moe_act out"),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p=1"),
         ({"publish": {"quantise": "ieee"}}, "group actor serves model.path itself: set its model to the directory"),
@@ -85,6 +113,11 @@ def test_leaves_are_the_largest_tensor_parallel_size_unless_given() -> None:
         ({"rollout": {"engines": [{"sglang": {"ep_num_redundant_experts": 2}}]}}, "sglang.ep_num_redundant_experts"),
         ({"rollout": {"engines": [{"sglang": {"kv_cache_dtype": "fp8_e4m3"}}]}}, "sglang.kv_cache_dtype, which"),
         ({"rollout": {"engines": [{"sglang": {"speculative_algorithm": "EAGLE"}}]}}, "sglang.speculative_algorithm"),
+        ({"rollout": {"engines": [{"sglang": {"model_impl": "transformers"}}]}}, "sglang.model_impl"),
+        (
+            {"rollout": {"engines": [{"sglang": {"decode_attention_backend": "torch_native"}}]}},
+            "sglang.decode_attention_backend",
+        ),
     ],
 )
 def test_what_exact_mode_cannot_do_is_refused_by_the_key_to_change(sections: dict[str, Any], named: str) -> None:
@@ -293,6 +326,14 @@ def test_ranks_of_a_server_add_up_to_what_one_computes(
     choice = SimpleNamespace(topk_weights=weights, topk_ids=ids)
     assert torch.equal(first, ExactServer(2).experts.experts(whole, x, choice, None))
     assert not any(other.any() for other in others)
+
+
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_half_of_attention_by_another_backend_is_refused(step: str) -> None:
+    names = {f"{each}_attention_backend_str": ATTENTION for each in ("prefill", "decode")}
+    runner = SimpleNamespace(**names | {f"{step}_attention_backend_str": "torch_native"})
+    with pytest.raises(SlimxError, match=f"{step} in this server by torch_native; leave {step}_attention_backend out"):
+        ExactServer(1).attention_backend(runner)
 
 
 def test_keys_and_values_are_kept_where_a_model_on_cuda_leaves_that_to_the_rotation() -> None:
