@@ -91,6 +91,8 @@ class ParameterRun:
     trained: bool
     parameter: bool
     """False: a buffer of its module."""
+    quantised: bool = False
+    """Whether a publication in fp8 makes blocks of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ class StateBytes:
     """Parameters and buffers that the rank holds, gaps not counted."""
     largest: int
     """Elements of its largest parameter."""
+    quantised: int
+    """Elements of what a publication in fp8 makes blocks of."""
 
 
 def parameter_runs(
@@ -180,6 +184,7 @@ class _Held:
                 tied=bool(row.copies) and self.sizes.pipeline > 1,
                 trained=parameter and not frozen,
                 parameter=parameter,
+                quantised=row.quantised,
             )
 
     def _counts(self, row: Row, layer: int) -> list[tuple[bool, int]]:
@@ -223,6 +228,7 @@ def state_bytes(runs: list[ParameterRun], trainer: Trainer, sizes: Sizes, rank: 
         moments=moments,
         elements=sum(run.elements * run.count for run in runs),
         largest=max(run.elements for run in runs),
+        quantised=sum(run.elements * run.count for run in runs if run.quantised),
     )
 
 

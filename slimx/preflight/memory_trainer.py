@@ -126,7 +126,8 @@ def _record(
     step = min(MOMENT_PIECE, hosted)
     dispatched = _dispatched(spec, setting)
     overhead = OVERHEAD if device == "cuda" else 0
-    static = state.weights + state.gradients + state.optimizer - hosted
+    served = _served(config, state) if model == "trainer" else 0
+    static = state.weights + served + state.gradients + state.optimizer - hosted
     moving = config.schedule.colocate and config.trainer.offload
     others = config.algorithm.reference + bool(config.algorithm.teacher) if model == "trainer" else 0
     return TrainerMemory(
@@ -134,7 +135,7 @@ def _record(
         stage=found.stage,
         rank=found.rank,
         parameters=state.elements,
-        weights=state.weights,
+        weights=state.weights + served,
         gradients=state.gradients,
         optimizer=state.optimizer - hosted,
         activations=activations.kept,
@@ -146,12 +147,17 @@ def _record(
         overhead=overhead,
         in_flight=activations.in_flight,
         peak=static + overhead + max(activations.peak + dispatched, step, buckets),
-        away=overhead + (0 if moving else static),
+        away=overhead + (served if moving else static),
         host_optimizer=hosted,
         host_copies=state.weights * (others + 1) if others else 0,
         host_away=state.weights + state.optimizer - hosted if moving else 0,
         host_checkpoint=state.weights + state.optimizer if config.checkpoint.asynchronous else 0,
     )
+
+
+def _served(config: Config, state: StateBytes) -> int:
+    """Bytes of `slimx.reshard.served.ServedWeights`: codes and what they are widened to; scales are left out."""
+    return state.quantised * (1 + ITEMSIZE[config.numerics.dtype]) if config.served_rule else 0
 
 
 def _dispatched(spec: ModelSpec, setting: Setting) -> int:

@@ -76,7 +76,7 @@ class TrainerMemory(Record):
     stage: int
     rank: int
     parameters: int = Field(description="elements")
-    weights: int
+    weights: int = Field(description="with what exact mode rounds them to where publish.quantise is set")
     gradients: int
     optimizer: int = Field(description="on the device")
     activations: int = Field(description="kept by all micro-batches in flight")

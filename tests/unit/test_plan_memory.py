@@ -3,22 +3,30 @@ trainers: tests/integration/test_plan_memory.py."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from slimx.config.schema import Config
 from slimx.config.trainer import Recompute, Trainer
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table
 from slimx.models import deepseek_v3, qwen3_moe
+from slimx.models.families import read_model
 from slimx.preflight.memory_activations import Setting, layer_bytes
 from slimx.preflight.memory_engine import kv_bytes
 from slimx.preflight.memory_pipeline import _layers, in_flight
 from slimx.preflight.memory_state import parameter_runs, state_bytes
+from slimx.preflight.memory_trainer import trainer_memory
+from slimx.reshard.precision import Quantisation
+from slimx.reshard.served import ServedWeights
 from tests.unit.test_plan_command import DEEPSEEK_V3, QWEN3_30B
 
 QWEN = QWEN3_30B | {
@@ -113,6 +121,28 @@ def test_parameters_are_as_many_as_megatron_lm_reports():
     assert (
         elements(deepseek_v3.weight_table(v3)) == 61 * attention + dense + moe + hidden + 2 * hidden * v3["vocab_size"]
     )
+
+
+def test_exact_mode_in_fp8_costs_what_the_rounded_weights_take(tmp_path: Path) -> None:
+    wide = {"hidden_size": 128, "moe_intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | wide))
+    spec = read_model(tmp_path)
+    sections = {
+        "run": {"dir": "/tmp/x"},
+        "model": {"path": str(tmp_path)},
+        "numerics": {"mode": "exact"},
+        "rollout": {"prompts": "p", "engines": [{"model": str(tmp_path)}]},
+        "reward": {"function": "a.b"},
+    }
+    plain, blocks = (
+        trainer_memory(Config.model_validate(sections | {"publish": {"quantise": rule}}), spec, Sizes(), "cpu")[0]
+        for rule in (None, "ieee")
+    )
+    parts = MegatronLayout(spec.table, Sizes()).held(0)
+    parameters = {part.name: torch.zeros(part.shape, dtype=torch.bfloat16) for part in parts}
+    served = ServedWeights(parts, parameters, Quantisation("ieee"), "bfloat16")
+    assert blocks.weights - plain.weights == sum(3 * t.numel() for t in served.values.values()) > 0
+    assert blocks.peak - plain.peak == blocks.weights - plain.weights
 
 
 def elements(table: Table) -> int:
