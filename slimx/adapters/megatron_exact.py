@@ -10,10 +10,12 @@ of the tree, and the sum is rounded once. A reduction by the communication libra
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -21,12 +23,16 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slimx.adapters.megatron_attention import Attention
 from slimx.adapters.megatron_layers import (
@@ -39,12 +45,24 @@ from slimx.errors import SlimxError
 from slimx.layout.zigzag import zigzag
 from slimx.numerics import exact
 
+WITHOUT_ARITHMETIC = (
+    IdentityFuncOp,
+    IdentityOp,
+    Linear,  # exchanged by ExactLatentAttention, the one that has it
+    MLP,
+    SelfAttention,
+    SharedExpertMLP,
+    TransformerLayer,
+    get_bias_dropout_add,  # without bias and dropout the residual's sum, as engines add it
+)
+"""What a spec may name besides the modules here: parts that leave all rounding to their own parts."""
 
-def install(block: Any, *, leaves: int, rotary: exact.Rotary | None) -> None:
+
+def install(block: Any, *, leaves: int, rotary: exact.Rotary, known: Collection[type]) -> None:
     """Have the layers of a decoder's spec (TransformerBlockSubmodules) built for exact mode.
 
-    `leaves`: of row-parallel sums. `rotary`: the rotary embedding, which core attention applies itself; None where
-    megatron-core does.
+    `leaves`: of row-parallel sums. `rotary`: the rotary embedding, which core attention applies itself. `known`:
+    modules of other files that are exact already. Raises SlimxError for a spec with any other module.
     """
     parts = {
         ColumnParallelLinear: ModuleSpec(ExactColumn),
@@ -60,6 +78,7 @@ def install(block: Any, *, leaves: int, rotary: exact.Rotary | None) -> None:
     }
     for layer in block.layer_specs:
         _replace(layer, parts)
+        _check(layer, "a layer", known)
     block.layer_norm = ExactNorm
 
 
@@ -77,6 +96,21 @@ def _replace(spec: ModuleSpec, parts: dict[type, ModuleSpec]) -> None:
             setattr(spec.submodules, field.name, parts[value])
     if isinstance(spec.submodules, MLPSubmodules):
         spec.submodules.activation_func = ExactSwiGLU
+
+
+def _check(module: Any, place: str, known: Collection[type]) -> None:
+    """Refuse what would round by a rule of its own. module: a ModuleSpec, class or function at `place` of a layer."""
+    kind = module.module if isinstance(module, ModuleSpec) else module
+    if kind not in WITHOUT_ARITHMETIC and kind not in known and getattr(kind, "__module__", None) != __name__:
+        raise SlimxError(
+            f"numerics.mode exact does not know {getattr(kind, '__name__', kind)}, which is {place} of this model in "
+            "megatron-core; set numerics.mode=fast"
+        )
+    parts = module.submodules if isinstance(module, ModuleSpec) else None
+    for field in dataclasses.fields(parts) if parts is not None else ():
+        value = getattr(parts, field.name)
+        if isinstance(value, ModuleSpec) or callable(value):
+            _check(value, field.name, known)
 
 
 # Weights that engines hold rounded ---------------------------------------------------------------------------------
@@ -211,10 +245,10 @@ class ExactSwiGLU(MegatronModule):
 
 
 class ExactAttention(Attention):
-    """Core attention; with a `rotary` it turns queries and keys itself, by an fp32 table: of latent attention the last
+    """Core attention, which turns queries and keys itself by an fp32 table of `rotary`: of latent attention the last
     dimensions, else the first."""
 
-    def __init__(self, config: Any, *args: Any, rotary: exact.Rotary | None = None, **kwargs: Any):
+    def __init__(self, config: Any, *args: Any, rotary: exact.Rotary, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.rotary = rotary
         self.turns_last = config.multi_latent_attention
@@ -223,15 +257,14 @@ class ExactAttention(Attention):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        if self.rotary is not None:
-            query, key = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key))
-            bounds = packed_seq_params.cu_seqlens_q
-            turns = self._turns((bounds[1:] - bounds[:-1]).tolist(), query)
-            before = query.shape[-1] - self.rotary.dimensions if self.turns_last else 0
-            first, last = (query[..., :before], key[..., :before]), (query[..., before:], key[..., before:])
-            query, key = exact.rope(*last, *turns)
-            if before:
-                query, key = (torch.cat(parts, dim=-1) for parts in zip(first, (query, key), strict=True))
+        query, key = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key))
+        bounds = packed_seq_params.cu_seqlens_q
+        turns = self._turns((bounds[1:] - bounds[:-1]).tolist(), query)
+        before = query.shape[-1] - self.rotary.dimensions if self.turns_last else 0
+        first, last = (query[..., :before], key[..., :before]), (query[..., before:], key[..., before:])
+        query, key = exact.rope(*last, *turns)
+        if before:
+            query, key = (torch.cat(parts, dim=-1) for parts in zip(first, (query, key), strict=True))
         return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _turns(self, lengths: list[int], query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

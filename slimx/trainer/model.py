@@ -100,8 +100,8 @@ def _build_chunk(
     gpt = spec.gpt
     if leaves is not None:
         turns = rotary_of(transformer, gpt)
-        megatron_exact.install(layers, leaves=leaves, rotary=turns)
-        gpt = gpt | ({"position_embedding_type": "none"} if turns else {})
+        megatron_exact.install(layers, leaves=leaves, rotary=turns, known=(router.ExactRouter,))
+        gpt = gpt | {"position_embedding_type": "none"}
     mtp = None
     if transformer.mtp_num_layers:
         mtp = with_prediction_layers(

@@ -6,16 +6,20 @@ from typing import Any
 
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from slimx.errors import SlimxError
 from slimx.numerics.exact import Llama3, Rotary, Yarn, yarn_lengthening
 
 
-def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary | None:
-    """Of a model with these arguments of GPTModel; None where exact mode does not know its positions."""
+def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
+    """Of a model with these arguments of GPTModel. Raises SlimxError for other embeddings of positions."""
     if isinstance(transformer, MLATransformerConfig):
         scaling = _yarn(transformer) if transformer.rope_type == "yarn" else None
         return Rotary(transformer.qk_pos_emb_head_dim, float(transformer.rotary_base), scaling)
     if gpt["position_embedding_type"] != "rope":
-        return None
+        raise SlimxError(
+            f"numerics.mode exact does not know position_embedding_type {gpt['position_embedding_type']} of this model "
+            "in megatron-core; set numerics.mode=fast"
+        )
     # The constants are megatron-core's own (RotaryEmbedding._apply_scaling).
     scaling = Llama3(float(gpt["rope_scaling_factor"]), 1.0, 4.0, 8192) if gpt.get("rope_scaling") else None
     dimensions = int(transformer.kv_channels * gpt.get("rotary_percent", 1.0))

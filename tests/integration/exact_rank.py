@@ -29,6 +29,7 @@ from slimx.data.batch import make_rows
 from slimx.data.records import Span, Trajectory
 from slimx.data.weights import loss_weights
 from tests.integration.rank_start import enter, join, leave
+from tests.integration.saving import begin_save, finish_save
 
 VERSION = 1
 """The weight version that sampled every token."""
@@ -184,6 +185,14 @@ def follows(
     batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.place.data]
     trainer.train_step(batches, step=0, version=VERSION)
     said["step"] = fresh() and not torch.equal(weights.parameters[name], first[name])
+    path, trained = out / "checkpoint", weights.snapshot()
+    begin_save(trainer, path, step=0)
+    finish_save(trainer, path)
+    with torch.no_grad():
+        weights.parameters[name].mul_(1.5)
+    weights.changed()
+    trainer.restore(str(path), same_layout=True)
+    said["restored"] = fresh() and torch.equal(weights.parameters[name], trained[name])
     return said
 
 

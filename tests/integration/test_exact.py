@@ -166,7 +166,7 @@ def test_trainers_of_every_layout_agree_to_the_last_bit_and_a_spoilt_one_is_seen
             wanted = "spoil" in case or case["leaves"] != 2
             assert (metric["gap/max"] > 0) == wanted, (group_of["model"], case, metric["gap/max"])
             if "follows" in case:
-                assert metric["others"] and metric["back"] and metric["step"], metric
+                assert all(metric[occasion] for occasion in ("others", "back", "step", "restored")), metric
     for number, group_of in enumerate(groups):
         oracle, *others = [n for n, case in enumerate(group_of["cases"]) if "gradients" in case] or [None]
         for other in others:

@@ -1,0 +1,53 @@
+"""Exact mode refuses a model of megatron-core with any part whose rounding is not the contract's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+SPECS = """
+from types import SimpleNamespace
+from slimx.trainer.worker import install_adapters
+install_adapters(exact=True)
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from slimx.adapters import megatron_exact
+from slimx.errors import SlimxError
+from slimx.numerics.exact import Rotary
+from slimx.trainer import router
+from slimx.trainer.rotary import rotary_of
+
+def refusal(kind=router.ExactRouter, latent=False, **parts):
+    options = {"num_experts": 4, "moe_grouped_gemm": True, "multi_latent_attention": latent, "qk_layernorm": True}
+    layer = get_gpt_layer_with_transformer_engine_spec(**options)
+    block = SimpleNamespace(layer_specs=[layer])
+    router.install(block, kind)
+    vars(layer.submodules.self_attention.submodules).update(parts)
+    try:
+        megatron_exact.install(block, leaves=1, rotary=Rotary(8, 1e4), known=(router.ExactRouter,))
+    except SlimxError as error:
+        return str(error)
+
+assert refusal() is refusal(latent=True) is None
+print(refusal(q_layernorm=ModuleSpec(torch.nn.LayerNorm)))
+print(refusal(linear_proj=torch.nn.Linear))
+print(refusal(router.PolicyRouter))
+try:
+    rotary_of(None, {"position_embedding_type": "mrope"})
+except SlimxError as error:
+    print(error)
+"""
+
+
+def test_a_part_of_a_layer_that_nobody_replaced_is_named() -> None:
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", SPECS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    parts = ["LayerNorm, which is q_layernorm", "Linear, which is linear_proj", "PolicyRouter, which is router"]
+    expected = [*parts, "position_embedding_type mrope"]
+    for line, part in zip(done.stdout.splitlines()[-4:], expected, strict=True):
+        assert (
+            line == f"numerics.mode exact does not know {part} of this model in megatron-core; set numerics.mode=fast"
+        )
