@@ -234,8 +234,9 @@ def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publicat
 def test_a_server_and_trainers_of_four_ranks_and_more_threads_agree(
     models: dict[str, Path], tmp_path: Path, name: str, dtype: str
 ) -> None:
+    other = exact_server.changed(models[name], tmp_path / "other")
     engine = exact_server.server(models[name], dtype, 4, EngineSizes(), tmp_path / "server.log", threads=2)
-    sampled = exact_server.run(engine, models[name], models[name])
+    sampled = exact_server.run(engine, models[name], other)
     cases: list[dict[str, Any]] = [
         {"trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 2}},
         {"trainer": {"world_size": 4, "tensor": 2, "expert": 2, "expert_tensor": 1}},
@@ -246,7 +247,10 @@ def test_a_server_and_trainers_of_four_ranks_and_more_threads_agree(
         cases.append({"trainer": {"world_size": 4, "tensor": 4}})
     cases = [{"leaves": 4, **case} for case in cases]
     groups = [{"model": model, "dtype": dtype, "completions": done, "cases": cases} for model, done in sampled.items()]
-    assert_none(groups, gaps(tmp_path / "ranks", groups, world=4))
+    stale = {"model": groups[0]["model"], "completions": groups[1]["completions"], "cases": [cases[0]], "dtype": dtype}
+    *found, [seen] = gaps(tmp_path / "ranks", [*groups, stale], world=4)
+    assert_none(groups, found)
+    assert seen["gap/max"] > 0, "weights of another version must show"
 
 
 def assert_none(groups: list[dict[str, Any]], found: list[list[dict[str, float]]]) -> None:
