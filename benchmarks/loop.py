@@ -55,7 +55,7 @@ from slimx.orchestration.batches import make_packer
 from slimx.orchestration.checks import check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.engines import EngineGroup
-from slimx.orchestration.heap import settle_heap
+from slimx.orchestration.heap import settled_heap
 from slimx.orchestration.recording import Records
 from slimx.orchestration.run import Run
 from slimx.orchestration.saves import Saves
@@ -264,7 +264,7 @@ async def measure(config: Config) -> Figures:
         stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)
         engines.members.watch()
-        settle_heap()  # as the session does
+        stack.enter_context(settled_heap())  # as the session does
         began = cpu_seconds(), time.perf_counter()
         await loop.train(run)
         run.figures.others = (cpu_seconds() - began[0]) / (time.perf_counter() - began[1])

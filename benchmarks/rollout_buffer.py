@@ -33,7 +33,7 @@ from slimx.data.prompts import PromptSource
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.orchestration.batches import make_update_rows
-from slimx.orchestration.heap import settle_heap
+from slimx.orchestration.heap import settled_heap
 from slimx.rollout.completion import Completion
 from slimx.rollout.hooks import load_hooks
 from slimx.rollout.manager import RolloutManager
@@ -109,18 +109,18 @@ async def compare(config: Config, answers: Answers, steps: int) -> dict[str, Any
     seconds: dict[str, list[float]] = {"slimx": [], "plain": []}
     limit = config.trainer.max_tokens_per_microbatch
     tokens = 0
-    settle_heap()  # as the session does
     try:
-        for number in range(steps + 1):
-            found = {}
-            for side in ("slimx", "plain") if number % 2 else ("plain", "slimx"):
-                began = time.perf_counter()
-                found[side] = await (slimx.step() if side == "slimx" else plain.step(RANKS, limit))
-                if number:
-                    seconds[side].append(time.perf_counter() - began)
-                else:
-                    slimx.seconds = dict.fromkeys(slimx.seconds, 0.0)
-            tokens += _check(found["slimx"], found["plain"])
+        with settled_heap():  # as the session does
+            for number in range(steps + 1):
+                found = {}
+                for side in ("slimx", "plain") if number % 2 else ("plain", "slimx"):
+                    began = time.perf_counter()
+                    found[side] = await (slimx.step() if side == "slimx" else plain.step(RANKS, limit))
+                    if number:
+                        seconds[side].append(time.perf_counter() - began)
+                    else:
+                        slimx.seconds = dict.fromkeys(slimx.seconds, 0.0)
+                tokens += _check(found["slimx"], found["plain"])
     finally:
         await slimx.manager.stop()
     return {"seconds": seconds, "parts": slimx.seconds, "tokens": tokens}
@@ -149,8 +149,9 @@ def peak(side: str, directory: str, per_step: int, mean: int, steps: int, out: A
     async def run() -> None:
         if side == "slimx":
             path = SlimxPath(config, made)
-            for _ in range(steps):
-                await path.step()
+            with settled_heap():  # what it collects later counts as memory here
+                for _ in range(steps):
+                    await path.step()
             await path.manager.stop()
         else:
             plain = PlainPath(made, make_prompts(made), per_step=per_step, size=GROUP_SIZE)

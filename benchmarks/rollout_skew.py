@@ -27,6 +27,7 @@ from slimx.orchestration import loop
 from slimx.orchestration.batches import make_packer
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.heap import settled_heap
 from slimx.orchestration.recording import Records
 from slimx.orchestration.run import Run
 from slimx.orchestration.saves import Saves
@@ -117,6 +118,7 @@ class Turns:
             stack.push_async_callback(run.transport.stop)
             stack.push_async_callback(run.rollouts.stop)
             run.step = self.done
+            stack.enter_context(settled_heap())  # as the session does
             await loop.train(run)
         for engine in self.engines.engines:  # what was generated ahead of a step that never comes
             await EngineControl(engine.url, engine.name).abort_all()

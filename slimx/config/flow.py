@@ -35,6 +35,11 @@ def flow_problems(rollout: Rollout, schedule: Schedule, algorithm: Algorithm) ->
             f"(schedule.max_staleness {stale}, rollout.over_sampling {rollout.over_sampling}) they never are; raise "
             "max_staleness, set over_sampling above 1, or leave it out"
         )
+    elif schedule.straggler_deadline is not None and schedule.straggler_deadline >= schedule.step_deadline:
+        yield (
+            f"schedule.straggler_deadline {schedule.straggler_deadline:g} would never pass, as schedule.step_deadline "
+            f"{schedule.step_deadline:g} ends the run before; lower it, or raise step_deadline"
+        )
     if rollout.partial and not stale:
         yield (
             "rollout.partial trains tokens of older versions, and schedule.max_staleness is 0: set max_staleness to 1 "

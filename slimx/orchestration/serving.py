@@ -22,7 +22,7 @@ from slimx.orchestration.checks import Sources
 from slimx.orchestration.engine_handle import EngineHandle
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines, admit_joining, keep_admitting
-from slimx.orchestration.heap import settle_heap
+from slimx.orchestration.heap import settled_heap
 from slimx.orchestration.lifetime import stopping, together
 from slimx.orchestration.roster import Roster
 from slimx.rollout.client import GenerationClient, ModelShape
@@ -128,7 +128,7 @@ async def serving(
         context = longest_trajectory(config, spec, sizes_of(config.trainer))
         proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)
         stack.push_async_callback(proxy.stop)
-        settle_heap()
+        stack.enter_context(settled_heap())
         yield Serving(
             engines, partial(GroupMaker, config, sources.hooks, sources.tokenizer, client, frozen.clients, proxy)
         )

@@ -32,7 +32,7 @@ from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.generate import CURSOR
-from slimx.orchestration.heap import settle_heap
+from slimx.orchestration.heap import settled_heap
 from slimx.orchestration.lifetime import interruptible, only_process_in, stopping, together
 from slimx.orchestration.loop import train
 from slimx.orchestration.reach import check_reach
@@ -224,7 +224,7 @@ async def _session(
             await run.restore(resume_from, state)
             await restore_reference(run)
             table.note(f"resumed at step {state.step} from {resume_from}")
-        settle_heap()
+        stack.enter_context(settled_heap())
         await work(run)
 
 

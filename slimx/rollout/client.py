@@ -22,12 +22,8 @@ from slimx.errors import SlimxError
 from slimx.rollout.completion import Asked, Completion, ModelShape, Reader, Scores, restricts
 from slimx.rollout.control import message_of
 from slimx.rollout.requests import Sender, input_logprobs
+from slimx.rollout.sampling import checked_sampling
 from slimx.rollout.stream import TokenStream
-
-SAMPLING = frozenset(
-    {"temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos"}
-)
-"""Sampling parameters that SGLang's seeded mode carries out; others are refused."""
 
 
 async def _nothing() -> None: ...
@@ -80,9 +76,9 @@ class GenerationClient:
     ) -> Completion:
         """Sample a continuation of `token_ids` [prompt]. The same seed and weights give the same tokens.
 
-        `sampling`: temperature, top_p, top_k, max_new_tokens, stop_token_ids, ... (`SAMPLING`). Under top-p alone
-        at most `MAX_SUPPORT` candidates are sampled from: what the engine kept comes back as `support`, and must be
-        bounded. `key`: requests of one key go to one engine, where the router goes by keys (`rollout.affinity`).
+        `sampling`: temperature, top_p, top_k, max_new_tokens, stop_token_ids, ... (`slimx.rollout.sampling`). Under
+        top-p alone at most `MAX_SUPPORT` candidates are sampled from: what the engine kept comes back as `support`, and
+        must be bounded. `key`: requests of one key go to one engine, if the router goes by keys (`rollout.affinity`).
         """
         start = time.monotonic()
         body, asked = self._request(token_ids, sampling, seed, return_routed_experts)
@@ -122,13 +118,7 @@ class GenerationClient:
         self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool
     ) -> tuple[dict[str, Any], Asked]:
         """The body of a request that samples, and how its answer is read."""
-        if unknown := sorted(sampling.keys() - SAMPLING):
-            why = (
-                "min_p cannot be combined with a seed"
-                if unknown[0] == "min_p"
-                else f"known are {', '.join(sorted(SAMPLING))}"
-            )
-            raise SlimxError(f"sampling parameter {unknown[0]} is not supported by the engines; {why}")
+        sampling = checked_sampling(sampling)
         parameters, fields = {**sampling, "sampling_seed": seed}, {}
         if restricted := restricts(sampling):
             # SGLang's own log-probs are over the whole vocabulary, whatever top-k and top-p cut away.

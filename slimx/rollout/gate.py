@@ -41,21 +41,20 @@ class Gate:
 
     async def close(self, abort: Callable[[], Awaitable[None]], deadline_s: float) -> None:
         """Let nothing out, have engines end by `abort` what is out, and wait for it. What has not come back after
-        `deadline_s` seconds is given up: it will be asked for again."""
+        `deadline_s` seconds is given up: it is cancelled, and nobody waits for it again."""
         self._opened.clear()
         end = asyncio.get_running_loop().time() + deadline_s
-        while self._out:
+        while waiting := {request for request in self._out if not request.cancelled()}:
             if asyncio.get_running_loop().time() >= end:
-                for request in self._out:
+                for request in waiting:
                     request.cancel()
-                await asyncio.wait(self._out, timeout=CANCEL_S)
+                await asyncio.wait(waiting, timeout=CANCEL_S)
                 return
             # A lost engine is another's business: its requests wait for the next one, or are given up here.
             with suppress(SlimxError, TimeoutError):
                 async with asyncio.timeout_at(end):
                     await abort()
-            if self._out:
-                await asyncio.wait(self._out, timeout=ASK_AGAIN_S)
+            await asyncio.wait(waiting, timeout=ASK_AGAIN_S)
 
     @asynccontextmanager
     async def letting_out(self, request: asyncio.Future[Any]) -> AsyncIterator[None]:

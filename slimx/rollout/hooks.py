@@ -33,6 +33,7 @@ from slimx.rollout.completion import Completion
 from slimx.rollout.draft import Draft
 from slimx.rollout.environment_processes import Environments
 from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.sampling import checked_sampling
 from slimx.rollout.stream import TokenStream
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class RolloutEngine:
         return self._client().stream(token_ids, *self._request(sampling, turn))
 
     def _request(self, sampling: dict[str, Any] | None, turn: int) -> tuple[dict[str, Any], int, bool]:
-        return {**self.sampling, **(sampling or {})}, seed_of(self.seed, turn), self.routed_experts
+        own = checked_sampling(sampling) if sampling else {}
+        return {**self.sampling, **own}, seed_of(self.seed, turn), self.routed_experts
 
     def _client(self) -> Generator:
         if self.client is None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from slimx.errors import SlimxError
 from slimx.rollout.completion import Completion
-from slimx.rollout.gate import Gate
+from slimx.rollout.gate import CANCEL_S, Gate
 from slimx.rollout.hooks import Generator
 from slimx.rollout.progress import Journal, join, key_of
 from slimx.rollout.slots import Clock, Slots
@@ -71,16 +71,27 @@ def _aborted(pending: Pending) -> SlimxError:
     return SlimxError(f"a request was aborted by the engine after {count} tokens; its log says why")
 
 
-async def _part(request: asyncio.Task[Completion | None]) -> Completion | None:
-    """What `request` brought; None if the gate cancelled it."""
-    task = asyncio.current_task()
-    before = task.cancelling()
-    try:
-        return await request
-    except asyncio.CancelledError:
-        if task.cancelling() > before:  # it is the rollout that is cancelled
-            raise
-        return None
+async def _pieces(stream: TokenStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:
+    """What `stream` brings. Raises SlimxError once the gate has given it up, by cancelling `out`."""
+    pieces = aiter(stream)
+    while True:
+        # Given up while nobody read: what has come since may be all of it.
+        limits = {"timeout": CANCEL_S} if out.done() else {}
+        piece = asyncio.ensure_future(anext(pieces, None))
+        try:
+            await asyncio.wait({piece} if limits else {piece, out}, return_when=asyncio.FIRST_COMPLETED, **limits)
+            if not piece.done():
+                raise SlimxError(
+                    "a stream was interrupted, and its engine did not end it within rollout.interrupt_deadline; the "
+                    "engine's log says why"
+                )
+        finally:
+            if not piece.done():
+                piece.cancel()
+                await asyncio.wait({piece}, timeout=CANCEL_S)
+        if (found := piece.result()) is None:
+            return
+        yield found
 
 
 class Interruptible:
@@ -99,7 +110,8 @@ class Interruptible:
             await self._opened()
             request = asyncio.ensure_future(self._ask(pending))
             async with self._gate.letting_out(request):
-                part = await _part(request)
+                await asyncio.wait({request})  # which a cancelled rollout leaves at once, whatever the request does
+                part = None if request.cancelled() else request.result()
                 interrupted = not self._gate.is_open
             if part is not None:
                 pending.add(part)
@@ -122,10 +134,11 @@ class Interruptible:
         return InterruptibleStream(self, pending, key)
 
     @asynccontextmanager
-    async def segment(self, pending: Pending) -> AsyncIterator[TokenStream | None]:
-        """A stream of the rest; None if the gate closed before it was asked for."""
+    async def segment(self, pending: Pending, out: asyncio.Future[None]) -> AsyncIterator[TokenStream | None]:
+        """A stream of the rest; None if the gate closed before it was asked for. `out` is cancelled if the gate gives
+        the stream up."""
         await self._opened()
-        async with self._gate.letting_out(asyncio.get_running_loop().create_future()), self._slots.one(self._clock):
+        async with self._gate.letting_out(out), self._slots.one(self._clock):
             if not self._gate.is_open:
                 yield None
                 return
@@ -187,10 +200,11 @@ class InterruptibleStream:
         if self._pending.have is not None:  # of an earlier run
             yield replace(self._pending.have, routed_experts=None)
         while not self._pending.done:
-            self._stream = await self._segment.enter_async_context(self._engines.segment(self._pending))
+            out: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._stream = await self._segment.enter_async_context(self._engines.segment(self._pending, out))
             interrupted = self._stream is None
             if self._stream is not None:
-                async for piece in self._stream:
+                async for piece in _pieces(self._stream, out):
                     interrupted = piece.finish_reason == "abort" and self._engines.interrupted
                     if piece.finish_reason == "abort" and not interrupted:
                         raise _aborted(self._pending)

@@ -60,6 +60,8 @@ class RolloutManager:
         self._regenerated = 0
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
+        self._left: set[asyncio.Task[None]] = set()
+        """Cancelled tasks of groups that are made no more, or anew; they may still clean up."""
 
     @property
     def tickets(self) -> Sequence[Ticket]:
@@ -107,7 +109,7 @@ class RolloutManager:
 
     async def stop(self) -> None:
         """Cancel what is in flight and wait until it has ended; a hook that will not be cancelled is left to itself."""
-        tasks = [ticket.task for ticket in self._tickets if ticket.task is not None]
+        tasks = [*self._left, *(ticket.task for ticket in self._tickets if ticket.task is not None)]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -170,9 +172,11 @@ class RolloutManager:
             self._check_failures()
             self.admit()
             taken = self.rules.select(self._tickets, self.maker.version)
-            if taken is not None and not self._too_old(taken):
-                return taken
-            if taken is None:
+            if taken is not None:
+                if not self._too_old(taken):
+                    return taken
+                give_up_at = None  # what is generated anew has just begun
+            else:
                 straggler = self.rules.straggler(self._tickets)
                 if straggler is None or patience is None:
                     give_up_at = None
@@ -210,9 +214,12 @@ class RolloutManager:
 
     async def _run(self, ticket: Ticket, progress: Progress) -> None:
         try:
-            ticket.outcome = await self.maker.make(
+            outcome = await self.maker.make(
                 ticket.prompt, group_id=f"g{ticket.number}", number=ticket.number, progress=progress
             )
+            if ticket.task is not asyncio.current_task():
+                return  # it was cancelled, and ended by itself at the same moment
+            ticket.outcome = outcome
             if self.waiting_since is None and not self.rests:
                 # While trainers train: what takes the place of a dropped group is for one of the batches after the next
                 # publication, and is begun by the version before.
@@ -246,17 +253,13 @@ class RolloutManager:
 
     def _give_up(self, straggler: Ticket) -> None:
         """Drop a group that holds a batch up, unfinished as it is: the next one in order takes its place."""
-        done = straggler.progress.done
         detail = (
-            f"{len(done)} of {self._rollouts} rollouts were done {time.time() - straggler.since:.0f} s after they were "
-            "begun, and a batch waited for the others alone for more than schedule.straggler_deadline="
-            f"{self.config.schedule.straggler_deadline:g} s"
+            f"{len(straggler.progress.done)} of {self._rollouts} rollouts were done "
+            f"{time.time() - straggler.since:.0f} s after they were begun, and a batch waited for the others alone for "
+            f"more than schedule.straggler_deadline={self.config.schedule.straggler_deadline:g} s"
         )
-        trajectories = [trajectory for index in sorted(done) for trajectory in done[index]]
-        group = Group(id=f"g{straggler.number}", prompt=straggler.prompt, trajectories=trajectories)
-        if straggler.task is not None:
-            straggler.task.cancel()
-        straggler.outcome = Outcome(group, STRAGGLER, detail)
+        self._cancel(straggler)
+        straggler.outcome = Outcome(Group(f"g{straggler.number}", straggler.prompt, []), STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
         """Whether a group of `taken` is beyond the bound: it is dropped, named, and its prompt generated anew.
@@ -287,10 +290,17 @@ class RolloutManager:
 
     def _regenerate(self, ticket: Ticket) -> None:
         """Forget what was made of `ticket`: it is begun again, with the same seeds, when a batch is waited for."""
+        self._cancel(ticket)
+        ticket.outcome = None
+        ticket.progress = Progress()
+
+    def _cancel(self, ticket: Ticket) -> None:
+        """Take from `ticket` the task that makes its group, if one does."""
         if ticket.task is not None:
             ticket.task.cancel()
-        ticket.task = ticket.outcome = None
-        ticket.progress = Progress()
+            self._left.add(ticket.task)
+            ticket.task.add_done_callback(self._left.discard)
+            ticket.task = None
 
     def _awaited(self) -> str:
         """What a batch that does not come waits for."""

@@ -137,6 +137,10 @@ def test_a_missing_key_is_named_with_the_way_to_set_it(command, file):
         ("schedule.max_staleness=-1", "schedule.max_staleness is -1"),
         ("schedule.window=1", "lower window, or raise max_staleness"),
         ("schedule={window: 1, max_staleness: 1}", "leaves one batch in flight (max_staleness + 1 - window)"),
+        (
+            "schedule={max_staleness: 1, straggler_deadline: 60, step_deadline: 60}",
+            "schedule.straggler_deadline 60 would never pass, as schedule.step_deadline 60 ends the run before",
+        ),
         ("schedule.straggler_deadline=60", "with one batch in flight (schedule.max_staleness 0, rollout.over_sampling"),
         ("rollout.over_sampling=0.5", "rollout.over_sampling is 0.5"),
         ("rollout.partial=true", "rollout.partial trains tokens of older versions, and schedule.max_staleness is 0"),

@@ -1,41 +1,126 @@
-"""The gate closes in a bounded time, whatever the requests that are out do."""
+"""The gate closes in a bounded time, and a rollout ends in a bounded time, whatever the requests that are out do."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
-from slimx.rollout import gate
+import numpy as np
+import pytest
+
+from slimx.errors import SlimxError
+from slimx.rollout import gate, interruption
+from slimx.rollout.completion import Completion
 from slimx.rollout.gate import Gate
+from slimx.rollout.interruption import Interruptible
+from slimx.rollout.progress import Journal
+from slimx.rollout.slots import Clock, Slots
+
+SAMPLING = {"max_new_tokens": 4}
 
 
-async def test_a_request_that_will_not_be_cancelled_does_not_keep_the_gate_from_closing(monkeypatch):
-    monkeypatch.setattr(gate, "CANCEL_S", 0.05)
-    ended, out = asyncio.Event(), asyncio.Event()
+async def abort() -> None: ...
 
-    async def stubborn() -> None:
-        while not ended.is_set():
+
+class Stubborn:
+    """A client whose requests will not be cancelled, and whose streams bring one token and no end."""
+
+    def __init__(self) -> None:
+        self.out, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, *_: Any) -> None:
+        self.out.set()
+        while not self.ended.is_set():
             try:
-                await ended.wait()
+                await self.ended.wait()
             except asyncio.CancelledError:
                 continue
 
-    async def abort() -> None: ...
+    @asynccontextmanager
+    async def stream(self, *_: Any) -> AsyncIterator[AsyncIterator[Completion]]:
+        yield self._pieces()
 
-    async def rollout() -> None:
-        request = asyncio.ensure_future(stubborn())
-        async with closed.letting_out(request):
-            out.set()
-            await asyncio.wait({request})
+    async def _pieces(self) -> AsyncIterator[Completion]:
+        yield Completion(np.array([5], np.int32), np.zeros(1, np.float32), [(0, 1, 1)], "", None, 0, 0.0)
+        self.out.set()
+        await self.ended.wait()
 
+
+@pytest.fixture
+def stubborn(monkeypatch) -> Stubborn:
+    for module in (gate, interruption):
+        monkeypatch.setattr(module, "CANCEL_S", 0.05)
+    return Stubborn()
+
+
+def behind(client: Any, closed: Gate, clock: Clock) -> Interruptible:
+    return Interruptible(client, Slots(4), clock, closed, Journal())
+
+
+async def test_a_request_that_will_not_be_cancelled_keeps_neither_the_gate_nor_its_rollout(stubborn):
     closed = Gate()
-    asking = asyncio.create_task(rollout())
+    asking = asyncio.create_task(behind(stubborn, closed, Clock(600)).generate([1], SAMPLING, 0))
     try:
         async with asyncio.timeout(10):
-            await out.wait()
+            await stubborn.out.wait()
             await closed.close(abort, deadline_s=0.05)
             assert not closed.is_open and closed.out == 1
             asking.cancel()
-            await asyncio.wait({asking})  # which does not wait for the request either
-            assert closed.out == 0
+            await asyncio.wait({asking})
+        assert asking.cancelled() and closed.out == 0
     finally:
-        ended.set()
+        stubborn.ended.set()
+
+
+async def test_a_rollouts_deadline_ends_it_whatever_its_request_does(stubborn):
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(TimeoutError):
+                async with Clock(0.1) as clock:
+                    await behind(stubborn, Gate(), clock).generate([1], SAMPLING, 0)
+    finally:
+        stubborn.ended.set()
+
+
+async def test_a_stream_that_does_not_end_is_given_up_and_nobody_waits_for_it_again(stubborn):
+    closed, told, pieces = Gate(), [], []
+
+    async def read() -> None:
+        async with behind(stubborn, closed, Clock(600)).stream([1], SAMPLING, 0) as stream:
+            async for piece in stream:
+                pieces.append(piece.token_ids.tolist())
+
+    async def counted() -> None:
+        told.append(closed.out)
+
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(10):
+        await stubborn.out.wait()
+        await closed.close(counted, deadline_s=0.05)
+        with pytest.raises(SlimxError, match=r"did not end it within rollout\.interrupt_deadline"):
+            await reading
+    assert pieces == [[5]] and closed.out == 0 and set(told) == {1}
+
+
+async def test_a_stream_that_nobody_reads_is_asked_to_end_once_in_a_while_and_not_again():
+    closed, told, left = Gate(), [], asyncio.Event()
+
+    async def hold() -> None:
+        async with closed.letting_out(asyncio.get_running_loop().create_future()):
+            await left.wait()
+
+    async def counted() -> None:
+        told.append(closed.out)
+
+    holding = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    await closed.close(counted, deadline_s=0.05)
+    assert 1 <= len(told) <= 3
+    told.clear()
+    await closed.close(counted, deadline_s=0.05)
+    assert not told and closed.out == 1
+    left.set()
+    await holding
+    assert closed.out == 0
