@@ -259,7 +259,8 @@ class RolloutManager:
             f"more than schedule.straggler_deadline={self.config.schedule.straggler_deadline:g} s"
         )
         self._cancel(straggler)
-        straggler.outcome = Outcome(Group(f"g{straggler.number}", straggler.prompt, []), STRAGGLER, detail)
+        group = Group(id=f"g{straggler.number}", prompt=straggler.prompt, trajectories=[])
+        straggler.outcome = Outcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
         """Whether a group of `taken` is beyond the bound: it is dropped, named, and its prompt generated anew.
