@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.ports import free_port
-from slimx.trainer.worker import install_adapters, prepare_process
+from tests.gpu.alone import alone
 
 
 def run(dtype: str, out: Path, parallel: Any) -> None:
@@ -43,25 +42,9 @@ def run(dtype: str, out: Path, parallel: Any) -> None:
 
 def main() -> None:
     kind, out, dtypes = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    prepare_process(kind, shares_layers=False, local=True)
-    install_adapters(exact=True)
-    import torch
-
-    from slimx.layout.ranks import Sizes
-    from slimx.trainer.parallel import ParallelState
-
-    torch.set_num_threads(1)
-    parallel = ParallelState(
-        Sizes(),
-        rank=0,
-        init_method=f"tcp://127.0.0.1:{free_port()}",
-        device=torch.device(kind),
-        deadline_s=120,
-        seed=1,
-    )
-    for dtype in dtypes:
-        run(dtype, out, parallel)
-    parallel.destroy()
+    with alone(kind, threads=1, exact=True) as parallel:
+        for dtype in dtypes:
+            run(dtype, out, parallel)
 
 
 if __name__ == "__main__":

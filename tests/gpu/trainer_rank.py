@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slimx.ports import free_port
-from slimx.trainer.worker import install_adapters, prepare_process
+from tests.gpu.alone import alone
 
 
 def run(name: str, out: Path, parallel: Any) -> None:
@@ -82,25 +81,9 @@ def run(name: str, out: Path, parallel: Any) -> None:
 
 def main() -> None:
     kind, out, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    prepare_process(kind, shares_layers=False, local=True)
-    install_adapters()
-    import torch
-
-    from slimx.layout.ranks import Sizes
-    from slimx.trainer.parallel import ParallelState
-
-    torch.set_num_threads(1 if kind == "cpu" else 4)
-    parallel = ParallelState(
-        Sizes(),
-        rank=0,
-        init_method=f"tcp://127.0.0.1:{free_port()}",
-        device=torch.device(kind),
-        deadline_s=120,
-        seed=1,
-    )
-    for name in names:
-        run(name, out, parallel)
-    parallel.destroy()
+    with alone(kind, threads=1 if kind == "cpu" else 4) as parallel:
+        for name in names:
+            run(name, out, parallel)
 
 
 if __name__ == "__main__":
