@@ -23,6 +23,8 @@ class Gate:
         self._opened = asyncio.Event()
         self._opened.set()
         self._out: set[asyncio.Future[Any]] = set()
+        self._given_up: set[asyncio.Future[Any]] = set()
+        """Of `_out`, what was cancelled because it did not come back; nobody waits for it again."""
 
     @property
     def is_open(self) -> bool:
@@ -44,8 +46,9 @@ class Gate:
         `deadline_s` seconds is given up: it is cancelled, and nobody waits for it again."""
         self._opened.clear()
         end = asyncio.get_running_loop().time() + deadline_s
-        while waiting := {request for request in self._out if not request.cancelled()}:
+        while waiting := self._out - self._given_up:
             if asyncio.get_running_loop().time() >= end:
+                self._given_up |= waiting
                 for request in waiting:
                     request.cancel()
                 await asyncio.wait(waiting, timeout=CANCEL_S)
@@ -69,3 +72,4 @@ class Gate:
             if request.done():
                 request.cancelled() or request.exception()  # looked at, whoever else still does
             self._out.discard(request)
+            self._given_up.discard(request)

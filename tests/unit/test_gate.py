@@ -124,3 +124,32 @@ async def test_a_stream_that_nobody_reads_is_asked_to_end_once_in_a_while_and_no
     left.set()
     await holding
     assert closed.out == 0
+
+
+async def test_a_gate_is_closed_when_what_streams_have_brought_is_kept(stubborn):
+    closed, journal, aborted = Gate(), Journal(), asyncio.Event()
+
+    async def pieces() -> AsyncIterator[Completion]:
+        yield Completion(np.array([5], np.int32), np.zeros(1, np.float32), [(0, 1, 1)], "", None, 0, 0.0)
+        stubborn.out.set()
+        await aborted.wait()
+        yield Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "abort", None, 0, 0.0)
+
+    async def end() -> None:
+        aborted.set()
+
+    async def read() -> None:
+        async with Interruptible(stubborn, Slots(4), Clock(600), closed, journal).stream([1], SAMPLING, 0) as stream:
+            async for _ in stream:
+                pass
+
+    stubborn._pieces = pieces
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(10):
+        await stubborn.out.wait()
+        await closed.close(end, deadline_s=5)
+        assert closed.out == 0
+        (entry,) = journal.entries()
+        assert entry.completion.token_ids.tolist() == [5]
+        reading.cancel()
+        await asyncio.wait({reading})
