@@ -35,9 +35,9 @@ async def judged(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
 
 
 async def brief_in_evaluations(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Single turn, of 8 tokens at most in an evaluation."""
-    draft = ctx.draft(prompt)
-    draft.add_sampled(await ctx.engine.generate(draft.token_ids, {"max_new_tokens": 8} if ctx.evaluation else None))
+    """Single turn, of 8 tokens at most in an evaluation, else of as many as are allowed."""
+    draft, own = ctx.draft(prompt), {"max_new_tokens": 8} if ctx.evaluation else {"ignore_eos": True}
+    draft.add_sampled(await ctx.engine.generate(draft.token_ids, own))
     return draft.finish()
 
 
