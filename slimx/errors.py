@@ -7,14 +7,22 @@ class SlimxError(Exception):
     """A refusal or failure told in one sentence: the offending thing, where it is, and what to do.
 
     The command line prints the sentence alone (exit code 2); `--debug` adds the traceback.
+
+    `code` names the kind of refusal and does not change with the wording: room and reason, such as "convert.dtype".
+    `about` is the key, file or object that the sentence is about. Programs and tests ask for these, people read the
+    sentence.
     """
+
+    def __init__(self, sentence: str, *, code: str = "", about: str = ""):
+        super().__init__(sentence)
+        self.code, self.about = code, about
 
 
 class DeadlineError(SlimxError):
     """A wait that ran past its deadline: says what was awaited, for how long, and who holds it."""
 
     def __init__(self, awaited: str, seconds: float, holder: str):
-        super().__init__(f"waited {seconds:.0f} s for {awaited}; it is held by {holder}")
+        super().__init__(f"waited {seconds:.0f} s for {awaited}; it is held by {holder}", code="deadline", about=awaited)
         self.awaited, self.seconds, self.holder = awaited, seconds, holder
 
     def __reduce__(self) -> tuple[type, tuple[str, float, str]]:
