@@ -22,7 +22,8 @@ class DeadlineError(SlimxError):
     """A wait that ran past its deadline: says what was awaited, for how long, and who holds it."""
 
     def __init__(self, awaited: str, seconds: float, holder: str):
-        super().__init__(f"waited {seconds:.0f} s for {awaited}; it is held by {holder}", code="deadline", about=awaited)
+        sentence = f"waited {seconds:.0f} s for {awaited}; it is held by {holder}"
+        super().__init__(sentence, code="deadline", about=awaited)
         self.awaited, self.seconds, self.holder = awaited, seconds, holder
 
     def __reduce__(self) -> tuple[type, tuple[str, float, str]]:

@@ -12,7 +12,7 @@ from slimx.numerics.exact.logprobs import log_softmax
 from slimx.numerics.exact.moe import moe_combine, route
 from slimx.numerics.exact.norm import rms_norm
 from slimx.numerics.exact.rope import rope, rope_frequencies, rope_table
-from slimx.numerics.exact.rotary import Llama3, Rotary, Yarn
+from slimx.numerics.exact.rotary import Llama3, Rotary, Yarn, yarn_lengthening
 from slimx.numerics.exact.sizes import CONTRACT_VERSION, check_leaves
 
 
@@ -50,7 +50,10 @@ def _results(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     weights, ids = route(logits, 4)
     by_bias, ids_by_bias = route(logits, 4, score="sigmoid", bias=logits[0], groups=4, top_groups=2, factor=2.5)
     scalings = Llama3(8.0, 1.0, 4.0, 8192), Yarn(40.0, 4096, 32.0, 1.0, 1.25)
+    # The one number that a C library decides: SGLang takes its logarithm from there too.
+    lengthening = torch.tensor([yarn_lengthening(factor, 1.0) for factor in range(2, 66)], dtype=torch.float64)
     return [
+        lengthening,
         *(Rotary(24, 10000.0, scaling).table(64) for scaling in scalings),
         *(
             linear(x, weight),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from slimx.numerics.exact.elementary import exp, flushed, fma, log, row_sum, sigmoid, sum_lanes, tree
+from slimx.numerics.exact.elementary import exp, flushed, fma, log, row_sum, sigmoid, sqrt, sum_lanes, tree
 from slimx.numerics.exact.sizes import K_BLOCK, KEY_BLOCK, LANES
 
 _MOST = 2**20
@@ -63,7 +63,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     size, least = (torch.tensor(value, dtype=torch.float32, device=x.device) for value in (x.shape[1], eps))
     mean = row_sum(wide * wide) / size
-    scale = torch.ones_like(mean) / (mean + least).sqrt()
+    scale = torch.ones_like(mean) / sqrt(mean + least)
     return ((wide * scale[:, None]) * weight.float()).to(x.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from slimx.errors import SlimxError
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 """Changes with any order of operations, rounding point or constant below: the two sides must have the same."""
 
 K_BLOCK = 32
