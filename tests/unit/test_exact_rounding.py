@@ -132,8 +132,19 @@ ROUNDING = {
 """What the tests above hold, by the dtype of an argument or of the result."""
 EXACT = {
     *("abs", "alias", "amax", "cat", "clamp", "clone", "constant_pad_nd", "detach", "empty", "eq", "expand", "full"),
-    *("full_like", "gather", "ge", "gt", "index", "index_put_", "isnan", "lift_fresh", "lt", "masked_fill", "max"),
-    *("ne", "neg", "new_zeros", "ones_like", "repeat_interleave", "scalar_tensor", "scatter", "select"),
+    *("full_like", "gather", "ge", "gt", "index", "index_put_", "isnan", "lift_fresh", "lt", "masked_fill"),
+    *(
+        "max",
+        "maximum",
+        "ne",
+        "neg",
+        "new_zeros",
+        "ones_like",
+        "repeat_interleave",
+        "scalar_tensor",
+        "scatter",
+        "select",
+    ),
     *("slice", "sort", "split", "split_with_sizes", "transpose", "unsqueeze", "view", "where", "zeros"),
     *("zeros_like", "arange", "minimum", "ones"),
 }
