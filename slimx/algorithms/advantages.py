@@ -27,6 +27,22 @@ def rloo(rewards: Sequence[float]) -> np.ndarray:
     return (len(values) / others * (values - values.mean())).astype(np.float32)
 
 
+def opo(rewards: Sequence[float], lengths: Sequence[float]) -> np.ndarray:
+    """r minus the mean reward weighted by length, float32 [n]: the baseline of least variance where a rollout's squared
+    gradient grows with its `lengths` tokens (OPO, 2505.23585). Without any token the plain mean."""
+    values, weights = np.asarray(rewards, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+    baseline = np.average(values, weights=weights if weights.sum() else None)
+    return (values - baseline).astype(np.float32)
+
+
+def gradient_share(groups: Sequence[Sequence[float]]) -> float:
+    """The share of rollouts in groups whose rewards are not all equal, which alone have a gradient; 1 if no group has.
+
+    GPG (2504.02546) divides by it, so that a batch of many groups without a gradient makes no smaller step."""
+    with_gradient = sum(len(rewards) for rewards in groups if len(set(rewards)) > 1)
+    return with_gradient / sum(map(len, groups)) if with_gradient else 1.0
+
+
 def remax(rewards: Sequence[float], baseline: float) -> np.ndarray:
     """r minus the reward of a greedy answer to the same prompt, float32 [n] (ReMax, 2310.10505)."""
     return (np.asarray(rewards, dtype=np.float64) - baseline).astype(np.float32)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slimx.algorithms.advantages import gdpo, grpo, remax, rloo, standardise
+from slimx.algorithms.advantages import gdpo, gradient_share, grpo, opo, remax, rloo, standardise
 from slimx.algorithms.covariance import select_tokens
 from slimx.algorithms.dpo import assign_preferences
 from slimx.algorithms.gigpo import step_advantages
@@ -34,19 +34,20 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
         return [trajectory.reward for trajectory in group.trajectories]
     if not group.trajectories:
         return []
-    rollouts: dict[str, list[Trajectory]] = {}
-    for trajectory in group.trajectories:
-        rollouts.setdefault(trajectory.rollout_id, []).append(trajectory)
-    rewards = [_mean([each.reward for each in members]) for members in rollouts.values()]
+    rollouts = _by_rollout(group)
+    rewards = _rewards(rollouts)
     if algorithm.advantages == "reinforce_baseline":
         baseline = _mean(rewards)
         return [trajectory.reward - baseline for trajectory in group.trajectories]
     std = {"normalize_std": algorithm.normalize_std, "eps": algorithm.advantage_eps}
     match algorithm.advantages:
-        case "grpo" | "gigpo":
+        case "grpo" | "gpg" | "gigpo":
             values = grpo(rewards, **std)
         case "rloo":
             values = rloo(rewards)
+        case "opo":
+            trained = [sum(int(each.loss_mask.sum()) for each in members) for members in rollouts.values()]
+            values = opo(rewards, trained)
         case "remax":
             if group.baseline is None:
                 raise SlimxError(f"group {group.id} has no greedy rollout, the baseline of algorithm.advantages=remax")
@@ -65,10 +66,13 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
 
 def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[float | np.ndarray]:
     """`group_advantages` of every trajectory of a step, group after group, or what the user's hook says of them; GDPO's
-    are normalised over the step's rollouts."""
+    are normalised over the step's rollouts, GPG's scaled by how many of these have a gradient."""
     if algorithm.advantages not in ADVANTAGES:
         return load_advantages(algorithm.advantages)(groups)
     values = [value for group in groups for value in group_advantages(algorithm, group)]
+    if algorithm.advantages == "gpg":
+        share = gradient_share([_rewards(_by_rollout(group)) for group in groups])
+        return [value / share for value in values]
     if algorithm.advantages != "gdpo" or not algorithm.whiten:
         return values
     names = [(group.id, trajectory.rollout_id) for group in groups for trajectory in group.trajectories]
@@ -106,6 +110,18 @@ def finish_advantages(
         chosen = [select_tokens(algorithm, update, (*seed, number)) for number, update in enumerate(updates)]
         metrics |= {name: float(np.mean([each[name] for each in chosen])) for name in chosen[0]}
     return metrics
+
+
+def _by_rollout(group: Group) -> dict[str, list[Trajectory]]:
+    rollouts: dict[str, list[Trajectory]] = {}
+    for trajectory in group.trajectories:
+        rollouts.setdefault(trajectory.rollout_id, []).append(trajectory)
+    return rollouts
+
+
+def _rewards(rollouts: Mapping[str, Sequence[Trajectory]]) -> list[float]:
+    """A rollout's is the mean of its trajectories'."""
+    return [_mean([each.reward for each in members]) for members in rollouts.values()]
 
 
 def _mean(values: Sequence[float]) -> float:

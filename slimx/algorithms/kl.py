@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from slimx.algorithms.ratios import LARGEST_LOG_RATIO
+
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """log(policy / other): unbiased, of high variance, of either sign."""
@@ -19,15 +21,16 @@ def k2(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """exp(d) - d - 1 with d = other - logprobs, per token: unbiased, never negative, low variance."""
-    difference = other - logprobs
+    """exp(d) - d - 1 with d = other - logprobs, per token: unbiased, never negative, low variance. d is at most 20, so
+    that a token which the policy hardly knows stays finite in fp32; beyond it there is no gradient."""
+    difference = (other - logprobs).clamp(max=LARGEST_LOG_RATIO)
     return torch.expm1(difference) - difference
 
 
 def low_variance(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """k3 of a difference within +-20, itself within +-10: a token that the two judge wildly differently stays finite,
     and beyond these bounds has no gradient (verl's `low_var_kl`)."""
-    difference = (other - logprobs).clamp(-20, 20)
+    difference = (other - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return (torch.expm1(difference) - difference).clamp(-10, 10)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from slimx.algorithms.corrections import Correction
+from slimx.algorithms.corrections import Correction, Rejection, off_policy_sequences
 from slimx.algorithms.inputs import Loss, LossInputs
 from slimx.algorithms.kl import Estimator, k3
+from slimx.algorithms.ratios import bounded_ratio
 from slimx.algorithms.surrogates import Surrogate, Tokens
 
 
@@ -25,13 +26,16 @@ def policy_loss(
     entropy_coef: float = 0.0,
     teacher_coef: float = 0.0,
     correction: Correction | None = None,
+    rejection: Rejection | None = None,
+    opsm_delta: float | None = None,
 ) -> Loss:
     """-(surrogate) + kl_coef KL(policy || reference) - entropy_coef entropy.
 
     `kl_unbiased`: the estimate times policy / old, whose gradient has the KL's gradient as its mean also where others
     sampled (DeepSeek-V3.2, 2512.02556). `teacher_coef`: so much of log teacher - log engine is added to each token's
     advantage, a single-sample reverse KL (on-policy distillation, thinkingmachines.ai/blog/on-policy-distillation).
-    `correction` weighs the surrogate only."""
+    `correction` weighs the surrogate, and `rejection` and `opsm_delta` (`off_policy_sequences`) say at which tokens it
+    counts at all; the other terms keep every token."""
 
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         weight, trained = inputs.weight, inputs.weight > 0
@@ -47,10 +51,20 @@ def policy_loss(
         )
         objective, held = surrogate(tokens)
         weights, metrics = weight, {}
+        gap = inputs.old_logprobs - _rollout(inputs)
         if correction is not None:
-            factor, outside = correction(inputs.old_logprobs - _rollout(inputs), trained, tokens.sequence_sum)
+            factor, outside = correction(gap, trained, tokens.sequence_sum)
             weights = weight * factor
             metrics = {"correction/weight": weights.sum(), "correction/outside": (weight * outside).sum()}
+        if rejection is not None:
+            rejected = rejection(gap, trained, tokens.sequence_sum)
+            weights = torch.where(rejected, 0.0, weights)
+            metrics["rejection/share"] = (weight * rejected).sum()
+        if opsm_delta is not None:
+            drift = inputs.logprobs - _rollout(inputs)
+            masked = off_policy_sequences(drift, tokens.advantages, trained, tokens.sequence_sum, delta=opsm_delta)
+            weights = torch.where(masked, 0.0, weights)
+            metrics["opsm/share"] = (weight * masked).sum()
         total = policy = -(weights * objective).sum()
         with torch.no_grad():
             metrics |= {
@@ -71,7 +85,7 @@ def policy_loss(
                 metrics["kl/reference"] = (weight * k3(tokens.logprobs, reference)).sum()
             if kl_coef:
                 estimate = kl(tokens.logprobs, reference)
-                penalty = (weight * (log_ratio.exp() * estimate if kl_unbiased else estimate)).sum()
+                penalty = (weight * (bounded_ratio(log_ratio) * estimate if kl_unbiased else estimate)).sum()
                 metrics["loss/kl"] = penalty.detach()
                 total = total + kl_coef * penalty
         return total, metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slimx.algorithms import surrogates
-from slimx.algorithms.corrections import correction
+from slimx.algorithms.corrections import correction, rejection
 from slimx.algorithms.hooks import load_loss
 from slimx.algorithms.inputs import Loss
 from slimx.algorithms.kl import ESTIMATORS
@@ -18,7 +18,7 @@ def make_loss(algorithm: Algorithm) -> Loss:
         return sft_loss
     if algorithm.own_loss:
         return load_loss(algorithm.loss)
-    gap = algorithm.correction
+    weigh, reject = algorithm.correction, algorithm.rejection
     return policy_loss(
         make_surrogate(algorithm),
         kl_coef=algorithm.kl_coef,
@@ -26,7 +26,11 @@ def make_loss(algorithm: Algorithm) -> Loss:
         kl_unbiased=algorithm.kl_unbiased,
         entropy_coef=algorithm.entropy_coef,
         teacher_coef=algorithm.teacher_coef,
-        correction=None if gap.kind == "none" else correction(gap.kind, level=gap.level, low=gap.low, high=gap.high),
+        correction=correction(weigh.kind, level=weigh.level, low=weigh.low, high=weigh.high) if weigh.active else None,
+        rejection=(
+            rejection(level=reject.level, low=reject.low, high=reject.high, veto=reject.veto) if reject.active else None
+        ),
+        opsm_delta=algorithm.opsm_delta,
     )
 
 

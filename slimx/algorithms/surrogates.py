@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from slimx.algorithms.inputs import SequenceSum
-
-LARGEST_LOG_RATIO = 20.0
-"""exp of it is 5e8: far outside any bound, and finite in fp32 with its square."""
+from slimx.algorithms.ratios import bounded_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +69,7 @@ def cispo(*, low: float, high: float) -> Surrogate:
     and no token without a gradient."""
 
     def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        ratio = tokens.log_ratio.detach().exp()
+        ratio = bounded_ratio(tokens.log_ratio.detach())
         weight = ratio.clamp(1 - low, 1 + high)
         return weight * tokens.advantages * tokens.logprobs, weight != ratio
 
@@ -98,7 +96,7 @@ def sapo(*, tau_positive: float, tau_negative: float) -> Surrogate:
     def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         positive = (tokens.advantages > 0).to(tokens.log_ratio.dtype)
         tau = tau_negative + (tau_positive - tau_negative) * positive
-        ratio = tokens.log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+        ratio = bounded_ratio(tokens.log_ratio)
         gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
         return gate * tokens.advantages, torch.zeros_like(tokens.trained)
 
@@ -119,7 +117,7 @@ def kl_cov(*, coef: float) -> Surrogate:
     """ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617)."""
 
     def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        value = tokens.log_ratio.exp() * tokens.advantages
+        value = bounded_ratio(tokens.log_ratio) * tokens.advantages
         return value - coef * torch.where(tokens.selected, tokens.log_ratio.abs(), 0.0), tokens.selected
 
     return objective
@@ -137,7 +135,7 @@ def plain() -> Surrogate:
 def _clipped(
     log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ratio = log_ratio.exp()
+    ratio = bounded_ratio(log_ratio)
     free = ratio * advantages
     value = torch.minimum(free, ratio.clamp(1 - low, 1 + high) * advantages)
     if dual is not None:

@@ -7,12 +7,15 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from slimx.config.correction import Correction, Rejection, renamed
 from slimx.config.presets import PRESETS, Name
 from slimx.config.section import Count, Section, Share
 
 ADVANTAGES = (
     "grpo",
     "rloo",
+    "opo",
+    "gpg",
     "reinforce",
     "reinforce_baseline",
     "remax",
@@ -26,36 +29,6 @@ LOSSES = ("clip", "gspo", "cispo", "topr", "sapo", "clip_cov", "kl_cov", "plain"
 WHITENED = ("reinforce", "reinforce_baseline", "gdpo", "gae")
 TOKEN_REWARDS = ("reinforce", "reinforce_baseline", "gae")
 """Estimators with a reward for every token."""
-
-
-class Correction(Section):
-    """Weights for the gap between trainer and engine, w = trainer / engine. They need `old_logprobs: recompute`, since
-    otherwise the ratio in the loss already begins at the engine's log-probs."""
-
-    kind: Literal["none", "truncate", "icepop", "mask"] = Field(
-        "none",
-        description="the objective of a token is multiplied by, truncate: w within [low, high]; icepop: w inside the "
-        "bounds and 0 outside; mask: 1 inside and 0 outside",
-    )
-    level: Literal["token", "sequence", "geometric"] = Field(
-        "token",
-        description="w of each token, of its whole sequence (the product), or the geometric mean of the sequence's",
-    )
-    low: float = Field(0.0, ge=0, description="lower bound of w; 0: none")
-    high: PositiveFloat = Field(2.0, description="upper bound of w")
-
-    @model_validator(mode="after")
-    def _bounds(self) -> Correction:
-        if self.kind == "none" and (self.level, self.low, self.high) != ("token", 0.0, 2.0):
-            raise ValueError(
-                "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind"
-            )
-        if self.low >= self.high or not self.low <= 1 <= self.high:
-            raise ValueError(
-                f"algorithm.correction keeps weights in [{self.low:g}, {self.high:g}], which does not hold 1, the "
-                "weight of two sides that agree; set low <= 1 <= high"
-            )
-        return self
 
 
 class Algorithm(Section):
@@ -140,6 +113,12 @@ class Algorithm(Section):
         "the weights before the step (one more forward pass)",
     )
     correction: Correction = Correction()
+    rejection: Rejection = Rejection()
+    opsm_delta: PositiveFloat | None = Field(
+        None,
+        description="off-policy sequence masking: tokens with a negative advantage do not count where the mean of "
+        "log engine - log policy over their sequence is above this (slime's default: 1e-4); null: all count",
+    )
     mask_stale_tokens: bool = Field(
         False,
         description="of a trajectory that several weight versions sampled, train only the tokens of the newest; the "
@@ -164,7 +143,7 @@ class Algorithm(Section):
         for key, default in preset.items():
             if isinstance(default, dict) and isinstance(values.get(key), dict):  # single keys of a subsection
                 merged[key] = {**default, **values[key]}
-        return merged
+        return renamed(merged)
 
     @model_validator(mode="after")
     def _known(self) -> Algorithm:
@@ -211,11 +190,12 @@ class Algorithm(Section):
                 "algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher or "
                 "algorithm.teacher_engine"
             )
-        if self.correction.kind != "none" and self.old_logprobs != "recompute":
-            raise ValueError(
-                "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
-                "algorithm.old_logprobs is rollout: both would be the same; set algorithm.old_logprobs=recompute"
-            )
+        for key in ("correction", "rejection"):
+            if getattr(self, key).active and self.old_logprobs != "recompute":
+                raise ValueError(
+                    f"algorithm.{key} compares the trainer's old log-probs with the engine's, and "
+                    "algorithm.old_logprobs is rollout: both would be the same; set algorithm.old_logprobs=recompute"
+                )
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
             raise ValueError(
                 "algorithm.kl_estimator is k1: in a loss its gradient has mean 0 whatever the reference; use k2 or k3, "
@@ -235,7 +215,7 @@ class Algorithm(Section):
     @property
     def group_relative(self) -> bool:
         """Whether all of an advantage is a comparison within a group."""
-        return self.advantages in ("grpo", "rloo", "reinforce_baseline", "gdpo", "gigpo", "dpo")
+        return self.advantages in ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo", "dpo")
 
     @property
     def taught(self) -> bool:
@@ -281,9 +261,9 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "cov_low": _loss("clip_cov"),
     "cov_high": _loss("clip_cov"),
     "cov_kl_coef": _loss("kl_cov"),
-    "normalize_std": _advantages("grpo", "gigpo"),
+    "normalize_std": _advantages("grpo", "gpg", "gigpo"),
     "advantage_eps": (
-        lambda a: a.advantages == "gdpo" or (a.advantages in ("grpo", "gigpo") and a.normalize_std),
+        lambda a: a.advantages == "gdpo" or (a.advantages in ("grpo", "gpg", "gigpo") and a.normalize_std),
         "is added to a standard deviation by which nothing is divided here",
     ),
     "reward_weights": _advantages("gdpo"),
@@ -309,5 +289,7 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     ),
     "mask_stale_tokens": (lambda a: a.loss != "sft" and a.advantages != "dpo", "leaves tokens of a policy out"),
     "correction": (_policy_gradient, "weighs the policy-gradient losses"),
+    "rejection": (_policy_gradient, "leaves tokens of a policy out"),
+    "opsm_delta": (_policy_gradient, "leaves sequences of a policy out"),
 }
 """Where each key has an effect, and how that is said."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.config.algorithm import NEEDS, Algorithm, Correction
+from slimx.config.algorithm import NEEDS, Algorithm, Correction, Rejection
 from slimx.config.schema import Config
 from slimx.models.families import configured_model
 from slimx.preflight.probe import Probe, make_probe, policy_gradient, value_gradient
@@ -96,6 +96,8 @@ TERMS = (
     Term("teacher_coef", 0.0),
     Term("old_logprobs", "rollout"),
     Term("correction", Correction()),
+    Term("rejection", Rejection()),
+    Term("opsm_delta", None),
     Term("mask_stale_tokens", False),
     Term("sapo_tau_positive", FAR, _ratio_is_one),
     Term("sapo_tau_negative", FAR, _ratio_is_one),
@@ -185,7 +187,7 @@ def _without(algorithm: Algorithm, term: Term) -> Algorithm:
         changes = {"loss": "clip", "clip_low": algorithm.clip_low if algorithm.loss == "clip_cov" else 1.0}
         changes["clip_high"] = algorithm.clip_high if algorithm.loss == "clip_cov" else FAR
     if term.key == "old_logprobs":  # what compares the two has nothing to compare
-        changes["correction"] = Correction()
+        changes |= {"correction": Correction(), "rejection": Rejection()}
     return algorithm.model_copy(update=changes)
 
 
@@ -196,6 +198,8 @@ def _share(with_it: np.ndarray, without: np.ndarray) -> float:
 
 
 def _shown(value: Any) -> Any:
+    if isinstance(value, Rejection):
+        return value.level if value.level != "none" else f"veto {value.veto:g}"
     return value.kind if isinstance(value, Correction) else value
 
 

@@ -98,7 +98,9 @@ def test_gdpo_is_normalised_over_the_rollouts_of_the_step():
         all_advantages(algorithm, groups)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gdpo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "remax", "gdpo"]
+)
 def test_order_changes_nothing_and_empty_comparisons_teach_nothing(name):
     """Unequal groups, a fan-out, equal rewards, a group of one; all rows in another order."""
     random = np.random.default_rng(3)
@@ -123,7 +125,7 @@ def test_order_changes_nothing_and_empty_comparisons_teach_nothing(name):
     ]
     for key, values in run(shuffled).items():
         assert values == pytest.approx(found[key], abs=1e-6), key
-    if name in ("grpo", "dr_grpo", "rloo", "gdpo"):
+    if name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "gdpo"):
         for key in ("b/0", "b/1", "c/0"):
             assert found[key] == pytest.approx([0.0] * 3, abs=1e-6)
         assert found["a/1"][0] == found["a/1b"][0]

@@ -69,7 +69,7 @@ def refusal(**sections: Any) -> str:
         ),
         ({"correction": {"high": 3.0}}, "set algorithm.correction.kind"),
         (
-            {"old_logprobs": "recompute", "correction": {"kind": "mask", "low": 1.5}},
+            {"old_logprobs": "recompute", "correction": {"kind": "icepop", "low": 1.5}},
             "keeps weights in [1.5, 2], which does not hold 1",
         ),
         ({"advantages": "vtrace"}, "algorithm.advantages is vtrace, which is none of grpo, rloo"),

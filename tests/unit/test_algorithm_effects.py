@@ -61,7 +61,9 @@ def test_every_optional_term_changes_the_gradient():
         "teacher": "t",
         "teacher_coef": 0.1,
         "old_logprobs": "recompute",
-        "correction": {"kind": "mask", "level": "sequence", "low": 0.5},
+        "correction": {"kind": "truncate", "level": "sequence", "low": 0.5},
+        "rejection": {"level": "token", "low": 0.5},
+        "opsm_delta": 0.01,
         "aggregation": "prompt",
         "mask_stale_tokens": True,
     }

@@ -1,0 +1,96 @@
+"""Sections algorithm.correction and algorithm.rejection: what the gap between trainer and engine does to the loss."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from slimx.config.section import Section
+
+
+class Correction(Section):
+    """Weights for the gap between trainer and engine, w = trainer / engine. They need `old_logprobs: recompute`, since
+    otherwise the ratio in the loss already begins at the engine's log-probs."""
+
+    kind: Literal["none", "truncate", "icepop"] = Field(
+        "none",
+        description="the objective of a token is multiplied by, truncate: w within [low, high]; icepop: w inside the "
+        "bounds and 0 outside",
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token",
+        description="w of each token, of its whole sequence (the product), or the geometric mean of the sequence's",
+    )
+    low: float = Field(0.0, ge=0, description="lower bound of w; 0: none")
+    high: PositiveFloat = Field(2.0, description="upper bound of w")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Correction:
+        if self.kind == "none" and (self.level, self.low, self.high) != ("token", 0.0, 2.0):
+            raise ValueError(
+                "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind"
+            )
+        if self.low >= self.high or not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"algorithm.correction keeps weights in [{self.low:g}, {self.high:g}], which does not hold 1, the "
+                "weight of two sides that agree; set low <= 1 <= high"
+            )
+        return self
+
+    @property
+    def active(self) -> bool:
+        """Whether any weight is other than 1."""
+        return self.kind != "none"
+
+
+class Rejection(Section):
+    """Tokens that the gap between trainer and engine leaves out of the objective, by the same w as a correction's, with
+    a correction or without. The loss is still divided by all trained tokens."""
+
+    level: Literal["none", "token", "sequence", "geometric"] = Field(
+        "none",
+        description="whose w must lie within [low, high]: each token's own, its whole sequence's (the product), or the "
+        "geometric mean of the sequence's; none: no bounds",
+    )
+    low: float = Field(0.0, ge=0, description="lower bound of w; 0: none")
+    high: PositiveFloat = Field(2.0, description="upper bound of w")
+    veto: float = Field(
+        0.0, ge=0, lt=1, description="a sequence in which any token's w is below this is left out whole; 0: none is"
+    )
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Rejection:
+        if self.level == "none" and (self.low, self.high) != (0.0, 2.0):
+            raise ValueError(
+                "algorithm.rejection has bounds but its level is none; set algorithm.rejection.level to say whose w "
+                "they are of"
+            )
+        if self.low >= self.high or not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"algorithm.rejection keeps tokens with w in [{self.low:g}, {self.high:g}], which does not hold 1, the "
+                "weight of two sides that agree; set low <= 1 <= high"
+            )
+        return self
+
+    @property
+    def active(self) -> bool:
+        """Whether any token can be left out."""
+        return self.level != "none" or self.veto > 0
+
+
+def renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with an older key under its present name: `correction.kind: mask` was rejection without weights."""
+    correction = values.get("correction")
+    if not isinstance(correction, dict) or correction.get("kind") != "mask" or "rejection" in values:
+        return values
+    bounds = {key: correction[key] for key in ("low", "high") if key in correction}
+    rejection = {"level": correction.get("level", "token"), **bounds}
+    warnings.warn(
+        "algorithm.correction.kind=mask is called algorithm.rejection now, since others mean icepop by a mask; write "
+        + " ".join(f"algorithm.rejection.{key}={value}" for key, value in rejection.items()),
+        FutureWarning,
+        stacklevel=2,
+    )
+    return {**values, "correction": {}, "rejection": rejection}
