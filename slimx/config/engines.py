@@ -138,11 +138,21 @@ def check_groups(groups: Sequence[Engines]) -> None:
 
 
 class Health(Section):
-    interval: PositiveFloat = Field(5, description="seconds between two checks of /health_generate")
+    interval: PositiveFloat = Field(5, description="seconds between two checks of /health_generate, and of the router")
     timeout: PositiveFloat = Field(30, description="seconds that one check may take")
     threshold: PositiveInt = Field(
-        3, description="failed checks in a row after which an engine is quarantined and started again"
+        3, description="failed checks in a row after which an engine, or the router, is started again"
     )
     restarts: Count = Field(
-        2, description="times that each engine, and the courier of a transport, may be started again in a run; 0: never"
+        5,
+        description="times in a row that each engine, each router and the courier of a transport may be started again; "
+        "0: never",
+    )
+    stable_after: PositiveFloat = Field(
+        600, description="seconds that a part must have served for its earlier restarts to count no more"
+    )
+    outage_deadline: PositiveFloat = Field(
+        3600,
+        description="seconds that a run waits for an engine while none runs, before it ends; rollouts wait meanwhile, "
+        "and their deadlines stand still",
     )

@@ -66,7 +66,8 @@ class Activity:
 
 
 def read_activity(directory: Path) -> dict[str, Any] | None:
-    """{written, step: in progress, phase, since, rollouts: None or `RolloutManager.status`}; None before the first."""
+    """{written, step: in progress, phase, since, rollouts: None or `RolloutManager.status`, awaited: None or {what,
+    since} while no engine serves}; None before the first."""
     file = directory / FILE
     if not file.exists():
         return None
@@ -83,6 +84,8 @@ def activity_lines(activity: dict[str, Any], now: float) -> list[str]:
     lines = [f"now      step {activity['step']}: {phase} for {_seconds(now - activity['since'])}"]
     if (silent := now - activity["written"]) > 10 * EVERY_S:
         lines.append(f"         last heard of {_seconds(silent)} ago: the driver is busy, stopped, or lost")
+    if (awaited := activity.get("awaited")) is not None:
+        lines.append(f"waits    for {awaited['what']}, for {_seconds(now - awaited['since'])}; deadlines stand still")
     lines.append(f"trainers {trainers}")
     if rollouts is None:
         return lines

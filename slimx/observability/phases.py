@@ -23,6 +23,8 @@ class Phase:
     start: float
     """Unix seconds."""
     seconds: float
+    detail: str = ""
+    """What else is to be known of it, such as why a restart was needed."""
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Phase:
@@ -34,6 +36,7 @@ class Phase:
             track=str(record["track"]),
             start=float(record["start"]),
             seconds=float(record["seconds"]),
+            detail=str(record.get("detail", "")),
         )
 
 

@@ -16,7 +16,7 @@ from slimx.observability.activity import activity_lines, read_activity
 
 def run_status(directory: Path) -> dict[str, Any]:
     """{name, running, step, steps, seconds_ago, metrics: of the last step, phase: the last one that ended, engines,
-    activity: what it does now, or did last}.
+    routers, activity: what it does now, or did last}.
 
     `running` is whether a process trains there, `seconds_ago` when a step was last written. Raises SlimxError for a
     directory that holds no run."""
@@ -27,6 +27,7 @@ def run_status(directory: Path) -> dict[str, Any]:
     metrics = directory / "metrics.jsonl"
     last = _last_line(metrics)
     engines = directory / "engines.json"
+    roster = json.loads(engines.read_text()) if engines.exists() else {}
     return {
         "name": config["run"]["name"],
         "running": _locked(directory / "lock"),
@@ -35,7 +36,8 @@ def run_status(directory: Path) -> dict[str, Any]:
         "seconds_ago": round(time.time() - metrics.stat().st_mtime) if last else None,
         "metrics": last.get("metrics", {}),
         "phase": _last_line(directory / "timeline.jsonl").get("name"),
-        "engines": json.loads(engines.read_text())["engines"] if engines.exists() else [],
+        "engines": roster.get("engines", []),
+        "routers": roster.get("routers", []),
         "activity": read_activity(directory),
     }
 
@@ -62,6 +64,21 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         again = f", started again {engine['restarts']} times" if engine["restarts"] else ""
         where = engine["url"] or "no address"
         lines.append(f"engine   {engine['name']} ({kind}): {engine['standing']} at {where}{nodes}{again}")
+        lines += _restarts(engine)
+    for router in status["routers"]:
+        up = "up" if router["up"] else "out"
+        lines.append(f"router   {router['name']}: {up} at {router['url']}")
+        lines += _restarts(router)
+    return lines
+
+
+def _restarts(part: dict[str, Any]) -> list[str]:
+    """A line for each of the last restarts of an engine or a router."""
+    lines = []
+    for restart in part.get("history", []):
+        when = time.strftime("%H:%M:%S", time.localtime(restart["at"]))
+        how = f"failed: {restart['error']}" if restart["error"] else "succeeded"
+        lines.append(f"         {when} restart after {restart['reason']}: {how} ({restart['seconds']:.0f} s)")
     return lines
 
 

@@ -51,7 +51,7 @@ class Timeline:
         with self._lock:
             if phase.step is not None:
                 self._seconds[phase.step][phase.name] += phase.seconds
-            self._guard.call(lambda: self._file.write(asdict(phase)))
+            self._guard.call(lambda: self._file.write(_record(phase)))
 
     def seconds(self, step: int) -> dict[str, float]:
         """Seconds by phase name of one step of this process, repeated phases added up; empty for a step unknown."""
@@ -69,6 +69,11 @@ class Timeline:
         """Closes the file; returns the phases that could not be written to it."""
         self._file.close()
         return self._guard.failures
+
+
+def _record(phase: Phase) -> dict[str, Any]:
+    """A line of the file; most phases have no detail."""
+    return {key: value for key, value in asdict(phase).items() if key != "detail" or value}
 
 
 def chrome_trace(phases: list[Phase]) -> dict[str, Any]:
@@ -91,7 +96,7 @@ def chrome_trace(phases: list[Phase]) -> dict[str, Any]:
                 "dur": phase.seconds * 1e6,
                 "pid": 0,
                 "tid": thread,
-                "args": {"step": phase.step},
+                "args": {"step": phase.step} | ({"detail": phase.detail} if phase.detail else {}),
             }
         )
     for (track, lane), thread in threads.items():

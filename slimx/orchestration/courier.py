@@ -6,6 +6,7 @@ transport that breaks takes no trainer along. One that dies is started again, as
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import ray
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.engine_nodes import DEVICES, place_of
+from slimx.orchestration.restarts import Restarts
 from slimx.orchestration.waiting import ActorDied, first_line, gather
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
@@ -76,21 +78,40 @@ class Courier:
 class CourierHandle:
     """The courier as transports see it, through all its restarts."""
 
-    def __init__(self, publisher: Any, config: Config, directory: Path, log: Path):
+    def __init__(self, publisher: Any, config: Config, directory: Path, log: Path, restarts: Restarts):
         """`publisher`: the actor of the publishing trainer rank. `directory`: of versions on disk."""
         self.publisher, self.config, self.directory, self.log = publisher, config, directory, log
+        self.restarts = restarts
+        self._lost = SlimxError("the courier was ended")
+        """Why it does not run."""
         self.incarnation = 0
         self._actor: Any = None
 
     async def start(self) -> None:
-        """Start it, unless it runs. Raises SlimxError when it has died more often than an engine may."""
+        """Start it, unless it runs. Raises SlimxError when it may not be started again, TransportLost when a restart
+        failed."""
         if self._actor is not None:
             return
-        if self.incarnation > self.config.rollout.health.restarts:
+        if self.incarnation == 0:
+            await self._start()
+        elif self.restarts.left:
+            await asyncio.sleep(self.restarts.pause)
+            try:
+                with self.restarts.attempt(self._lost):
+                    await self._start()
+            except SlimxError as error:
+                self._lost = error
+                raise TransportLost(first_line(error)) from None
+        else:
             raise SlimxError(
-                f"the courier beside trainer rank 0 died {self.incarnation} times; rollout.health.restarts allows no "
-                f"other start, look into {self.log}"
+                f"the courier beside trainer rank 0 was lost and may not be started again (rollout.health.restarts is "
+                f"{self.config.rollout.health.restarts}): {self.restarts.told()}; look into {self.log}",
+                code="courier.gone",
+                about="courier",
             )
+        self.restarts.serves()
+
+    async def _start(self) -> None:
         limit = self.config.cluster.start_deadline
         asked = self.publisher.__ray_call__.remote(place_of)
         place = await self._answer(asked, "the look for its machine", limit)
@@ -117,6 +138,8 @@ class CourierHandle:
             return await self._answer(reference, method, deadline_s or 2 * self.config.publish.step_deadline)
         except (ActorDied, DeadlineError) as error:
             if self._actor is actor:
+                self._lost = error
+                self.restarts.lost()
                 await self.stop()
             raise TransportLost(first_line(error)) from None
 

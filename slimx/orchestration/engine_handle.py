@@ -65,7 +65,6 @@ class EngineHandle:
         self.standing = Standing.OUT
         self.transport: Transport | None = None
         """How buckets come here; None: the server maps the publisher's memory."""
-        self.restarts = 0
         self.incarnation = 0
         self._epoch = -1
         self._cache_asleep = False
@@ -123,6 +122,10 @@ class EngineHandle:
 
     async def state(self) -> State:
         return State(await self._call("its state", self._living.state.remote()))
+
+    async def serves(self) -> bool:
+        """Whether the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
+        return await self.state() is State.READY
 
     async def interrupt(self) -> None:
         """End all requests of the server now; each brings what it has."""

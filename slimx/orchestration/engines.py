@@ -16,8 +16,10 @@ from slimx.orchestration.engine_actor import EngineActor
 from slimx.orchestration.engine_handle import EngineHandle
 from slimx.orchestration.engine_nodes import Place, share_of
 from slimx.orchestration.recovery import Membership
+from slimx.orchestration.restarts import Restart
 from slimx.ports import free_port
 from slimx.preflight.publication import engine_sizes
+from slimx.rollout.client import GenerationClient
 from slimx.rollout.router import Router
 
 
@@ -32,12 +34,13 @@ class EngineGroup:
         *,
         moe: bool,
         note: Callable[[str], None] = lambda text: None,
+        record: Callable[[Restart], None] = lambda restart: None,
         groups: Sequence[Engines] | None = None,
         shared: Sequence[Place] = (),
     ):
-        """`note` is told in one line of every engine that is lost or started again. `groups`: of `rollout.engines`,
-        those of the policy by default. `shared`: the places of trainer ranks, one GPU each, with which engines take
-        turns on CUDA; empty: they have GPUs of their own."""
+        """`note` is told in one line of every engine that is lost or started again, `record` of every restart.
+        `groups`: of `rollout.engines`, those of the policy by default. `shared`: the places of trainer ranks, one GPU
+        each, with which engines take turns on CUDA; empty: they have GPUs of their own."""
         groups = config.rollout.policy_engines if groups is None else groups
         self.config, self.device, self.moe, self.frozen = config, device, moe, groups[0].frozen
         self._shared = list(shared)
@@ -56,6 +59,7 @@ class EngineGroup:
             health=config.rollout.health,
             start_deadline_s=config.cluster.start_deadline,
             note=note,
+            record=record,
         )
 
     def _create(self, group: Engines, number: int, log_dir: Path) -> EngineHandle:
@@ -135,3 +139,12 @@ class EngineGroup:
         for result in results:
             if isinstance(result, Exception):
                 raise result
+
+
+def prober(client: GenerationClient, config: Config) -> Callable[[EngineHandle], Awaitable[None]]:
+    """Asks one engine for a token, with all that rollouts ask for."""
+
+    async def probe(engine: EngineHandle) -> None:
+        await client.probe(engine.url, routed_experts=config.rollout.routed_experts)
+
+    return probe

@@ -15,6 +15,7 @@ from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.orchestration.engine_handle import EngineHandle
 from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.restarts import Restart
 from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.teacher import check_vocabulary
@@ -23,11 +24,19 @@ from slimx.rollout.teacher import check_vocabulary
 class FrozenEngines:
     """The frozen groups of `rollout.engines`, and what hooks reach them by (`clients`, by group name)."""
 
-    def __init__(self, config: Config, device: str, log_dir: Path, *, note: Callable[[str], None]):
-        """`note` is told in one line of every engine that is lost or started again."""
+    def __init__(
+        self,
+        config: Config,
+        device: str,
+        log_dir: Path,
+        *,
+        note: Callable[[str], None],
+        record: Callable[[Restart], None] = lambda restart: None,
+    ):
+        """`note` is told in one line of every engine that is lost or started again, `record` of every restart."""
         self.config = config
         self.groups = {
-            group.name: EngineGroup(config, device, log_dir, moe=False, note=note, groups=(group,))
+            group.name: EngineGroup(config, device, log_dir, moe=False, note=note, record=record, groups=(group,))
             for group in config.rollout.frozen_engines
         }
         self.clients: dict[str, FrozenEngine] = {}
@@ -48,6 +57,7 @@ class FrozenEngines:
                 retries=rollout.request_retries,
                 look=group.members.look,
                 failure=group.members.failure,
+                outage=group.members.outage,
             )
 
     async def check_teacher(self, tokenizer: Any) -> None:

@@ -16,9 +16,11 @@ from slimx.data.records import Group, Prompt
 from slimx.data.step_files import StepFiles
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import LiveTable
+from slimx.observability.phases import Phase
 from slimx.observability.samples import Sample
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import Tracker
+from slimx.orchestration.restarts import Restart
 from slimx.rollout.rollouts import Outcome
 from slimx.rollout.tickets import Batch
 
@@ -45,6 +47,14 @@ class Records:
         self.timeline.close()
         self.samples.close()
         self.drops.close()
+
+    def restarted(self, restart: Restart) -> None:
+        """Put a restart into the timeline, on a track of the part that was started again."""
+        name = "failed restart" if restart.error else "restart"
+        detail = f"{restart.reason}; {restart.error}" if restart.error else restart.reason
+        self.timeline.add(
+            Phase(name=name, step=None, track=restart.part, start=restart.at, seconds=restart.seconds, detail=detail)
+        )
 
     def step(self, step: int, version: int | None, metrics: dict[str, float], seconds: float) -> None:
         """Log a finished step with the seconds of its phases, and show it. `version`: of the engines; None: there are

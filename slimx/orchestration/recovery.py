@@ -6,21 +6,25 @@
 
 An engine that fails in any way leaves the router at once, its whole process tree is killed (a half-updated server gets
 no time to answer anything), and it is started again in the background. It serves again only after a complete, verified
-publication. The run ends only when no engine is left that could come back.
+publication. While none serves there is an outage: requests wait, their deadlines and those of rollouts stand still. The
+run ends only when no engine is left that could come back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from slimx.config.engines import Health
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration.engine_actor import STOP_S
 from slimx.orchestration.engine_handle import EngineHandle, Standing
+from slimx.orchestration.restarts import Restart, Restarts
+from slimx.orchestration.router_keeper import RouterKeeper
 from slimx.orchestration.waiting import first_line
 from slimx.reshard.parties import ReceiverLost
+from slimx.rollout.outage import Outage
 from slimx.rollout.router import Router
 
 
@@ -35,10 +39,32 @@ class Membership:
         health: Health,
         start_deadline_s: float,
         note: Callable[[str], None] = lambda text: None,
+        record: Callable[[Restart], None] = lambda restart: None,
+        pause_s: float = 1.0,
     ):
-        """`start_deadline_s`: seconds for one start of an engine. `note` is told what happens to engines."""
-        self.engines, self.router, self.health = engines, router, health
-        self.start_deadline_s, self.note = start_deadline_s, note
+        """`start_deadline_s`: seconds for one start of an engine, or of the router. `note` is told what happens to
+        them, `record` of every restart. `pause_s`: seconds before the second restart in a row of one of them."""
+        self.engines, self.health, self.start_deadline_s, self.note = engines, health, start_deadline_s, note
+
+        def restarts(part: str) -> Restarts:
+            return Restarts(part, health, note=note, record=record, pause_s=pause_s)
+
+        self.restarts = {engine.name: restarts(f"engine {engine.name}") for engine in engines}
+        self.keeper = RouterKeeper(
+            router,
+            restarts("router"),
+            health,
+            start_deadline_s=start_deadline_s,
+            members=self.members,
+            spawn=self._spawn,
+            changed=self._changed,
+            fail=self._fail,
+        )
+        self.outage = Outage()
+        """Lasts while no engine, or no router, serves after some did."""
+        self.probe: Callable[[EngineHandle], Awaitable[None]] | None = None
+        """Has an engine that is in the router do, asked directly, what requests ask of it; raises SlimxError if it
+        does not. None: its health check is all that is known of it."""
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever an engine's standing may have changed."""
         self.epoch = 0
@@ -51,6 +77,10 @@ class Membership:
         self._tasks: set[asyncio.Task[None]] = set()
         """Watchers and recoveries: they end with the run."""
         self._look: asyncio.Task[None] | None = None
+        self._ran = self._served = False
+        """Whether engines have run, and served, yet."""
+        self._patience: asyncio.Task[None] | None = None
+        """Ends the run if no engine comes back."""
 
     # Who takes part ---------------------------------------------------------------------------------------------------
 
@@ -72,15 +102,14 @@ class Membership:
 
     async def admit(self, engine: EngineHandle) -> None:
         """`engine` holds a verified version: requests may reach it. Raises ReceiverLost if it was lost meanwhile."""
-        url, incarnation = engine.url, engine.incarnation
+        incarnation = engine.incarnation
         if engine.standing is Standing.JOINING:
-            await self.router.add(url, role=engine.role, bootstrap_port=engine.bootstrap_port)
+            await self.keeper.add(engine)
             # Lost meanwhile, it may even be back by now, with other weights and at another URL.
             if engine.standing is Standing.JOINING and engine.incarnation == incarnation:
                 engine.standing = Standing.MEMBER
+                self.restarts[engine.name].serves()
                 self._changed()
-            else:
-                await self.router.remove(url)
         if engine.standing is not Standing.MEMBER:
             raise ReceiverLost(f"engine {engine.name} was lost before it could serve")
 
@@ -91,26 +120,22 @@ class Membership:
         self.note(f"engine {engine.name} is quarantined: {first_line(error)}")
         self.lost += 1
         engine.lose(error)
+        self.restarts[engine.name].lost()
         self._changed()
-        removal = self._spawn(self._remove(engine.url))
+        removal = self._spawn(self.keeper.remove(engine.url))
         self._spawn(self._recover(engine, error, removal))
         await asyncio.shield(removal)
-
-    async def _remove(self, url: str) -> None:
-        try:
-            await self.router.remove(url)
-        except SlimxError as error:
-            self._fail(error)  # without its router a run cannot keep requests from an engine
 
     async def _recover(self, engine: EngineHandle, error: SlimxError, removal: asyncio.Task[None]) -> None:
         """End the lost engine and start it again, as often as it may be."""
         await removal
         await engine.stop(grace_s=0)
-        while engine.restarts < self.health.restarts:
-            engine.restarts += 1
-            self.note(f"engine {engine.name}: restart {engine.restarts} of {self.health.restarts}")
+        restarts = self.restarts[engine.name]
+        while restarts.left:
+            await asyncio.sleep(restarts.pause)
             try:
-                await engine.start(self.start_deadline_s)
+                with restarts.attempt(error):
+                    await engine.start(self.start_deadline_s)
             except SlimxError as problem:
                 error = problem
                 continue
@@ -121,10 +146,13 @@ class Membership:
         self._changed()
         if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
             which = "engine" if engine.role == "regular" else f"{engine.role} engine"
+            told = "; ".join(text for each in self.restarts.values() if (text := each.told()))
             self._fail(
                 SlimxError(
                     f"no {which} is left, and none may be started again (rollout.health.restarts is "
-                    f"{self.health.restarts}); the last one lost: {error}"
+                    f"{self.health.restarts}{told and f': {told}'}); the last one lost: {error}",
+                    code="engines.gone",
+                    about=engine.name,
                 )
             )
 
@@ -132,13 +160,7 @@ class Membership:
 
     async def available(self) -> None:
         """Wait until an engine runs. Raises SlimxError if none will, DeadlineError if it takes too long."""
-        limit = (self.health.restarts + 1) * (self.start_deadline_s + 2 * STOP_S)
-        try:
-            async with asyncio.timeout(limit):
-                await self._until(lambda: self._every_role(self.candidates()))
-        except TimeoutError:
-            names = ", ".join(engine.name for engine in self.engines)
-            raise DeadlineError("an engine to come back", limit, f"engines {names}") from None
+        await self._until(lambda: self._every_role(self.candidates()))
 
     async def starved(self) -> None:
         """Wait until no engine serves but one could, after a publication. Raises SlimxError when none ever will.
@@ -173,17 +195,45 @@ class Membership:
         """Look at engines and router from now on, every `health.interval` seconds."""
         for engine in self.engines:
             self._spawn(self._watch(engine))
-        self._spawn(self._watch_router())
+        self._spawn(self.keeper.watch())
 
     async def look(self) -> None:
-        """Look at every engine's process now, and return when the dead ones are out of the router. For whoever lost a
-        request: calls that come together share one look."""
+        """Look at router and engines now, and return when the dead ones are out of the router. For whoever lost a
+        request: calls that come together share one look.
+
+        Where all of them live, an engine may still fail every request that it gets: each is asked for a token."""
         if self._look is None or self._look.done():
             self._look = self._spawn(self._look_once())
         await asyncio.shield(self._look)
 
     async def _look_once(self) -> None:
-        await asyncio.gather(*(self._quarantine_if_ended(engine) for engine in self.candidates()))
+        if await self.keeper.look():
+            return
+        ended = await asyncio.gather(*(self._quarantine_if_ended(engine) for engine in self.candidates()))
+        if not any(ended):
+            await asyncio.gather(*(self._quarantine_if_useless(engine) for engine in self.members()))
+
+    async def _quarantine_if_useless(self, engine: EngineHandle) -> None:
+        """Quarantine an engine that twice does not do what requests ask of it, although it serves.
+
+        One that is paused, for a publication, answers nothing and is not asked."""
+        if self.probe is None or engine.role != "regular":
+            return
+        incarnation, error = engine.incarnation, None
+        for _ in range(2):
+            try:
+                if not await engine.serves():
+                    return
+                async with asyncio.timeout(self.health.timeout):
+                    await self.probe(engine)
+                return
+            except TimeoutError:
+                error = DeadlineError("a token", self.health.timeout, f"engine {engine.name}")
+            except SlimxError as problem:
+                error = problem
+        with suppress(SlimxError):
+            if engine.incarnation == incarnation and await engine.serves():
+                await self.quarantine(engine, ReceiverLost(f"engine {engine.name} fails requests: {error}"))
 
     async def _quarantine_if_ended(self, engine: EngineHandle) -> bool:
         incarnation = engine.incarnation
@@ -210,13 +260,6 @@ class Membership:
                 elif failures >= self.health.threshold:
                     await self.quarantine(engine, error)
 
-    async def _watch_router(self) -> None:
-        while True:
-            await asyncio.sleep(self.health.interval)
-            if (end := self.router.ended()) is not None:
-                self._fail(SlimxError(end))
-                return
-
     # Bookkeeping ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
@@ -227,7 +270,27 @@ class Membership:
             "engines/quarantined": float(out),
             "engines/lost": float(self.lost),
             "engines/restarted": float(self.restarted),
+            "router/restarted": float(sum(not each.error for each in self.keeper.restarts.history)),
+            "engines/outage_seconds": self.outage.seconds,
         }
+
+    def history(self) -> list[Restart]:
+        """All restarts of engines and router, in the order in which they began."""
+        parts = [*self.restarts.values(), self.keeper.restarts]
+        return sorted((restart for part in parts for restart in part.history), key=lambda restart: restart.at)
+
+    def awaited(self) -> dict[str, Any] | None:
+        """What the rollouts wait for, for `slimx status`: {what, since: Unix seconds}; None: nothing."""
+        if not self.outage.lasts:
+            return None
+        if not self.keeper.up:
+            what = "the router, which is started again"
+        elif self._every_role(self.candidates()):
+            what = "a publication to an engine that is back"
+        else:
+            out = ", ".join(engine.name for engine in self.engines if engine.standing is Standing.OUT)
+            what = f"an engine ({out}), which is started again"
+        return {"what": what, "since": self.outage.since}
 
     async def stop(self) -> None:
         """End watchers and recoveries."""
@@ -235,6 +298,12 @@ class Membership:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _lose_patience(self) -> None:
+        limit = self.health.outage_deadline
+        await asyncio.sleep(limit)
+        names = ", ".join(engine.name for engine in self.engines)
+        self._fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -255,6 +324,19 @@ class Membership:
 
     def _changed(self) -> None:
         self.epoch += 1
+        serve = self.keeper.up and self._every_role(self.members())
+        self._served = self._served or serve
+        if serve:
+            self.outage.end()
+        elif self._served:
+            self.outage.begin()
+        run = self._every_role(self.candidates())
+        self._ran = self._ran or run
+        if self._patience is None and self._ran and not run:
+            self._patience = self._spawn(self._lose_patience())
+        elif self._patience is not None and run:
+            self._patience.cancel()
+            self._patience = None
         self.on_change()
         self._change.set()
         self._change = asyncio.Event()

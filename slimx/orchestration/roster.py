@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.restarts import Restarts
+
+KEPT = 5
+"""Restarts of each part that are told."""
 
 
 class Roster:
@@ -33,11 +39,25 @@ class Roster:
                 "nodes": engine.nodes,
                 "url": engine.url,
                 "standing": str(engine.standing),
-                "restarts": engine.restarts,
+                **_restarts(group.members.restarts[engine.name]),
             }
             for group in self._groups
             for engine in group.engines
         ]
+        routers = [
+            {
+                "name": group.router.process.name,
+                "url": group.router.url,
+                "up": group.members.keeper.up,
+                **_restarts(group.members.keeper.restarts),
+            }
+            for group in self._groups
+        ]
         partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps({"engines": engines}, indent=1))
+        partial.write_text(json.dumps({"engines": engines, "routers": routers}, indent=1))
         os.replace(partial, self.path)
+
+
+def _restarts(restarts: Restarts) -> dict[str, Any]:
+    """How often a part was started again, and the last of these restarts."""
+    return {"restarts": len(restarts.history), "history": [asdict(each) for each in restarts.history[-KEPT:]]}

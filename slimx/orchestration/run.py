@@ -24,6 +24,7 @@ from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.recording import Records, drop_record
+from slimx.orchestration.restarts import Restarts
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.orchestration.transports import Joining, make_transport
@@ -81,11 +82,15 @@ class Run:
         self.routes = routes
         """What the engines' routes must look like to be replayed; None where they are not."""
         self.leaving = leaving or asyncio.Event()
-        self.transport = make_transport(trainers, config, self.directory / "logs")
+        courier = Restarts(
+            "courier", config.rollout.health, note=lambda text: records.table.note(text), record=records.restarted
+        )
+        self.transport = make_transport(trainers, config, self.directory / "logs", courier)
         self.publisher = None
         if engines is not None:
             for engine in engines.engines:
                 engine.transport = self.transport
+            engines.members.keeper.in_flight = self._in_flight
             self.publisher = self._publisher(self.transport, engines.members)
         self.step = 0
         self.current = 0
@@ -162,7 +167,16 @@ class Run:
             "phase": self._phase,
             "since": self._phase_since,
             "rollouts": self.rollouts.status() if self.engines is not None else None,
+            "awaited": self.engines.members.awaited() if self.engines is not None else None,
         }
+
+    def _in_flight(self) -> str:
+        """The requests that are lost with the router, and whose they are."""
+        if not isinstance(self.rollouts, RolloutManager):
+            return ""
+        groups = [f"g{ticket.number}" for ticket in self.rollouts.tickets if ticket.running]
+        of = f" of groups {', '.join(groups[:8])}" + f" and {len(groups) - 8} more" * (len(groups) > 8)
+        return f"{self.maker.gate.out} requests{of if groups else ''} are sent again"
 
     def due(self, every: int) -> bool:
         """Whether something that happens every so many steps happens after the present one."""

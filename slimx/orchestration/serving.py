@@ -20,7 +20,7 @@ from slimx.models.megatron_directory import is_megatron
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.checks import Sources
 from slimx.orchestration.engine_handle import EngineHandle
-from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.engines import EngineGroup, prober
 from slimx.orchestration.frozen import FrozenEngines, admit_joining, keep_admitting
 from slimx.orchestration.heap import settled_heap
 from slimx.orchestration.lifetime import stopping, together
@@ -122,15 +122,27 @@ async def serving(
             retry_s=config.rollout.request_deadline,
             retries=config.rollout.request_retries,
             on_lost=engines.members.look,
+            outage=engines.members.outage,
         )
         await stack.enter_async_context(client)
+        engines.members.probe = prober(client, config)
         # As long as what training on the same configuration could take.
         context = longest_trajectory(config, spec, sizes_of(config.trainer))
         proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)
         stack.push_async_callback(proxy.stop)
         stack.enter_context(settled_heap())
         yield Serving(
-            engines, partial(GroupMaker, config, sources.hooks, sources.tokenizer, client, frozen.clients, proxy)
+            engines,
+            partial(
+                GroupMaker,
+                config,
+                sources.hooks,
+                sources.tokenizer,
+                client,
+                frozen.clients,
+                proxy,
+                engines.members.outage,
+            ),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.critic import CriticGroup
-from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.engines import EngineGroup, prober
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.generate import CURSOR
 from slimx.orchestration.heap import settled_heap
@@ -156,7 +156,7 @@ async def _session(
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(stopping(critic.stop, table.note))
             starting.append(critic.start())
-        frozen = FrozenEngines(config, device, logs, note=table.note)
+        frozen = FrozenEngines(config, device, logs, note=table.note, record=records.restarted)
         stack.push_async_exit(stopping(frozen.stop, table.note))
         starting.append(frozen.start())
         shared = []
@@ -167,12 +167,16 @@ async def _session(
             shared = await trainers.places()
         if config.rollout.policy_engines:
             moe = prepared.spec.experts > 0
-            engines = EngineGroup(config, device, logs, moe=moe, note=table.note, shared=shared)
+            engines = EngineGroup(
+                config, device, logs, moe=moe, note=table.note, record=records.restarted, shared=shared
+            )
             stack.push_async_exit(stopping(engines.stop, table.note))
             starting += [check_reach(config, trainers, engines), engines.start()]
         await together(starting)
         await frozen.check_teacher(prepared.tokenizer)
-        Roster(directory / "engines.json").add([*([engines] if engines is not None else []), *frozen.groups.values()])
+        groups = [*([engines] if engines is not None else []), *frozen.groups.values()]
+        stack.callback(_tell_restarts, groups, table.note)
+        Roster(directory / "engines.json").add(groups)
         for reason in prepared.backends.reasons:
             table.note(reason)
         if replayed:
@@ -184,17 +188,20 @@ async def _session(
                 engines.router.url,
                 ModelShape.of(prepared.spec),
                 config.rollout.request_deadline,
-                # While no engine serves, a request waits for one as long as it may last at all.
+                # While no engine serves, a request waits for one as long as the run does.
                 retry_s=config.rollout.request_deadline,
                 retries=config.rollout.request_retries,
                 on_lost=engines.members.look,
+                outage=engines.members.outage,
             )
             await stack.enter_async_context(client)
+            engines.members.probe = prober(client, config)
         layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
         context = longest_trajectory(config, prepared.spec, *layouts)
         proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)
         stack.push_async_callback(proxy.stop)
-        maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client, frozen.clients, proxy)
+        outage = None if engines is None else engines.members.outage
+        maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client, frozen.clients, proxy, outage)
         run = Run(
             config,
             sizes=prepared.sizes,
@@ -226,6 +233,13 @@ async def _session(
             table.note(f"resumed at step {state.step} from {resume_from}")
         stack.enter_context(settled_heap())
         await work(run)
+
+
+def _tell_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:
+    """Say at the end of a run what was started again in it, and why."""
+    for group in groups:
+        for restart in group.members.history():
+            note(str(restart))
 
 
 def finish(config: Config, directory: Path) -> Path | None:

@@ -20,6 +20,7 @@ from slimx.config.schema import Config
 from slimx.orchestration.courier import CourierHandle
 from slimx.orchestration.engine_handle import EngineHandle
 from slimx.orchestration.recovery import Membership
+from slimx.orchestration.restarts import Restarts
 from slimx.reshard.gather import PUBLISHER
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
@@ -85,10 +86,12 @@ class MemoryTransport:
 class _CourierTransport(MemoryTransport):
     """Buckets that a courier takes from the publisher's memory."""
 
-    def __init__(self, trainers: Trainers, config: Config, log: Path):
+    def __init__(self, trainers: Trainers, config: Config, log: Path, restarts: Restarts | None = None):
+        """`restarts`: those that the courier may have; None: as configured, and nobody is told."""
         super().__init__(trainers)
+        restarts = restarts or Restarts("courier", config.rollout.health, note=lambda text: None)
         self.directory = Path(config.publish.directory or Path(config.run.dir, "publish")).absolute()
-        self.courier = CourierHandle(trainers.actors[PUBLISHER], config, self.directory, log)
+        self.courier = CourierHandle(trainers.actors[PUBLISHER], config, self.directory, log, restarts)
 
     async def begin(self, manifest: Manifest) -> None:
         await self.courier.start()
@@ -189,11 +192,13 @@ TRANSPORTS: Mapping[str, type[_CourierTransport]] = {
 }
 
 
-def make_transport(trainers: Trainers, config: Config, log_dir: Path) -> MemoryTransport:
-    """The transport that `publish.transport` names."""
+def make_transport(
+    trainers: Trainers, config: Config, log_dir: Path, restarts: Restarts | None = None
+) -> MemoryTransport:
+    """The transport that `publish.transport` names. `restarts`: of its courier, if it has one."""
     if config.publish.transport in ("memory", "cuda_ipc"):  # buckets differ, what is done with them does not
         return MemoryTransport(trainers)
-    return TRANSPORTS[config.publish.transport](trainers, config, log_dir / "courier.log")
+    return TRANSPORTS[config.publish.transport](trainers, config, log_dir / "courier.log", restarts)
 
 
 class Joining:

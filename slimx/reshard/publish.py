@@ -91,8 +91,7 @@ class Publisher:
         """Bring the trainers' present weights into every engine as `version`.
 
         Raises NoReceiverLeft if no engine got them, TransportLost if what carries them died, SlimxError if the trainers
-        failed, if an engine holds another model, or if every engine refused the same thing. A second call while one is
-        under way is refused.
+        failed or an engine holds another model. A second call while one is under way is refused.
         """
         if self._under_way is not None:
             raise SlimxError(
@@ -281,7 +280,7 @@ class _Attempt:
             await asyncio.wait_for(asyncio.gather(*drops, return_exceptions=True), limit)
 
     def _someone_left(self) -> None:
-        """Raise if no engine is left: to be tried again, unless all answered, and refused, the same step."""
+        """Raise if no engine is left: to be tried again, when those that were lost or refused are started again."""
         if self.active:
             return
         outcomes = self.out.engines
@@ -291,8 +290,11 @@ class _Attempt:
         told = "; ".join(str(outcome.error) for outcome in outcomes.values())
         steps = {outcome.step for outcome in outcomes.values()}
         if len(steps) == 1 and not any(isinstance(outcome.error, ReceiverLost) for outcome in outcomes.values()):
-            raise SlimxError(f"{which} was refused by every engine, step {steps.pop()}: {told}")
-        raise NoReceiverLeft(f"{which} reached no engine: {told}")
+            step = steps.pop()
+            raise NoReceiverLeft(
+                f"{which} was refused by every engine, step {step}: {told}", code="publish.refused", about=step
+            )
+        raise NoReceiverLeft(f"{which} reached no engine: {told}", code="publish.lost", about=which)
 
     def _left(self) -> float:
         return max(0.0, self.ends - time.monotonic())

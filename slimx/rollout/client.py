@@ -21,6 +21,7 @@ from slimx.config.rollout import MAX_SUPPORT
 from slimx.errors import SlimxError
 from slimx.rollout.completion import Asked, Completion, ModelShape, Reader, Scores, restricts
 from slimx.rollout.control import message_of
+from slimx.rollout.outage import Outage
 from slimx.rollout.requests import Sender, input_logprobs
 from slimx.rollout.sampling import checked_sampling
 from slimx.rollout.stream import TokenStream
@@ -40,14 +41,16 @@ class GenerationClient:
         retry_s: float = 30.0,
         retries: int = 2,
         on_lost: Callable[[], Awaitable[None]] = _nothing,
+        outage: Outage | None = None,
     ) -> None:
         """`url`: the router's, or a server's. `deadline_s`: seconds for one request, waiting in queues included.
 
         A request that is lost with its engine is sent again `retries` times, one that finds no engine for `retry_s`
-        seconds. `on_lost` is awaited before it is: it should take the lost engine out of the router.
+        seconds. `on_lost` is awaited before it is: it should take the lost engine out of the router. While `outage`
+        lasts, requests wait, and no deadline runs.
         """
         self.url, self.shape, self.deadline_s, self.retry_s = url.rstrip("/"), shape, deadline_s, retry_s
-        self.retries, self.on_lost = retries, on_lost
+        self.retries, self.on_lost, self.outage = retries, on_lost, outage or Outage()
         self.retried = 0
         """Requests that were sent again because an engine was lost, so far."""
         self._reader = Reader(self.url, shape)
@@ -114,6 +117,14 @@ class GenerationClient:
             routed_experts=self._reader.experts(meta, len(token_ids) - 1) if return_routed_experts else None,
         )
 
+    async def probe(self, url: str, *, routed_experts: bool) -> None:
+        """Have the server at `url` itself, past the router, sample one token as for a rollout. It is asked once.
+
+        Raises SlimxError if it does not."""
+        body, asked = self._request([0], {"max_new_tokens": 1}, 0, routed_experts)
+        sender = self._sender(None, url, retries=0, on_lost=_nothing, outage=Outage())
+        self._reader.completion(_meta(await sender.answer(body, self.deadline_s), url), asked, 0.0)
+
     def _request(
         self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool
     ) -> tuple[dict[str, Any], Asked]:
@@ -145,16 +156,13 @@ class GenerationClient:
 
     async def _post(self, body: dict[str, Any], key: str | None) -> dict[str, Any]:
         """The `meta_info` of one /generate request. It may be sent several times: the seed gives the same tokens."""
-        answer = await self._sender(key).answer(body, self.deadline_s)
-        if "meta_info" not in answer:
-            raise SlimxError(f"POST {self.url}/generate answered 200: {message_of(answer)}")
-        return answer["meta_info"]
+        return _meta(await self._sender(key).answer(body, self.deadline_s), self.url)
 
-    def _sender(self, key: str | None) -> Sender:
+    def _sender(self, key: str | None, url: str | None = None, **limits: Any) -> Sender:
         if self._session is None:
             raise SlimxError("the generation client is closed; use it inside `async with`")
-        limits = {"retry_s": self.retry_s, "retries": self.retries, "on_lost": self._lost}
-        return Sender(self._session, f"{self.url}/generate", key, **limits)
+        limits = {"retry_s": self.retry_s, "retries": self.retries, "on_lost": self._lost} | limits
+        return Sender(self._session, f"{url or self.url}/generate", key, **{"outage": self.outage} | limits)
 
     async def _lost(self) -> None:
         self.retried += 1
@@ -179,3 +187,10 @@ class StickyClient:
     ) -> TokenStream:
         """As `GenerationClient.stream`."""
         return self.client.stream(token_ids, sampling, seed, return_routed_experts, key=self.key)
+
+
+def _meta(answer: dict[str, Any], url: str) -> dict[str, Any]:
+    """The `meta_info` of an answer of the server at `url`."""
+    if "meta_info" not in answer:
+        raise SlimxError(f"POST {url}/generate answered 200: {message_of(answer)}")
+    return answer["meta_info"]

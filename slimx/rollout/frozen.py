@@ -13,7 +13,8 @@ import aiohttp
 
 from slimx.errors import SlimxError
 from slimx.rollout.control import message_of, parse_body
-from slimx.rollout.requests import Answer, input_logprobs, send
+from slimx.rollout.outage import Elsewhere, Outage
+from slimx.rollout.requests import Answer, failed, input_logprobs, send
 
 
 class FrozenEngine:
@@ -32,12 +33,15 @@ class FrozenEngine:
         retries: int,
         look: Callable[[], Awaitable[None]] | None = None,
         failure: Callable[[], SlimxError | None] = lambda: None,
+        outage: Outage | None = None,
     ) -> None:
         """`url`: of the group's router. `deadline_s`: seconds for one request. One that is lost with its server is sent
-        again `retries` times, after `look` has looked for lost servers. `failure`: why the group is lost for good."""
+        again `retries` times, after `look` has looked for lost servers. `failure`: why the group is lost for good.
+        While `outage` lasts, requests wait, and their deadline does not run."""
         self.name, self.url, self.deadline_s, self.retries = name, url.rstrip("/"), deadline_s, retries
         self._look, self._failure = look, failure
         self._loop = asyncio.get_running_loop() if look is not None else None
+        self._absence = None if outage is None else Elsewhere(outage, lambda: failure() is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries), (self.name, self.url)
@@ -54,7 +58,7 @@ class FrozenEngine:
                     async with session.post(url, json=body) as response:
                         return response.status, _body(await response.text())
                 except aiohttp.ClientError as error:
-                    return 0, {"text": f"{type(error).__name__}: {error}"}
+                    return failed(error)
 
             return await send(
                 attempt,
@@ -63,6 +67,7 @@ class FrozenEngine:
                 retry_s=self.deadline_s,
                 retries=self.retries,
                 on_lost=self._lost,
+                absence=self._absence,
             )
 
     async def chat(self, messages: Sequence[dict[str, Any]], **parameters: Any) -> str:

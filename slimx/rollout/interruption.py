@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from slimx.errors import SlimxError
+from slimx.rollout.clock import Clock
 from slimx.rollout.completion import Completion
 from slimx.rollout.gate import CANCEL_S, Gate
 from slimx.rollout.hooks import Generator
 from slimx.rollout.progress import Journal, join, key_of
-from slimx.rollout.slots import Clock, Slots
+from slimx.rollout.slots import Slots
 from slimx.rollout.stream import TokenStream
 
 

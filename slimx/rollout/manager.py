@@ -23,6 +23,7 @@ from slimx.config.schema import Config
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.clock import Clock
 from slimx.rollout.progress import Progress
 from slimx.rollout.rollouts import STRAGGLER, GroupMaker, Outcome
 from slimx.rollout.tickets import Batch, Rules, SavedTicket, Ticket
@@ -88,9 +89,11 @@ class RolloutManager:
         deadline = self.config.schedule.step_deadline
         self.waiting_since = time.time()
         self.maker.gate.open()
+        clock = Clock(deadline)
         try:
-            async with asyncio.timeout(deadline):
-                taken = await self._selected()
+            async with clock:
+                with self.maker.outage.stops(clock):
+                    taken = await self._selected()
         except TimeoutError:
             raise DeadlineError(self._awaited(), deadline, self.config.rollout.generate) from None
         finally:
@@ -165,7 +168,7 @@ class RolloutManager:
     async def _selected(self) -> list[Ticket]:
         patience = self.config.schedule.straggler_deadline
         give_up_at: float | None = None
-        """Of the loop's time; None while too few groups are done, or where a straggler is waited for in any case."""
+        """Of `Outage.time`; None while too few groups are done, or where a straggler is waited for in any case."""
         while True:
             self._changed.clear()
             self._settle()
@@ -181,16 +184,22 @@ class RolloutManager:
                 if straggler is None or patience is None:
                     give_up_at = None
                 else:
-                    give_up_at = give_up_at or asyncio.get_running_loop().time() + patience
+                    give_up_at = give_up_at or self.maker.outage.time() + patience
                 in_time = await self._changed_by(give_up_at)
                 if not in_time and straggler.outcome is None:  # it may have been done in the last moment
                     self._give_up(straggler)
 
     async def _changed_by(self, moment: float | None) -> bool:
-        """Wait until a group is done; False if none is by `moment` (None: any time)."""
+        """Wait until a group is done; False if none is by `moment` of `Outage.time` (None: any time)."""
+        if moment is None:
+            await self._changed.wait()
+            return True
+        outage = self.maker.outage
+        clock = Clock(max(0.0, moment - outage.time()))
         try:
-            async with asyncio.timeout_at(moment):
-                await self._changed.wait()
+            async with clock:
+                with outage.stops(clock):
+                    await self._changed.wait()
         except TimeoutError:
             return False
         return True

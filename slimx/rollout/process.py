@@ -99,6 +99,7 @@ class SupervisedProcess:
         if self._guard is None or self._guard.poll() is not None:
             return
         self._guard.terminate()
+        self._guard.send_signal(signal.SIGCONT)  # a guard that was stopped could not end anything
         try:
             self._guard.wait(grace_s)
             return

@@ -1,4 +1,8 @@
-"""One request through a router, sent again while engines are lost and come back, within a deadline."""
+"""One request through a router, sent again while engines are lost and come back, within a deadline.
+
+The deadline stands still while no engine serves: that is no failure of a request, and bounded by those who bring one
+back.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,29 @@ import aiohttp
 import msgspec
 
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.clock import Clock
 from slimx.rollout.control import message_of, parse_body
+from slimx.rollout.outage import Absence, Outage
 
 NO_ENGINE = 503
 """The router's answer when no engine is registered."""
+UNREACHED = -1
+"""In place of a status: nobody listens at the address, so that the request was never sent."""
 
 JSON = {"Content-Type": "application/json"}
 KEY_HEADER = "X-SMG-Routing-Key"
 """By which sglang-router's policy `manual` keeps requests together."""
 
 Answer = tuple[int, dict[str, Any]]
-"""Status and body; status 0 if the connection failed."""
+"""Status and body; status 0 if the connection broke, UNREACHED if there was none."""
 
 
 class AnswerError(SlimxError):
     """An answer that is final and not the wanted one."""
 
     def __init__(self, url: str, status: int, message: str):
-        super().__init__(f"POST {url} answered {status}: {message}")
+        said = "was not answered" if status <= 0 else f"answered {status}"
+        super().__init__(f"POST {url} {said}: {message}", code="request.refused", about=url)
         self.url, self.status, self.message = url, status, message
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
@@ -36,12 +45,16 @@ class AnswerError(SlimxError):
         return type(self), (self.url, self.status, self.message)
 
 
-def lost(status: int, answer: dict[str, Any]) -> bool:
-    """Whether a request was lost with its engine: the connection failed, or the router lost the engine it had
-    chosen."""
-    error = answer.get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return status in (0, 502) or (status == 500 and code == "call_upstream_request_error")
+def lost(status: int) -> bool:
+    """Whether a request was lost with its engine: the connection broke, the router lost the engine it had chosen, or
+    the engine failed in a way that another one need not."""
+    return status == 0 or (status >= 500 and status != NO_ENGINE)
+
+
+def failed(error: aiohttp.ClientError) -> Answer:
+    """What stands for the answer of a request that got none."""
+    status = UNREACHED if isinstance(error, aiohttp.ClientConnectorError) else 0
+    return status, {"text": f"{type(error).__name__}: {error}"}
 
 
 def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> list[float]:
@@ -66,28 +79,37 @@ async def send(
     retry_s: float,
     retries: int,
     on_lost: Callable[[], Awaitable[None]],
+    absence: Absence | None = None,
 ) -> dict[str, Any]:
     """The body of the first answer of status 200. Requests must have no effects besides their answers.
 
-    `attempt` sends the request to `url` once. One that is lost with its engine is sent again `retries` times, one that
-    finds no engine for `retry_s` seconds; `on_lost` is awaited before the first is.
+    `attempt` sends the request to `url` once. One that is lost with its engine is sent again `retries` times; `on_lost`
+    is awaited before. One that finds no engine is sent again for `retry_s` seconds, and those of an `absence` do not
+    count, neither there nor in `deadline_s`.
     Raises AnswerError for another answer, and DeadlineError after `deadline_s` seconds.
     """
     give_up, pause, lost_before = time.monotonic() + retry_s, 0.1, 0
+    clock = Clock(deadline_s)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with clock:
             while True:
+                if absence is not None and absence.lasts:
+                    began = time.monotonic()
+                    with clock.standing():
+                        await absence.over()
+                    give_up, pause = give_up + time.monotonic() - began, 0.1
                 status, answer = await attempt()
                 if status == 200:
                     return answer
-                if lost(status, answer):
+                nobody = status in (NO_ENGINE, UNREACHED)
+                if lost(status):
                     again = lost_before < retries
                     lost_before += 1
                 else:
-                    again = status == NO_ENGINE and time.monotonic() + pause < give_up
+                    again = nobody and time.monotonic() + pause < give_up
                 if not again:
                     raise AnswerError(url, status, message_of(answer))
-                if status != NO_ENGINE:
+                if not nobody:
                     await on_lost()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 2.0)
@@ -107,11 +129,17 @@ class Sender:
         retry_s: float,
         retries: int,
         on_lost: Callable[[], Awaitable[None]],
+        outage: Outage,
     ) -> None:
         """`key`: requests of one key go to one engine, if the router goes by keys. The others are those of `send`."""
         self.url = url
         self._session, self._key, self._retry_s, self._retries, self._on_lost = session, key, retry_s, retries, on_lost
+        self._outage = outage
         self._losses = 0
+
+    def time(self) -> float:
+        """Seconds of a clock that stands still while no engine serves."""
+        return self._outage.time()
 
     async def answer(self, body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """The body of the answer. Errors are those of `send`."""
@@ -122,7 +150,7 @@ class Sender:
                 async with self._session.post(self.url, data=data, headers=self._headers) as response:
                     return response.status, parse_body(await response.read())
             except aiohttp.ClientError as error:
-                return 0, {"text": f"{type(error).__name__}: {error}"}
+                return failed(error)
 
         return await self._send(attempt, deadline_s)
 
@@ -140,7 +168,7 @@ class Sender:
                 async with response:
                     return response.status, parse_body(await response.text())
             except aiohttp.ClientError as error:
-                return 0, {"text": f"{type(error).__name__}: {error}"}
+                return failed(error)
 
         await self._send(attempt, deadline_s)
         return opened[0]
@@ -167,6 +195,7 @@ class Sender:
             retry_s=self._retry_s,
             retries=self._retries - self._losses,
             on_lost=self._count,
+            absence=self._outage,
         )
 
     async def _count(self) -> None:

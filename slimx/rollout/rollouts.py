@@ -14,15 +14,17 @@ from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import PromptIds
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.clock import Clock
 from slimx.rollout.environment_processes import Environments
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.gate import Gate
 from slimx.rollout.hooks import Generator, GivenUp, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
 from slimx.rollout.interruption import Interruptible
+from slimx.rollout.outage import Outage
 from slimx.rollout.progress import Progress
 from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.reward_processes import reward_runner
-from slimx.rollout.slots import Clock, Slots, SlottedClient
+from slimx.rollout.slots import Slots, SlottedClient
 from slimx.rollout.teacher import make_teacher
 
 STRAGGLER = "straggler"
@@ -56,14 +58,16 @@ class GroupMaker:
         client: Generator | None,
         engines: Mapping[str, FrozenEngine] | None = None,
         proxy: ChatProxy | None = None,
+        outage: Outage | None = None,
     ):
         """`engines`: frozen ones, which hooks may ask, and a teacher among them. `proxy`: the server through which
-        agents sample."""
+        agents sample. `outage`: while it lasts, no rollout's deadline runs."""
         self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
         self.engines, self.proxy = engines or {}, proxy
         self._teacher = make_teacher(config, self.engines)
         self.version = 0
         """Newest published weight version; the loop keeps it."""
+        self.outage = outage or Outage()
         self.gate = Gate()
         """Closed while rollouts that are trained may ask no engine; an evaluation may."""
         self._slots = Slots(config.rollout.concurrency)
@@ -165,7 +169,8 @@ class GroupMaker:
         hook = self.config.rollout.generate
         try:
             async with self._places["eval" if evaluation else "train"].one(), clock:
-                result = await self.hooks.generate(ctx, prompt)
+                with self.outage.stops(clock):
+                    result = await self.hooks.generate(ctx, prompt)
             trajectories = result if isinstance(result, list) else [result]
             self._check(trajectories, ctx)
         except SlimxError as error:

@@ -99,9 +99,15 @@ class Router:
         """Wait until the router answers; it has no workers yet."""
         await self._until(self.workers, deadline_s, f"the router at {self.url} to answer")
 
-    async def workers(self) -> list[Json]:
+    async def restart(self, deadline_s: float) -> None:
+        """End it, whatever it is at, and start it at the same address, without workers."""
+        await self.stop(grace_s=0)
+        self.start()
+        await self.wait_ready(deadline_s)
+
+    async def workers(self, deadline_s: float = CALL_S) -> list[Json]:
         """The registered workers: {id, url, is_healthy, load, ...}."""
-        return (await self._call("GET", "/workers")).get("workers", [])
+        return (await self._call("GET", "/workers", deadline_s=deadline_s)).get("workers", [])
 
     async def add(
         self, url: str, *, role: str = "regular", bootstrap_port: int | None = None, deadline_s: float = 60.0
@@ -145,16 +151,16 @@ class Router:
             await asyncio.sleep(0.1)
         raise DeadlineError(awaited, deadline_s, f"the router, log {self.process.log_path}")
 
-    async def _call(self, method: str, path: str, body: Json | None = None) -> Json:
+    async def _call(self, method: str, path: str, body: Json | None = None, deadline_s: float = CALL_S) -> Json:
         url = self.url + path
         try:
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S)) as session,
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline_s)) as session,
                 session.request(method, url, json=body) as response,
             ):
                 status, answer = response.status, parse_body(await response.text())
         except TimeoutError:
-            raise DeadlineError(f"{method} {url}", CALL_S, "the router") from None
+            raise DeadlineError(f"{method} {url}", deadline_s, "the router") from None
         except aiohttp.ClientError as error:
             raise SlimxError(f"router: {method} {url} failed: {type(error).__name__}: {error}") from None
         if status >= 300:

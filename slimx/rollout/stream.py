@@ -53,7 +53,7 @@ class TokenStream:
         """`body`: of the request, as if it were none of a stream. `score` brings the experts of given tokens."""
         self._sender, self._reader, self._body, self._asked, self._score = sender, reader, body, asked, score
         self._deadline_s = deadline_s
-        self._began = time.monotonic()
+        self._began, self._counted_from = time.monotonic(), sender.time()
         self._sampled: dict[str, list[Any]] = {name: [] for name in PER_TOKEN}
         self._spans: list[Meta] = []
         """Of the tokens that have come."""
@@ -115,8 +115,8 @@ class TokenStream:
                 response.close()
 
     def _left(self) -> float:
-        """Seconds that remain; DeadlineError if none do."""
-        left = self._deadline_s - self._seconds
+        """Seconds that remain, without those in which no engine serves; DeadlineError if none do."""
+        left = self._deadline_s - (self._sender.time() - self._counted_from)
         if left <= 0:
             raise DeadlineError("a generation request", self._deadline_s, self._sender.url)
         return left

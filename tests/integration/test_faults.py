@@ -26,7 +26,7 @@ from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.transports import GlooTransport
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import TransportLost
+from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.reshard.publish import Publication, Publisher, Staging
 from slimx.rollout.client import Completion, GenerationClient, ModelShape
 from slimx.rollout.control import EngineControl
@@ -139,7 +139,7 @@ async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> As
             await group.start()
             group.members.watch()
             shape = ModelShape.of(read_model(tiny_model))
-            client = GenerationClient(group.router.url, shape, retry_s=RESTART_S, on_lost=group.members.look)
+            client = GenerationClient(group.router.url, shape, on_lost=group.members.look, outage=group.members.outage)
             stand = Stand(group, Trainers(weights), await stack.enter_async_context(client))
             stack.push_async_callback(stand.gloo.stop)
             yield stand
@@ -252,10 +252,12 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
         counts = stand.members.metrics()
         assert (counts["engines/lost"], counts["engines/restarted"], counts["engines/serving"]) == (3, 3, 2)
 
-        # What no engine can take is the trainers' mistake: one sentence, and nothing is started again for it.
+        # What no engine can take may be the engines' fault: they are started again before the same is tried again.
         trainers.renamed = {"model.norm.weight": "model.norm.wait"}
-        with pytest.raises(SlimxError, match=r"version 6 was refused by every engine, step stage: .*model\.norm\.wait"):
+        with pytest.raises(NoReceiverLeft) as told:
             await stand.publish(6)
+        assert (told.value.code, told.value.about) == ("publish.refused", "stage")
+        assert "model.norm.wait" in str(told.value) and not stand.members.candidates()
     served = {version for completion in stand.completions for _, _, version in completion.versions}
     assert {2, 3, 4, 5} <= served <= {1, 2, 3, 4, 5}
     check_tokens(stand.completions, trainers.weights, tiny_model)

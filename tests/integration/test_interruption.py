@@ -11,12 +11,13 @@ import pytest
 
 from slimx.models.families import read_model
 from slimx.rollout.client import GenerationClient
+from slimx.rollout.clock import Clock
 from slimx.rollout.completion import Completion, ModelShape
 from slimx.rollout.engine import Engine
 from slimx.rollout.gate import Gate
 from slimx.rollout.interruption import Interruptible
 from slimx.rollout.progress import Journal
-from slimx.rollout.slots import Clock, Slots
+from slimx.rollout.slots import Slots
 from tests.integration.conftest import Weights, perturbed, publish
 
 pytestmark = pytest.mark.integration

@@ -9,6 +9,7 @@ from slimx.config.engines import Health
 from slimx.errors import SlimxError
 from slimx.orchestration.engine_handle import Standing
 from slimx.orchestration.recovery import Membership
+from slimx.orchestration.restarts import Restart
 from slimx.reshard.parties import ReceiverLost
 
 
@@ -17,10 +18,11 @@ class FakeEngine:
 
     def __init__(self, name: str, log: list[str], starts: list[SlimxError | None]):
         self.name, self.log, self.starts = name, log, starts
-        self.url, self.standing, self.restarts, self.incarnation = f"http://{name}/0", Standing.JOINING, 0, 1
+        self.url, self.standing, self.incarnation = f"http://{name}/0", Standing.JOINING, 1
         self.role, self.bootstrap_port = "regular", None
         self.end: str | None = None
         self.sick: SlimxError | None = None
+        self.ready = True
 
     def lose(self, error: SlimxError) -> None:
         self.standing = Standing.OUT
@@ -41,27 +43,49 @@ class FakeEngine:
     async def ended(self) -> str | None:
         return self.end
 
+    async def serves(self) -> bool:
+        return self.ready
+
     async def check_health(self, deadline_s: float) -> None:
         if self.end or self.sick:
             raise self.sick or SlimxError("no answer")
 
 
 class FakeRouter:
+    """A router that has ended while `end` is set and does not answer while `silent` is; `starts` are the outcomes of
+    its restarts, as of FakeEngine, and None for ever after them."""
+
     def __init__(self, log: list[str]):
         self.log, self.urls, self.end = log, set(), None
+        self.silent: SlimxError | None = None
+        self.starts: list[SlimxError | None] = []
         self.slow = asyncio.Event()
         self.slow.set()
 
+    async def workers(self, deadline_s: float = 1) -> list[dict[str, str]]:
+        self._answer()
+        return [{"url": url} for url in self.urls]
+
+    async def restart(self, deadline_s: float) -> None:
+        self.log.append("restart")
+        self.urls.clear()
+        await asyncio.sleep(0.01)
+        if self.starts and (problem := self.starts.pop(0)) is not None:
+            raise problem
+        self.end = self.silent = None
+
+    def _answer(self) -> None:
+        if self.end or self.silent:
+            raise self.silent or SlimxError(self.end)
+
     async def add(self, url: str, *, role: str, bootstrap_port: int | None) -> None:
         await self.slow.wait()
-        if self.end:
-            raise SlimxError(self.end)
+        self._answer()
         self.log.append(f"add {url}")
         self.urls.add(url)
 
     async def remove(self, url: str) -> None:
-        if self.end:
-            raise SlimxError(self.end)
+        self._answer()
         self.log.append(f"remove {url}")
         self.urls.discard(url)
 
@@ -72,13 +96,23 @@ class FakeRouter:
 class Stand:
     """Two engines in the router of a membership that looks at them every 10 ms."""
 
-    def __init__(self, restarts: int = 2, starts: list[SlimxError | None] | None = None, count: int = 2):
+    def __init__(
+        self, restarts: int = 2, starts: list[SlimxError | None] | None = None, count: int = 2, **health: float
+    ):
         self.log: list[str] = []
         self.router = FakeRouter(self.log)
         self.engines = [FakeEngine(f"e{n}", self.log, list(starts or [None] * 9)) for n in range(count)]
-        health = Health(interval=0.01, threshold=3, restarts=restarts)
         self.notes: list[str] = []
-        self.members = Membership(self.engines, self.router, health=health, start_deadline_s=5, note=self.notes.append)
+        self.restarts: list[Restart] = []
+        self.members = Membership(
+            self.engines,
+            self.router,
+            health=Health(**{"interval": 0.01, "threshold": 3, "restarts": restarts} | health),
+            start_deadline_s=5,
+            note=self.notes.append,
+            record=self.restarts.append,
+            pause_s=0.0,
+        )
 
     async def __aenter__(self) -> Stand:
         for engine in self.engines:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from slimx.config.engines import Health
 from slimx.errors import SlimxError
 from slimx.orchestration.courier import CourierHandle
 from slimx.orchestration.transports import GlooTransport, NcclTransport, make_transport
@@ -65,7 +66,7 @@ def config(tmp_path: Path, transport: str = "gloo") -> Any:
         run=SimpleNamespace(dir=str(tmp_path)),
         cluster=SimpleNamespace(start_deadline=5),
         publish=SimpleNamespace(directory=None, step_deadline=5, transport=transport),
-        rollout=SimpleNamespace(health=SimpleNamespace(restarts=2), engines=[]),
+        rollout=SimpleNamespace(health=Health(restarts=2), engines=[]),
     )
 
 
@@ -134,14 +135,24 @@ async def test_a_late_bucket_is_its_engines_fault_unless_the_courier_hangs(stand
     assert killed == ([] if courier_lives else [courier])
 
 
-async def test_a_courier_that_dies_again_and_again_ends_the_run(stand, tmp_path):
+async def restart_fails() -> None:
+    raise SlimxError("no room")
+
+
+async def test_a_courier_that_dies_again_and_again_ends_the_run_and_the_reasons_are_told(stand):
     transport, courier, _ = stand
     courier.fails["send"] = died()
     with pytest.raises(TransportLost):
         await transport.courier.ask("send", "e0", BUCKET)
-    transport.courier.incarnation = 3
-    with pytest.raises(SlimxError, match="the courier .* died 3 times; rollout.health.restarts allows no"):
+    transport.courier._start = restart_fails
+    for _ in range(2):
+        with pytest.raises(TransportLost, match="no room"):  # to be published again
+            await transport.begin(MANIFEST)
+    with pytest.raises(SlimxError) as told:
         await transport.begin(MANIFEST)
+    assert (told.value.code, told.value.about) == ("courier.gone", "courier")
+    first, second = transport.courier.restarts.history
+    assert "courier beside trainer rank 0 died during send" in first.reason and second.reason == "no room"
 
 
 def test_the_configured_transport_is_made(tmp_path):

@@ -12,11 +12,12 @@ import pytest
 
 from slimx.errors import SlimxError
 from slimx.rollout import gate, interruption
+from slimx.rollout.clock import Clock
 from slimx.rollout.completion import Completion
 from slimx.rollout.gate import Gate
 from slimx.rollout.interruption import Interruptible
 from slimx.rollout.progress import Journal
-from slimx.rollout.slots import Clock, Slots
+from slimx.rollout.slots import Slots
 
 SAMPLING = {"max_new_tokens": 4}
 

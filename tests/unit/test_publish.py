@@ -304,12 +304,19 @@ async def test_when_all_engines_are_lost_the_publication_says_so_and_may_be_trie
         await stand.publish()
 
 
-async def test_what_every_engine_refuses_is_the_trainers_fault_and_ends_the_run():
-    stand = Stand()
-    stand.calls.fail |= {f"e{n}.stage 1": SlimxError(f"engine e{n}: wrong checksum of tensor c") for n in (0, 1)}
-    with pytest.raises(SlimxError, match="version 7 was refused by every engine, step stage: engine e0: wrong") as told:
+@pytest.mark.parametrize("count", [1, 2])
+async def test_what_every_engine_refuses_is_tried_again_when_they_are_started_again(count):
+    """With one engine, its own fault is every engine's: only a restart tells it from the trainers'."""
+    calls = Calls()
+    stand = Stand(*(FakeEngine(f"e{n}", calls) for n in range(count)), calls=calls)
+    calls.fail |= {f"e{n}.stage 1": SlimxError(f"engine e{n}: wrong checksum of tensor c") for n in range(count)}
+    with pytest.raises(NoReceiverLeft) as told:
         await stand.publish()
-    assert not isinstance(told.value, NoReceiverLeft)
+    assert (told.value.code, told.value.about) == ("publish.refused", "stage")
+    assert len(stand.members.out) == count, "all of them are started again"
+    calls.fail.clear()
+    stand.members.out.clear()
+    assert (await stand.publish()).lost == []
 
 
 @pytest.mark.parametrize("step", ["begin", "stage 1"])

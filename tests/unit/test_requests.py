@@ -11,8 +11,10 @@ import aiohttp.web
 import pytest
 
 from slimx.errors import DeadlineError, SlimxError
+from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.requests import KEY_HEADER
+from slimx.rollout.outage import Outage
+from slimx.rollout.requests import KEY_HEADER, AnswerError
 
 GOOD = (
     200,
@@ -27,6 +29,7 @@ GOOD = (
 )
 LOST = 500, {"error": {"code": "call_upstream_request_error", "message": "error sending request"}}
 NO_ENGINE = 503, {"error": {"message": "no available workers"}}
+REFUSAL = 400, {"error": {"message": "the prompt is too long"}}
 FAULT = 500, {"error": {"message": "the server's own mistake"}}
 
 
@@ -89,11 +92,80 @@ async def test_a_request_that_finds_no_engine_waits_for_one_and_that_is_no_retry
         assert client.retried == 0
 
 
-async def test_an_engines_own_answer_is_final():
-    async with client_of(FAULT) as (client, bodies):
-        with pytest.raises(SlimxError, match="answered 500: the server's own mistake"):
-            await client.generate([1], {}, seed=1)
-        assert len(bodies) == 1
+async def test_a_request_that_an_engine_refuses_is_final_and_one_that_it_fails_is_sent_again_after_a_look():
+    """Another engine may answer what this one fails; the look finds out whether this one fails everything."""
+    for answer, sent in (REFUSAL, 1), (FAULT, 3):
+        looks: list[int] = []
+
+        async def look(looks: list[int] = looks) -> None:
+            looks.append(1)
+
+        async with client_of(answer, on_lost=look) as (client, bodies):
+            with pytest.raises(AnswerError) as told:
+                await client.generate([1], {}, seed=1)
+            assert (told.value.status, told.value.code) == (answer[0], "request.refused")
+            assert len(bodies) == sent and len(looks) == sent - 1
+
+
+async def test_while_no_engine_serves_a_request_waits_and_neither_its_deadline_nor_its_retries_pass():
+    outage = Outage()
+    outage.begin()
+    async with client_of(LOST, GOOD, outage=outage, deadline_s=0.5, retry_s=0.1, retries=1) as (client, bodies):
+        asking = asyncio.create_task(client.generate([1], {}, seed=1))
+        await asyncio.sleep(0.8)
+        assert not asking.done() and not bodies, "longer than its deadline"
+        outage.end()
+        await asking
+        assert client.retried == 1
+
+
+async def test_a_stream_that_waits_for_an_engine_has_its_deadline_left():
+    outage = Outage()
+    outage.begin()
+    async with client_of(NO_ENGINE, outage=outage, deadline_s=0.4) as (client, bodies):
+
+        async def read() -> None:
+            async with client.stream([1], {}, 1) as stream:
+                async for _ in stream:
+                    pass
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.6)
+        assert not reading.done() and not bodies
+        outage.end()
+        with pytest.raises(DeadlineError):
+            await asyncio.wait_for(reading, 5)
+        assert bodies
+
+
+async def test_a_router_that_does_not_listen_is_waited_for_and_that_is_no_retry():
+    port = free_port()
+    async with GenerationClient(f"http://127.0.0.1:{port}", ModelShape(10), retry_s=20, retries=0) as client:
+        asking = asyncio.create_task(client.generate([1], {}, seed=1))
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+
+        async def generate(request: aiohttp.web.Request) -> aiohttp.web.Response:
+            return aiohttp.web.json_response(GOOD[1])
+
+        app = aiohttp.web.Application()
+        app.router.add_post("/generate", generate)
+        runner = aiohttp.web.AppRunner(app)
+        await runner.setup()
+        try:
+            await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
+            await asyncio.wait_for(asking, 10)
+        finally:
+            await runner.cleanup()
+        assert client.retried == 0
+
+
+async def test_a_probe_asks_the_server_itself_once_for_what_rollouts_ask_for():
+    async with client_of(FAULT) as (broken, bodies), client_of(GOOD) as (client, _):
+        with pytest.raises(AnswerError):
+            await client.probe(broken.url, routed_experts=True)
+        assert len(bodies) == 1 and bodies[0]["return_logprob"] and client.retried == 0
+        await broken.probe(client.url, routed_experts=True)
 
 
 async def test_the_deadline_of_a_request_covers_all_its_attempts():

@@ -9,8 +9,9 @@ import pytest
 from rollout_stand import FakeEngine, Stand, config_of
 
 from slimx.data.records import Prompt, Trajectory
+from slimx.rollout.clock import Clock
 from slimx.rollout.hooks import RolloutContext
-from slimx.rollout.slots import Clock, Slots
+from slimx.rollout.slots import Slots
 
 
 class Tools:
