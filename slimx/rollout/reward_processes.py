@@ -3,8 +3,9 @@
     driver  -- prompt, trajectory, text -->  worker: imports the hooks once, one call at a time
             <-- number or numbers ---------
 
-A killed or crashed worker is replaced, and only its call fails. Hooks see a copy of the trajectory: what they change in
-it is lost.
+A killed or crashed worker is replaced, and only its call fails. Workers take calls from one pipe, so that one that is
+stopped while it is idle can keep the others from it: when no call ends for longer than one can take, all workers are
+replaced, and what waits is judged by the new ones. Hooks see a copy of the trajectory: what they change in it is lost.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from concurrent.futures import TimeoutError as Late
 from dataclasses import replace
 from functools import cache
@@ -29,18 +31,33 @@ from slimx.rollout.hooks import Reward, RewardContext, in_process, load_reward, 
 from slimx.rollout.process import end_with_parent
 from slimx.rollout.reward_pool import RewardPool, Verdict, named, verdicts
 
+START_S = 120.0
+"""Seconds in which a worker starts on a loaded machine: it imports the hook and all that this needs."""
+LOOK_S = 0.5
+"""Seconds between two looks at a call that may have been given to workers that are gone."""
+TRIES = 3
+"""Generations of workers that a call is given to, at most."""
+
 
 class RewardProcesses:
     """`config.workers` processes, started with the first call."""
 
-    def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str):
+    def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, start_s: float = START_S):
         """`reward`: the hook that `config` names, which each worker loads for itself. `tokenizer_path`: directory that
-        it loads the tokenizer from if a hook uses it."""
+        it loads the tokenizer from if a hook uses it. `start_s`: seconds in which a worker starts."""
         self.config, self.reward, self.tokenizer_path = config, reward, tokenizer_path
         self.killed = 0
         """Calls ended at their deadline."""
-        self._pool = ProcessPool(
-            max_workers=config.workers,
+        self.replaced = 0
+        """Times that all workers were replaced because none took a call."""
+        self._stalled_s = config.deadline + start_s
+        self._ended = time.monotonic()
+        """When a call ended last."""
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self.config.workers,
             # A fork would take along the driver's threads and connections.
             context=multiprocessing.get_context("spawn"),
             initializer=_begin,
@@ -50,13 +67,10 @@ class RewardProcesses:
     async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
         """As `RewardPool.judge`."""
         name, deadline = name_of(self.reward), self.config.deadline
-        call = self._pool.schedule(
-            _judge,
-            args=(self.config, self.tokenizer_path, replace(ctx, tokenizer=None), judged),
-            timeout=deadline,
-        )
         try:
-            value = await asyncio.wrap_future(call)
+            value = await self._ask(replace(ctx, tokenizer=None), judged)
+        except DeadlineError:
+            raise
         except Late:
             self.killed += 1
             raise DeadlineError(f"the reward of {named(judged)}", deadline, name) from None
@@ -69,10 +83,46 @@ class RewardProcesses:
             raise SlimxError(f"reward hook {name} raised {type(error).__name__}: {error}") from error
         return verdicts(value, judged, name)
 
+    async def _ask(self, ctx: RewardContext, judged: Trajectory | Group) -> Any:
+        """What the hook returned, from workers that take calls."""
+        for _ in range(TRIES):
+            pool = self._pool
+            call = pool.schedule(
+                _judge, args=(self.config, self.tokenizer_path, ctx, judged), timeout=self.config.deadline
+            )
+            answer, asked = asyncio.wrap_future(call), time.monotonic()
+            try:
+                while not answer.done():
+                    idle = time.monotonic() - max(asked, self._ended)
+                    if pool is not self._pool or (idle >= self._stalled_s and not call.running()):
+                        break
+                    await asyncio.wait({answer}, timeout=max(LOOK_S, self._stalled_s - idle))
+                if answer.done() and pool is self._pool:
+                    self._ended = time.monotonic()
+                    return answer.result()
+            finally:
+                answer.cancel()
+            if pool is self._pool:
+                await self._replace_workers()
+        raise DeadlineError(
+            f"the reward of {named(judged)}", TRIES * self._stalled_s, f"{name_of(self.reward)}, which no worker began"
+        )
+
+    async def _replace_workers(self) -> None:
+        """Kill all workers; calls that they have, and that wait, are given to new ones."""
+        old, self._pool = self._pool, self._new_pool()
+        self.replaced += 1
+        self._ended = time.monotonic()
+        await asyncio.to_thread(_end, old)
+
     def close(self) -> None:
         """End the workers and what they are at."""
-        self._pool.stop()
-        self._pool.join()
+        _end(self._pool)
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
 
 
 def reward_runner(config: RewardConfig, reward: Reward, tokenizer_path: str) -> RewardPool | RewardProcesses:

@@ -10,6 +10,7 @@ import torch
 
 from slimx.algorithms.inputs import LossInputs
 from slimx.data.records import Group, Prompt, Trajectory
+from slimx.environments.base import Step
 from slimx.rewards import exact
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import RewardContext, RolloutContext
@@ -82,3 +83,31 @@ async def described_turn(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 def _lines(file: str) -> int:
     return len(Path(file).read_text().splitlines()) if Path(file).exists() else 0
+
+
+class Echo:
+    """An environment that is done after one turn, a fifth of a second later."""
+
+    async def reset(self, prompt: Prompt, seed: int) -> str:
+        return ""
+
+    async def step(self, text: str) -> Step:
+        await asyncio.sleep(0.2)
+        return Step(done=True)
+
+    async def close(self) -> None: ...
+
+
+async def echoed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """Single turn that an `Echo` in a process of its own listens to."""
+    world = ctx.environments.make(
+        "tests.integration.hooks.Echo", {}, deadline_s=5, rollout=f"{ctx.group_id}/{ctx.index}", processes=4
+    )
+    draft = ctx.draft(prompt)
+    try:
+        await world.reset(prompt, ctx.seed)
+        draft.add_sampled(await ctx.engine.generate(draft.token_ids, {"ignore_eos": True}))
+        await world.step("")
+    finally:
+        await asyncio.shield(world.close())
+    return draft.finish()

@@ -64,6 +64,21 @@ async def test_calls_that_break_fail_alone_and_the_others_are_judged(deadline_s)
     assert not [child for child in psutil.Process().children() if child.pid in (first, second)]
 
 
+async def test_workers_that_are_stopped_while_they_are_idle_are_replaced_and_no_call_fails(deadline_s):
+    config = Reward(function=HOOK, isolation="process", workers=1, deadline=deadline_s, options={"worth": 0.5})
+    runner = RewardProcesses(config, load_reward(config), "no tokenizer is needed", start_s=deadline_s)
+    try:
+        pid, _ = await judge(runner, "process")
+        os.kill(int(pid), signal.SIGSTOP)
+        async with asyncio.timeout(20 * deadline_s):
+            judged = await asyncio.gather(*(judge(runner, "fine") for _ in range(4)))
+        assert judged == [(0.5, {})] * 4
+        assert (runner.replaced, runner.killed) == (1, 0)
+        assert not psutil.pid_exists(int(pid))
+    finally:
+        runner.close()
+
+
 def test_thread_and_process_are_chosen_by_the_hook_or_the_key():
     for config, kind in (
         (Reward(), RewardPool),
