@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from math_verify import parse, verify
+from math_verify.errors import TimeoutException
+from math_verify.utils import timeout
+from sympy import I
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_process
+from slimx.rewards.notation import DELIMITED, expression, last_boxes, latex
 
+T = TypeVar("T")
 SECONDS = 5
 """For parsing a response, and again for comparing it."""
 
@@ -27,15 +33,52 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
     if not gold:
         raise SlimxError(
             f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, in which math-verify finds no value; give "
-            "a number or a LaTeX expression, or choose another reward.function"
+            "a number or a LaTeX expression, or choose another reward.function",
+            code="reward.answer",
+            about=ctx.prompt.id,
         )
-    # Both take what they cannot do, or not in time, for wrong.
-    said = parse(ctx.text, parsing_timeout=SECONDS)
-    return float(verify(list(gold), said, timeout_seconds=SECONDS))
+    # parse and verify take what they cannot do, or not in time, for wrong.
+    stated = _in_time(lambda: _stated(latex(ctx.text)))
+    said = parse(stated, parsing_timeout=SECONDS) if stated else []
+    compared = _in_time(lambda: (_complex(gold), _complex(said)))
+    return float(verify(*compared, timeout_seconds=SECONDS)) if compared else 0.0
+
+
+def _in_time(compute: Callable[[], T]) -> T | None:
+    """What `compute` returns; None if it takes too long."""
+    try:
+        return timeout(SECONDS)(compute)()
+    except (TimeoutException, RecursionError):
+        return None
 
 
 @cache
 def _gold(answer: str) -> tuple[Any, ...]:
-    """What the answer can mean; a bare LaTeX expression is read as if it stood between dollar signs. Words alone would
-    be read as a product of letters."""
-    return tuple(parse(answer) or (parse(f"${answer}$") if re.search(r"[\\\d^_=(+*/-]", answer) else ()))
+    """What the answer can mean. An expression is read as if it stood between dollar signs: outside them the library
+    looks for numbers alone, and finds 2 in `2\\pi`. Of words, only numbers beside them count."""
+    answer = latex(answer)
+    return tuple(parse(answer if DELIMITED.search(answer) else expression(answer) or answer))
+
+
+def _complex(values: Iterable[Any]) -> list[Any]:
+    """The values with the imaginary unit for the letter i, of which math-verify knows no more than that it is not real.
+    Both sides are treated alike, so that an i that only counts stays equal to itself."""
+    return [
+        value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
+        if any(symbol.name == "i" for symbol in getattr(value, "free_symbols", ()))
+        else value
+        for value in values
+    ]
+
+
+def _stated(text: str) -> str:
+    """The part of a response that math-verify shall read: its last box; else all of it if it marks its mathematics;
+    else the expression that its last line consists of, or ends in after "answer is" or "answer:"."""
+    boxed, _, after = text.rpartition(r"\boxed")
+    if boxed and not re.search("(?i)final answer is", after) and (boxes := last_boxes(text)):
+        return boxes
+    if DELIMITED.search(text):
+        return text
+    last = text.strip().rpartition("\n")[2].replace("**", "")
+    said = re.split(r"(?i:answer)(?:\s+is)?\s*:?\s*|(?i:therefore|thus|hence|so)\s*,?\s*", last)[-1].rstrip(". ")
+    return expression(said) or text

@@ -1,0 +1,92 @@
+"""Spellings of mathematics that math-verify misreads, rewritten as the LaTeX that it reads.
+
+    answer or response --> latex: the same text in LaTeX's spelling --> expression: is it mathematics, or words?
+
+Every rule is here because the library takes the spelling for another value (1.5e3 for 1.5 * e * 3, 0.333... for 0).
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
+"""Text that says itself where its mathematics stands."""
+
+_SIGNS = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm ", "π": r"\pi ", "∞": r"\infty ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}", "°": r"^\circ ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}", r"\varnothing": r"\emptyset",
+}  # fmt: skip
+_SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
+_NAMES = "sqrt|pi|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|infty"
+_RULES = [
+    (re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[a-z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\A-Za-z])(pi|infty)(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"(?<=[\w)])\*\*(?=[\w({+-])"), "^"),
+    (
+        re.compile(r"\\(sin|cos|tan|cot|sec|csc)\s*\(?(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?\)?"),
+        r"\\\1(\\frac{\2\\pi}{180})",
+    ),
+    # Between digits these only set thousands apart; read as a comma or a space they end the number.
+    (re.compile(r"(?<=\d)(?:,?\\[,!;: ]|\{,\}|\\ )\s*(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.]*\w)"), r"\1\\times 10^{\2}"),
+]
+_AND = r"\\text\s*\{[^{}]*\b(?:and|or)\b[^{}]*\}"
+_SPACE = r"\s|\$|\\[()\[\]]|\\q?quad"
+_JOINT = re.compile(rf"(?:{_SPACE})*(?:,|;|and|or|{_AND})(?:{_SPACE}|and|or|{_AND}|[A-Za-z](?:_\{{?\w\}}?)?\s*=)*")
+_REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\overline\s*\{?(\d{1,50})\}?")
+
+
+def latex(text: str) -> str:
+    """`text` with those spellings rewritten, and nothing else."""
+    text = _SIGN.sub(lambda found: _SIGNS[found[0]], text)
+    for pattern, instead in _RULES:
+        text = pattern.sub(instead, text)
+    return _REPEATING.sub(_fraction, text)
+
+
+def expression(text: str) -> str | None:
+    """`text` between dollar signs if all of it is one expression, or several after commas; None if there are words in
+    it, or nothing that only mathematics has."""
+    text = re.sub(rf",?\s*(?:{_AND}|(?<=\s)(?:and|or)(?=\s))\s*", ", ", text.strip().replace(r"\$", ""))
+    if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
+        text = text.replace(" ", "")
+    # What is no word although it has letters becomes a backslash: text, commands, long subscripts, functions.
+    bare = re.sub(
+        r"\\(?:text|mathrm|mbox|textbf|operatorname)\s*\{[^{}]*\}|_\{\w+\}|\\[A-Za-z]+(?:\{[a-z]+\})?", " \\\\ ", text
+    )
+    bare = re.sub(rf"(?<![A-Za-z])(?:{_NAMES})(?![A-Za-z])", "\\\\", bare)
+    if re.search(r"[A-Za-z]{3}(?![A-Za-z]*\{)|(?:^|[ \n])[A-Za-z]{2}(?![A-Za-z]*\{|\s*[=<>])|[?!.:]\s|\$", bare):
+        return None
+    return f"${text}$" if re.search(r"[\\\d^_=(+*/<>-]", bare) or re.fullmatch("[a-z]", bare) else None
+
+
+def last_boxes(text: str) -> str | None:
+    """The last box of a response, with those that "and", "or" or a comma joins to it; None if no box is closed."""
+    boxes: list[tuple[int, int]] = []
+    for found in re.finditer(r"\\boxed\s*\{", text):
+        depth = 1
+        for stop in range(found.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[stop], 0)
+            if depth == 0:
+                boxes.append((found.start(), stop + 1))
+                break
+    joined: list[str] = []
+    for number in reversed(range(len(boxes))):
+        start, stop = boxes[number]
+        if joined and not _JOINT.fullmatch(text[stop : boxes[number + 1][0]]):
+            break
+        joined.insert(0, text[start:stop])
+    return f"${', '.join(joined)}$" if joined else None
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    """The value of a repeating decimal: 0.1666... is (16 - 1) / 90."""
+    whole, fixed, repeated = decimal.groups()
+    value = Fraction(
+        int(whole + fixed + repeated) - int(whole + fixed or "0"), (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    )
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
