@@ -23,12 +23,13 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 def f1(text: str, answer: str) -> float:
     """Harmonic mean of precision and recall of words, without case, punctuation and articles; 1 if both are empty."""
-    said, right = _words(text), _words(answer)
+    said, right = words(text), words(answer)
     if not said or not right:
         return float(said == right)
     shared = sum((Counter(said) & Counter(right)).values())
     return 2 * shared / (len(said) + len(right))
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """Words of a text without case, punctuation and articles."""
     return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()

@@ -184,7 +184,7 @@ def load_hooks(config: Config) -> Hooks:
 
 def load_rewards(config: Config) -> Reward | None:
     """The reward hook, checked and asked whether it can work here; None where there is none."""
-    reward = load_reward(config.reward)
+    reward = load_reward(config.reward, slime.Run.of(config))
     if reward is not None:
         in_process(config.reward, reward)
         for hook in _parts(reward):
@@ -205,7 +205,11 @@ def load_keep(config: Config) -> Keep | None:
 
 def _refuse_slime(key: str, path: str) -> None:
     if slime.written_for_slime(path):
-        raise SlimxError(f"{key}: {path} is written for slime; name it as {slime.PREFIX}{path}")
+        raise SlimxError(
+            f"{key}: {path} is written for slime; name it as {slime.PREFIX}{path}",
+            code="hooks.slime_prefix",
+            about=path,
+        )
 
 
 def load_generate(config: Config) -> Generate:
@@ -219,16 +223,18 @@ def load_generate(config: Config) -> Generate:
     return hook
 
 
-def load_reward(config: RewardConfig) -> Reward | None:
-    """The reward hook of a configuration, its parts and options filled in; SlimxError as `load_hooks`."""
+def load_reward(config: RewardConfig, run: slime.Run) -> Reward | None:
+    """The reward hook of a configuration, its parts and options filled in; SlimxError as `load_hooks`.
+
+    `run`: what hooks of slime's form are told."""
     if config.parts:
         return Mixture(
             tuple(
-                Part(part.name, _load_reward(f"reward.parts.{number}", part), part.weight, part.where)
+                Part(part.name, _load_reward(f"reward.parts.{number}", part, run), part.weight, part.where)
                 for number, part in enumerate(config.parts)
             )
         )
-    return _load_reward("reward", config) if config.function else None
+    return _load_reward("reward", config, run) if config.function else None
 
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
@@ -257,9 +263,10 @@ def _parts(reward: Reward) -> list[Reward]:
     return [part.hook for part in reward.parts] if isinstance(reward, Mixture) else [reward]
 
 
-def _load_reward(key: str, config: RewardConfig | RewardPart) -> Reward:
+def _load_reward(key: str, config: RewardConfig | RewardPart, run: slime.Run) -> Reward:
     if str(config.function).startswith(slime.PREFIX):
-        return slime.RewardHook.load(key, str(config.function), config.options, group=_scope(config) == "group")
+        group = _scope(config) == "group"
+        return slime.RewardHook.load(key, str(config.function), config.options, group=group, run=run)
     _refuse_slime(f"{key}.function", str(config.function))
     scope = _scope(config)
     hook = load_function(

@@ -11,18 +11,20 @@ replaced, and what waits is judged by the new ones. Hooks see a copy of the traj
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import time
 from concurrent.futures import TimeoutError as Late
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from slimx.adapters.slime_hooks.arguments import Run
 from slimx.config.reward import Reward as RewardConfig
 from slimx.data.records import Group, Trajectory
 from slimx.data.tokens import load_tokenizer
@@ -42,10 +44,13 @@ TRIES = 3
 class RewardProcesses:
     """`config.workers` processes, started with the first call."""
 
-    def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, start_s: float = START_S):
+    def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, run: Run, start_s: float = START_S):
         """`reward`: the hook that `config` names, which each worker loads for itself. `tokenizer_path`: directory that
-        it loads the tokenizer from if a hook uses it. `start_s`: seconds in which a worker starts."""
+        it loads the tokenizer from if a hook uses it. `run`: what hooks of slime's form are told. `start_s`: seconds in
+        which a worker starts."""
         self.config, self.reward, self.tokenizer_path = config, reward, tokenizer_path
+        self._hook = (config.model_dump_json(), json.dumps(asdict(run)))
+        """What a worker loads its hook from: text, by which it knows one that it has loaded."""
         self.killed = 0
         """Calls ended at their deadline."""
         self.replaced = 0
@@ -88,7 +93,7 @@ class RewardProcesses:
         for _ in range(TRIES):
             pool = self._pool
             call = pool.schedule(
-                _judge, args=(self.config, self.tokenizer_path, ctx, judged), timeout=self.config.deadline
+                _judge, args=(self._hook, self.tokenizer_path, ctx, judged), timeout=self.config.deadline
             )
             answer, asked = asyncio.wrap_future(call), time.monotonic()
             try:
@@ -125,10 +130,10 @@ def _end(pool: ProcessPool) -> None:
     pool.join()
 
 
-def reward_runner(config: RewardConfig, reward: Reward, tokenizer_path: str) -> RewardPool | RewardProcesses:
+def reward_runner(config: RewardConfig, reward: Reward, tokenizer_path: str, run: Run) -> RewardPool | RewardProcesses:
     """Where reward calls run, by `reward.isolation`."""
     if in_process(config, reward):
-        return RewardProcesses(config, reward, tokenizer_path)
+        return RewardProcesses(config, reward, tokenizer_path, run)
     return RewardPool(reward, workers=config.workers, deadline_s=config.deadline)
 
 
@@ -148,8 +153,8 @@ def _tokenizer(path: str) -> Any:
 
 
 @cache
-def _hook(config: str) -> Reward:
-    reward = load_reward(RewardConfig.model_validate_json(config))
+def _load(config: str, run: str) -> Reward:
+    reward = load_reward(RewardConfig.model_validate_json(config), Run(**json.loads(run)))
     assert reward is not None
     return reward
 
@@ -162,6 +167,6 @@ def _begin(driver: int) -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def _judge(config: RewardConfig, tokenizer_path: str, ctx: RewardContext, judged: Trajectory | Group) -> Any:
+def _judge(hook: tuple[str, str], tokenizer_path: str, ctx: RewardContext, judged: Trajectory | Group) -> Any:
     ctx = replace(ctx, tokenizer=_LaterTokenizer(tokenizer_path))
-    return asyncio.run(_hook(config.model_dump_json())(ctx, judged))
+    return asyncio.run(_load(*hook)(ctx, judged))

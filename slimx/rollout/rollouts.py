@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from slimx.adapters.slime_hooks.arguments import Run
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import PromptIds
@@ -73,7 +74,9 @@ class GroupMaker:
         self._slots = Slots(config.rollout.concurrency)
         # An evaluation has places of its own: rollouts that wait behind the closed gate keep theirs.
         self._places = {kind: Slots(config.rollout.max_rollouts) for kind in ("train", "eval")}
-        self._rewards = reward_runner(config.reward, hooks.reward, config.model.path) if hooks.reward else None
+        self._rewards = (
+            reward_runner(config.reward, hooks.reward, config.model.path, Run.of(config)) if hooks.reward else None
+        )
         self._environments = Environments()
 
     async def make(

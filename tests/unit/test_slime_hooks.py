@@ -12,7 +12,7 @@ import pytest
 from rollout_stand import config_of, the_tokenizer
 
 from slimx.adapters.slime_hooks import hooks as slime
-from slimx.adapters.slime_hooks.arguments import Arguments
+from slimx.adapters.slime_hooks.arguments import Arguments, Run
 from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
 from slimx.adapters.slime_hooks.grading import compute_score, grade
 from slimx.adapters.slime_hooks.sample import Sample
@@ -188,7 +188,7 @@ def filled(engine_ids: list[list[int]], between: list[int], **changes: Any) -> t
         tokens, mask = tokens + ids, mask + [1] * len(ids)
         if number == 0:
             tokens, mask = tokens + between, mask + [0] * len(between)
-    sample = begin(PROMPT, "text", index=1, group="4")
+    sample = begin(PROMPT, "text", index=1, group="4", run=Run())
     sample.tokens, sample.response_length, sample.loss_mask = tokens, len(tokens) - len(prompt), mask
     sample.status = Sample.Status.COMPLETED
     for key, value in changes.items():
@@ -212,7 +212,7 @@ def test_a_sample_is_the_same_again_after_a_trajectory():
         ("inserted", 1, 4, 6),
         ("sampled", 1, 6, 8),
     ]
-    back = to_sample(trajectory, PROMPT, the_tokenizer)
+    back = to_sample(trajectory, PROMPT, the_tokenizer, Run())
     for name in (
         "tokens",
         "response_length",
@@ -477,7 +477,7 @@ async def test_the_default_generate_of_slime_is_served(mine):
         ),
         (
             "from slime.utils.http_utils import get\nasync def generate(args, sample, sampling_params): ...",
-            "imports get of slime's module slime.utils.http_utils, which slimx does not serve; it has post",
+            "imports get of the module slime.utils.http_utils, which slimx does not serve; it has post",
         ),
         ("def generate(args, sample, sampling_params): ...", "must be async; write async def generate(args, sample, "),
         ("async def generate(args, sample): ...", "cannot be called"),

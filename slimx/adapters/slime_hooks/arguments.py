@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.config.schema import Config
+from slimx.errors import SlimxError
 
 PREFIX = "slime:"
 """Before the dotted path of a hook of slime's form."""
@@ -27,16 +30,56 @@ class Arguments:
         raise AttributeError(f"args.{name} is not set{where}")
 
 
-def run_values(config: Config, ctx: Any) -> dict[str, Any]:
-    """What published generate hooks read of `args`, as far as a run of slimx has it. ctx: RolloutContext."""
-    rollout, address = config.rollout, urlsplit(ctx.address)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as slime hooks are told of it, wherever they are called: plain values, which a process can be handed."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """Of `args`."""
+    places: int = 1
+    """Rollouts of a group: by so many the numbers of its samples lie apart from the next group's."""
+    eval_places: int = 1
+    """The same in an evaluation."""
+
+    @classmethod
+    def of(cls, config: Config) -> Run:
+        """Of a configuration. ReMax's greedy rollout has a place in its group too."""
+        greedy = config.algorithm.advantages == "remax"
+        return cls(_values(config), config.rollout.group_size + greedy, config.eval.samples)
+
+    def indices(self, group_id: str, index: int) -> tuple[int | None, int]:
+        """`group_index` and `index` of the sample of rollout `index` in a group: numbers that no other group, and no
+        other sample, of the run has. As in slime an evaluation's samples have no group."""
+        named = re.fullmatch(r"(\D*)(\d+)", group_id)
+        if named is None:
+            raise SlimxError(
+                f"group {group_id!r} does not end in a number, by which slime's samples are numbered",
+                code="slime.group_id",
+                about=group_id,
+            )
+        kind, number = named[1], int(named[2])
+        if kind == "eval":
+            return None, number * self.eval_places + index
+        return number, number * self.places + index
+
+
+def addresses(ctx: Any) -> dict[str, Any]:
+    """Where the engines are, by the names in `args`. ctx: RolloutContext, or RewardContext, which has no policy's."""
+    values = {"sglang_model_routers": {name: _place(each.url) for name, each in ctx.engines.items()}}
+    if (address := getattr(ctx, "address", None)) is None:
+        return values
+    parts = urlsplit(address)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return values | {"sglang_router_ip": host, "sglang_router_port": parts.port}
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """What published hooks read of `args`, as far as a run of slimx has it."""
+    rollout = config.rollout
     own = config.reward.function or ""
     policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}
-    values = {
-        "sglang_router_ip": f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname,
-        "sglang_router_port": address.port,
+    return {
         "sglang_server_concurrency": rollout.concurrency,
-        "sglang_model_routers": {name: _place(each.url) for name, each in ctx.engines.items()},
         "sglang_tool_call_parser": policy.get("tool_call_parser"),
         "sglang_reasoning_parser": policy.get("reasoning_parser"),
         "hf_checkpoint": config.model.path,
@@ -62,14 +105,13 @@ def run_values(config: Config, ctx: Any) -> dict[str, Any]:
         "context_parallel_size": config.trainer.context,
         "custom_generate_function_path": rollout.generate.removeprefix(PREFIX),
         "custom_rm_path": own.removeprefix(PREFIX) if own.startswith(PREFIX) else None,
-        "rm_type": None,
+        "rm_type": config.reward.options.get("rm_type"),
         "group_rm": config.reward.scope == "group",
         "reward_key": config.reward.options.get("reward_key"),
         "apply_chat_template": True,
         "apply_chat_template_kwargs": {},
         "ci_test": False,
     }
-    return values | rollout.options
 
 
 def _place(url: str) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from slimx.adapters.slime_hooks.arguments import Run
 from slimx.adapters.slime_hooks.sample import OWN, Sample, Status
 from slimx.adapters.slime_hooks.scene import Call
 from slimx.data.codec import encode
@@ -49,11 +50,12 @@ class Sampled:
     seconds: float = 0.0
 
 
-def begin(prompt: Prompt, text: str | list[dict[str, Any]], *, index: int, group: str) -> Sample:
-    """The sample that a generate hook receives."""
+def begin(prompt: Prompt, text: str | list[dict[str, Any]], *, index: int, group: str, run: Run) -> Sample:
+    """The sample that a generate hook receives for rollout `index` of a group."""
+    group_index, number = run.indices(group, index)
     return Sample(
-        group_index=int(group) if group.isdigit() else None,
-        index=index,
+        group_index=group_index,
+        index=number,
         prompt=text,
         label=prompt.metadata.get("label", prompt.answer),
         metadata=dict(prompt.metadata),
@@ -103,7 +105,7 @@ def to_trajectory(
     return trajectory
 
 
-def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], Any]) -> Sample:
+def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], Any], run: Run) -> Sample:
     """The sample that a reward or a filter receives, without inserted tokens after the last sampled one. `tokenizer` is
     asked for only where the sample's text was not kept: a hook of slimx's own generated it."""
     start = trajectory.spans[0].stop
@@ -115,8 +117,10 @@ def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], An
         kept = {"prompt": text(tokens[:start]), "response": text(tokens[start:])}
         kept |= {"label": prompt.metadata.get("label", prompt.answer), "reward": trajectory.reward}
     logprobs = trajectory.logprobs[start:]
+    group_index, index = run.indices(trajectory.group_id, trajectory.index)
     sample = Sample(
-        index=trajectory.index,
+        group_index=group_index,
+        index=index,
         tokens=tokens,
         response_length=len(tokens) - start,
         loss_mask=trajectory.loss_mask[start:].tolist(),

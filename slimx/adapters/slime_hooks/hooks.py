@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from slimx.adapters.slime_hooks import grading
-from slimx.adapters.slime_hooks.arguments import PREFIX, TOLD, Arguments, run_values
+from slimx.adapters.slime_hooks.arguments import PREFIX, TOLD, Arguments, Run, addresses
 from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
-from slimx.adapters.slime_hooks.modules import NotServed, serve
+from slimx.adapters.slime_hooks.modules import ROOTS, NotServed, serve
 from slimx.adapters.slime_hooks.sample import Sample
 from slimx.adapters.slime_hooks.scene import CURRENT, Scene
 from slimx.config.schema import Config
@@ -36,13 +36,11 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     serve()
     try:
         function = imported(key, path)
-    except SlimxError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, NotServed):
-            cause = cause.__cause__
-        if cause is None:
+    except (NotServed, SlimxError) as error:
+        if (lacking := _not_served(error)) is None:
             raise
-        raise SlimxError(f"{key}: {path} imports {cause}") from error
+        said = "is" if lacking is error else "imports"
+        raise SlimxError(f"{key}: {path} {said} {lacking}", code="slime.not_served", about=path) from error
     text, parameters = FORMS[kind]
     shape, name = text.format(path.rpartition(".")[2]), f"{key}: {path}"
     if not callable(function):
@@ -69,6 +67,7 @@ class GenerateHook:
     function: Callable[..., Any]
     path: str
     config: Config
+    run: Run
     semaphore: asyncio.Semaphore
     """`GenerateState.semaphore`: of all rollouts together."""
 
@@ -79,13 +78,13 @@ class GenerateHook:
         semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
         if taken := sorted(TOLD & config.rollout.options.keys()):
             raise SlimxError(f"rollout.options.{taken[0]} is what the run itself tells slime hooks; leave it out")
-        return cls(load("rollout.generate", path, "generate"), path, config, semaphore)
+        return cls(load("rollout.generate", path, "generate"), path, config, Run.of(config), semaphore)
 
     async def __call__(self, ctx: Any, prompt: Prompt) -> Trajectory | list[Trajectory]:
         """ctx: RolloutContext."""
         scene = self._scene(ctx)
         text = prompt_text(ctx.tokenizer, prompt, template=scene.args.apply_chat_template)
-        sample = begin(prompt, text, index=ctx.index, group=ctx.group_id)
+        sample = begin(prompt, text, index=ctx.index, group=ctx.group_id, run=self.run)
         takes = inspect.signature(self.function).parameters
         more = {"evaluation": ctx.evaluation} if "evaluation" in takes else {}
         with _set(scene):
@@ -125,7 +124,7 @@ class GenerateHook:
             "spaces_between_special_tokens": False,
         }
         return Scene(
-            Arguments(run_values(self.config, ctx)),
+            Arguments({**self.run.values, **addresses(ctx), **self.config.rollout.options}),
             ctx.tokenizer,
             ctx.engines,
             engine=ctx.engine,
@@ -144,6 +143,7 @@ class RewardHook:
     options: Mapping[str, Any]
     group: bool = False
     """Whether it judges all samples of a prompt at once (slime's --group-rm)."""
+    run: Run = Run()
 
     @property
     def needs_process(self) -> bool:
@@ -154,21 +154,21 @@ class RewardHook:
         return ruled or getattr(self.function, "needs_process", False)
 
     @classmethod
-    def load(cls, key: str, path: str, options: Mapping[str, Any], *, group: bool = False) -> RewardHook:
+    def load(cls, key: str, path: str, options: Mapping[str, Any], *, group: bool, run: Run) -> RewardHook:
         """`key`: of the configuration. SlimxError as `load`."""
         path = path.removeprefix(PREFIX)
-        return cls(load(f"{key}.function", path, "rewards" if group else "reward"), path, options, group)
+        return cls(load(f"{key}.function", path, "rewards" if group else "reward"), path, options, group, run)
 
     async def __call__(self, ctx: Any, judged: Trajectory | Group) -> float | list[float]:
         """ctx: RewardContext. What the generate hook set as `sample.reward` already is the reward."""
-        values = {"reward_key": None, "rm_type": None, "group_rm": self.group, "custom_rm_path": self.path}
-        values |= {"hf_checkpoint": getattr(ctx.tokenizer, "name_or_path", None), **self.options}
-        scene = Scene(Arguments(values), ctx.tokenizer, ctx.engines)
+        values = {**self.run.values, **addresses(ctx)}
+        values |= {"reward_key": None, "rm_type": None, "group_rm": self.group, "custom_rm_path": self.path}
+        scene = Scene(Arguments(values | self.options), ctx.tokenizer, ctx.engines)
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
-        samples = [to_sample(each, ctx.prompt, lambda: ctx.tokenizer) for each in trajectories]
+        samples = [to_sample(each, ctx.prompt, lambda: ctx.tokenizer, self.run) for each in trajectories]
         if left := [sample for sample in samples if sample.reward is None]:
             with _set(scene):
-                said = await self.function(scene.args, left if self.group else left[0])
+                said = await grading.ask(self.function, self.path, scene.args, left if self.group else left[0])
             if self.group and (not isinstance(said, Sequence) or len(said) != len(left)):
                 raise SlimxError(
                     f"{self.path} returned {said!r} for {len(left)} samples; return a list with one reward each"
@@ -181,7 +181,7 @@ class RewardHook:
 
 async def reward(ctx: Any, trajectory: Trajectory, *, reward_key: str | None = None) -> float:
     """A reward hook for slime generate hooks that set `sample.reward` themselves. `reward_key`: the entry of a dict."""
-    sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer)
+    sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer, Run())
     return _number(sample, Arguments({"reward_key": reward_key}), "the generate hook")
 
 
@@ -191,6 +191,8 @@ class KeepHook:
 
     function: Callable[..., Any]
     path: str
+    options: Mapping[str, Any]
+    run: Run
     model: str
     """Directory of the tokenizer, for samples that slimx's own hooks generated."""
 
@@ -198,12 +200,14 @@ class KeepHook:
     def load(cls, config: Config) -> KeepHook:
         """Of `rollout.keep`. SlimxError as `load`."""
         path = str(config.rollout.keep).removeprefix(PREFIX)
-        return cls(load("rollout.keep", path, "keep"), path, config.model.path)
+        run = Run.of(config)
+        return cls(load("rollout.keep", path, "keep"), path, config.rollout.options, run, config.model.path)
 
     def __call__(self, group: Group) -> bool | str:
         """True, or the reason why the group is dropped."""
-        samples = [to_sample(trajectory, group.prompt, lambda: self._tokenizer) for trajectory in group.trajectories]
-        verdict = self.function(Arguments({"reward_key": None}), samples)
+        samples = [to_sample(each, group.prompt, lambda: self._tokenizer, self.run) for each in group.trajectories]
+        # A trajectory's reward is one number, of which no entry is to be taken.
+        verdict = self.function(Arguments({**self.run.values, **self.options, "reward_key": None}), samples)
         keep = getattr(verdict, "keep", verdict)
         if not keep and getattr(verdict, "keep_when_insufficient", False):
             raise SlimxError(
@@ -217,14 +221,25 @@ class KeepHook:
 
 
 def written_for_slime(path: str) -> bool:
-    """Whether the function at a path without the prefix imports slime, or begins with (args, sample)."""
+    """Whether the function at a path without the prefix is of slime or Miles, imports them, or begins with (args,
+    sample)."""
+    if path.partition(".")[0] in ROOTS:
+        return True
     try:
         names = list(inspect.signature(imported("", path)).parameters)
     except SlimxError as error:
-        return "No module named 'slime'" in str(error)
+        return _not_served(error) is not None or any(f"No module named '{root}'" in str(error) for root in ROOTS)
     except (TypeError, ValueError):
         return False
     return names[:1] == ["args"] and names[1:2] in (["sample"], ["samples"])
+
+
+def _not_served(error: BaseException) -> NotServed | None:
+    """What of slime's or Miles' an import failed for; None where it failed for something else."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, NotServed):
+        cause = cause.__cause__
+    return cause
 
 
 def prompt_text(tokenizer: Any, prompt: Prompt, *, template: bool) -> str | list[dict[str, Any]]:

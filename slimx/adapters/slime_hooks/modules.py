@@ -1,4 +1,8 @@
-"""The modules of slime that hooks import, by name; a finder serves them in place of slime itself."""
+"""The modules of slime and Miles that hooks import, by name; a finder serves them in place of the packages themselves.
+
+Miles (github.com/radixark/miles, read at 31f1ca9, August 2026) began as slime; what it has of these modules under the
+same names is served for its hooks too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from slimx.adapters.slime_hooks import grading, served
 from slimx.adapters.slime_hooks.sample import Sample
 from slimx.errors import SlimxError
 
-MODULES: dict[str, dict[str, Any]] = {
+SLIME: dict[str, dict[str, Any]] = {
     "slime": {},
     "slime.rollout": {},
     "slime.rollout.filter_hub": {},
@@ -22,8 +26,12 @@ MODULES: dict[str, dict[str, Any]] = {
     "slime.rollout.rm_hub": {
         "async_rm": grading.async_rm,
         "batched_async_rm": grading.batched_async_rm,
+        "f1_score": grading.f1_score,
+        "get_deepscaler_rule_based_reward": grading.deepscaler,
         "grade_answer_verl": grading.grade,
     },
+    "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": grading.deepscaler},
+    "slime.rollout.rm_hub.f1": {"f1_score": grading.f1_score},
     "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": grading.compute_score},
     "slime.rollout.rm_hub.math_utils": {
         "extract_answer": grading.boxed,
@@ -42,11 +50,13 @@ MODULES: dict[str, dict[str, Any]] = {
     "slime.utils.processing_utils": {"load_tokenizer": served.load_tokenizer},
     "slime.utils.types": {"Sample": Sample},
 }
-ROOTS = ("slime", "slime_plugins")
+MODULES = SLIME | {"miles" + name.removeprefix("slime"): held for name, held in SLIME.items()}
+ROOTS = ("slime", "slime_plugins", "miles", "miles_plugins")
+PROJECTS = {"slime": "slime", "miles": "Miles"}
 
 
 class NotServed(ImportError):
-    """Something of slime's that slimx does not have."""
+    """Something of slime's, or of Miles', that slimx does not have."""
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -54,8 +64,11 @@ class _Finder(MetaPathFinder, Loader):
         if fullname.partition(".")[0] not in ROOTS:
             return None
         if fullname not in MODULES:
-            with_names = ", ".join(name for name, held in MODULES.items() if held)
-            raise NotServed(f"the module {fullname} of slime, which slimx does not serve; served are {with_names}")
+            root = fullname.partition(".")[0].removesuffix("_plugins")
+            names = ", ".join(name for name, held in MODULES.items() if held and name.startswith(f"{root}."))
+            raise NotServed(
+                f"the module {fullname} of {PROJECTS[root]}, which slimx does not serve; served are {names}"
+            )
         inner = any(name.startswith(fullname + ".") for name in MODULES)
         return ModuleSpec(fullname, self, is_package=inner)
 
@@ -67,7 +80,7 @@ class _Finder(MetaPathFinder, Loader):
             if name.startswith("__") or f"{module.__name__}.{name}" in MODULES:
                 raise AttributeError(name)
             raise NotServed(
-                f"{name} of slime's module {module.__name__}, which slimx does not serve; it has "
+                f"{name} of the module {module.__name__}, which slimx does not serve; it has "
                 f"{', '.join(sorted(held)) or 'nothing by itself'}"
             )
 
@@ -75,10 +88,15 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def serve() -> None:
-    """Have `import slime` find the modules above, from the first slime hook that is loaded to the end of the process: a
-    hook may import in its functions too. Raises SlimxError if the real slime has been imported already."""
+    """Have `import slime` and `import miles` find the modules above, from the first such hook that is loaded to the end
+    of the process: a hook may import in its functions too. Raises SlimxError if one of them is imported already."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    if "slime" in sys.modules:
-        raise SlimxError("slime itself is imported already; import it nowhere else in a run with slime hooks")
+    for root in ROOTS:
+        if root in sys.modules:
+            raise SlimxError(
+                f"{root} itself is imported already; import it nowhere else in a run with slime hooks",
+                code="slime.imported",
+                about=root,
+            )
     sys.meta_path.insert(0, _Finder())
