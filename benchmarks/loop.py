@@ -237,7 +237,9 @@ async def measure(config: Config) -> Figures:
         stack.push_async_callback(engines.stop)
         await asyncio.gather(trainers.start(), engines.start())
         shape = ModelShape.of(prepared.spec)
-        client = GenerationClient(engines.router.url, shape, config.rollout.request_deadline)
+        client = GenerationClient(
+            engines.router.url, shape, config.rollout.request_deadline, api_key=engines.keys.api_key
+        )
         await stack.enter_async_context(client)
         # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
         session = aiohttp.ClientSession(

@@ -98,7 +98,9 @@ class Turns:
             records = Records(tracker, Timeline(directory, resume_step=0), samples, drops, table)
             stack.callback(records.close)
             shape = ModelShape.of(prepared.spec)
-            client = GenerationClient(self.engines.router.url, shape, config.rollout.request_deadline)
+            client = GenerationClient(
+                self.engines.router.url, shape, config.rollout.request_deadline, api_key=self.engines.keys.api_key
+            )
             await stack.enter_async_context(client)
             run = TimedRun(
                 config,

@@ -28,13 +28,15 @@ PROTOCOL = 3
 """Version of the actions and their JSON; the client (slimx.rollout.control) must speak the same."""
 NAME = "slimx"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
+RESOLVED = "sglang.srt.server_args.ServerArgs.resolved_dict"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 LOADS_PATH = "sglang.srt.managers.load_snapshot.shm_path_for"
 LOADS = "slimx-loads"
 """Name of the memory file that replaces it."""
 CHECK_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
-ANSWER, ERROR, PID = "slimx", "error", "pid"
-"""Keys of the payload's `checksums`: our JSON answer, or the text of an error, and whose it is."""
+ANSWER, ERROR, CODE, ABOUT, PID = "slimx", "error", "code", "about", "pid"
+"""Keys of the payload's `checksums`: our JSON answer, or an error's text, code and object, and whose it is."""
+KEYS = ("api_key", "admin_api_key")
 EVERY_RANK = "all"
 """In place of a rank's number: a bucket of which every rank takes what it holds."""
 
@@ -57,6 +59,7 @@ def register() -> None:
     if SCHEDULER in sys.modules:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
         HookRegistry.register(LOADS_PATH, loads_path, HookType.REPLACE)
+        HookRegistry.register(RESOLVED, without_keys, HookType.AROUND)
         if is_cpu():
             sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)
             sglang_cpu.close_gaps()
@@ -64,6 +67,7 @@ def register() -> None:
             sglang_numerics.register(HookRegistry, HookType, leaves)
     elif DETOKENIZER not in sys.modules:
         HookRegistry.register(GENERATE, take_fields, HookType.BEFORE)
+        HookRegistry.register(RESOLVED, without_keys, HookType.AROUND)
         os.memfd_create(LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
         HookRegistry.register(LOADS_PATH, loads_path, HookType.REPLACE)
 
@@ -81,6 +85,12 @@ def loads_path(ipc_name: str) -> str:
                 if LOADS in os.readlink(link):
                     return str(link)
     raise SlimxError("the server's first process holds no memory file for its load; start it with slimx.rollout.server")
+
+
+def without_keys(original: Callable[..., dict[str, Any]], arguments: Any) -> dict[str, Any]:
+    """Around `ServerArgs.resolved_dict`, which /server_info answers with: who may generate would read there the key of
+    those who may replace the weights."""
+    return {name: None if name in KEYS else value for name, value in original(arguments).items()}
 
 
 def take_fields(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +124,7 @@ def check_weights(
     try:
         answer = {ANSWER: json.dumps(_answer(runner, action, json.loads((skip_tensor_list or ["{}"])[0])))}
     except SlimxError as error:
-        answer = {ERROR: str(error)}
+        answer = {ERROR: str(error), CODE: error.code, ABOUT: error.about}
     except Exception as error:
         answer = {ERROR: f"{action} failed with {type(error).__name__}: {error}\n{traceback.format_exc()}"}
     return {

@@ -39,6 +39,16 @@ class Engines(Section):
         description="addresses of servers that run already, http://HOST:PORT each, in place of `count`; slimx never "
         "ends them",
     )
+    api_key_env: str | None = Field(
+        None,
+        description="environment variable of the driver with the key that the servers of `urls` ask for generation "
+        "(SGLang's --api-key); null: they ask for none",
+    )
+    admin_api_key_env: str | None = Field(
+        None,
+        description="environment variable of the driver with the key that they ask for control calls "
+        "(--admin-api-key); null: api_key_env's",
+    )
     nodes: PositiveInt = Field(
         1, description="machines that one server spans (nnodes), each with an equal share of its ranks"
     )
@@ -89,6 +99,11 @@ class Engines(Section):
             )
         if self.urls:
             self._external(where)
+        elif self.api_key_env or self.admin_api_key_env:
+            raise ValueError(
+                f"{where} names keys but no urls; slimx gives the servers that it starts random keys: remove "
+                "api_key_env and admin_api_key_env"
+            )
         if self.sglang.get("disaggregation_transfer_backend") == "fake":
             raise ValueError(
                 f"{where}: disaggregation_transfer_backend fake moves no KV, so that decode servers would sample from "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             raise SlimxError(f"override {override!r} is not of the form section.key=value")
         try:
             tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
-        except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
             raise SlimxError(f"override {override!r} cannot be applied ({_first_line(error)})") from error
     try:
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         raise SlimxError(f"{path}: {_first_line(error)}") from error
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
         raise SlimxError(f"{path}: {_explain(error)}") from error
+    config._interpolated = dict(_interpolations(OmegaConf.to_container(tree, resolve=False)))
+    return config
+
+
+def _interpolations(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Where a tree holds `${...}`, and the text with it."""
+    if isinstance(value, str) and "${" in value:
+        yield at, value
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from _interpolations(part, (*at, key))
 
 
 def _first_line(error: Exception) -> str:

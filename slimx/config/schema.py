@@ -7,11 +7,14 @@ validators; checks that need files, checkpoints or hooks live in `slimx.prefligh
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+import yaml
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from slimx.config.algorithm import Algorithm
 from slimx.config.critic import Critic, CriticLayout
@@ -45,6 +48,20 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     track: Track = Track()
+
+    _interpolated: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+    """Where the file, or an override, had `${...}`, and that text."""
+
+    def to_text(self) -> str:
+        """YAML of what the run was started with, for its directory and for trackers (`to_plain`)."""
+        return yaml.safe_dump(self.to_plain(), sort_keys=False, allow_unicode=True)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values, `${...}` as it was given: what `${oc.env:KEY}` stands for is written and sent nowhere."""
+        plain = self.model_dump(mode="json")
+        for (*path, last), text in self._interpolated.items():
+            functools.reduce(operator.getitem, path, plain)[last] = text
+        return plain
 
     @model_validator(mode="after")
     def _across(self) -> Config:

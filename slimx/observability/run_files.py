@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from slimx.errors import SlimxError
 from slimx.observability.jsonl import load_records
@@ -35,6 +37,16 @@ class RunFiles:
     """Names out of FILES that the directory lacks."""
     problems: list[str] = field(default_factory=list)
     """One sentence for each thing that could not be read."""
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The `config.yaml` of a run as plain values, with what this process's environment has for `${oc.env:...}`; where
+    it has nothing, with `${...}` itself."""
+    tree = OmegaConf.load(file)
+    try:
+        return OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(tree, resolve=False)
 
 
 def read_run(directory: Path) -> RunFiles:

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from slimx.errors import SlimxError
 from slimx.observability.activity import activity_lines, read_activity
+from slimx.observability.run_files import read_config
 
 
 def run_status(directory: Path) -> dict[str, Any]:
@@ -23,7 +22,7 @@ def run_status(directory: Path) -> dict[str, Any]:
     file = directory / "config.yaml"
     if not file.exists():
         raise SlimxError(f"{directory} holds no run (there is no config.yaml); name a run.dir")
-    config = yaml.safe_load(file.read_text())
+    config = read_config(file)
     metrics = directory / "metrics.jsonl"
     last = _last_line(metrics)
     engines = directory / "engines.json"

@@ -17,6 +17,7 @@ from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import ReceiverLost, Staging
 from slimx.rollout.engine import State
+from slimx.rollout.keys import NO_KEYS, Keys
 
 
 class Standing(StrEnum):
@@ -52,11 +53,12 @@ class EngineHandle:
         *,
         role: str = "regular",
         nodes: int = 1,
+        keys: Keys = NO_KEYS,
     ):
         """`make_actor` gives a new EngineActor; `deadline_s`: seconds for one call to it; `nodes`: machines that the
-        server spans."""
+        server spans; `keys`: that it asks for."""
         self.name, self.make_actor, self.log, self.deadline_s = name, make_actor, log, deadline_s
-        self.role, self.nodes = role, nodes
+        self.role, self.nodes, self.keys = role, nodes, keys
         self.bootstrap_port: int | None = None
         """Of a prefill server, where decode servers ask for their KV."""
         self.actor: Any = make_actor()

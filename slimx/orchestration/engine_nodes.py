@@ -110,7 +110,8 @@ class NodeActor:
     async def start(self, share: NodeShare) -> None:
         spec = EngineSpec(port=free_port(self.host), host=self.host, node=share, **self.values)
         name = f"engine {spec.name}, machine {share.rank}"
-        self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec))
+        keys = spec.keys.to_bytes()
+        self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec), keys)
         self.process.start()
 
     async def ended(self) -> str | None:

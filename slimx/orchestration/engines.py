@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,14 @@ from slimx.orchestration.restarts import Restart
 from slimx.ports import free_port
 from slimx.preflight.publication import engine_sizes
 from slimx.rollout.client import GenerationClient
+from slimx.rollout.keys import Keys, key_in
 from slimx.rollout.router import Router
+
+
+def keys_of(group: Engines) -> Keys:
+    """The keys that the servers of `group.urls` ask for. Raises SlimxError for a variable that is not set."""
+    where = f"rollout.engines group {group.name}"
+    return Keys(*(key_in(name, os.environ, where) for name in (group.api_key_env, group.admin_api_key_env)))
 
 
 class EngineGroup:
@@ -44,6 +52,8 @@ class EngineGroup:
         groups = config.rollout.policy_engines if groups is None else groups
         self.config, self.device, self.moe, self.frozen = config, device, moe, groups[0].frozen
         self._shared = list(shared)
+        self.keys = Keys.random()
+        """Of the router and of all servers that slimx starts."""
         self.engines = [self._create(group, number, log_dir) for group in groups for number in range(group.servers)]
         self.router = Router(
             free_port(),
@@ -52,6 +62,7 @@ class EngineGroup:
             request_deadline_s=config.rollout.request_deadline,
             disaggregated=any(group.role != "regular" for group in groups),
             by_key=not self.frozen and config.rollout.affinity != "prefix",
+            keys=self.keys,
         )
         self.members = Membership(
             self.engines,
@@ -80,6 +91,7 @@ class EngineGroup:
             "exact_leaves": None if group.frozen else config.leaves,
             "sleeps": config.schedule.colocate and not group.frozen,
         }
+        keys = values["keys"] = keys_of(group) if group.urls else self.keys
         cpus = group.threads * group.ranks / group.nodes
         first, *others = self._places(group)
         options = first.options(cpus) if not group.urls else {"num_cpus": 0}
@@ -94,7 +106,7 @@ class EngineGroup:
             others=tuple(others),
             url=group.urls[number] if group.urls else None,
         )
-        return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes)
+        return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=keys)
 
     def _places(self, group: Engines) -> list[Place]:
         """Of one server, machine by machine."""

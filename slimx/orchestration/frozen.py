@@ -14,7 +14,7 @@ from typing import Any
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.orchestration.engine_handle import EngineHandle
-from slimx.orchestration.engines import EngineGroup
+from slimx.orchestration.engines import EngineGroup, keys_of
 from slimx.orchestration.restarts import Restart
 from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.frozen import FrozenEngine
@@ -58,6 +58,7 @@ class FrozenEngines:
                 look=group.members.look,
                 failure=group.members.failure,
                 outage=group.members.outage,
+                api_key=group.keys.api_key,
             )
 
     async def check_teacher(self, tokenizer: Any) -> None:
@@ -66,7 +67,9 @@ class FrozenEngines:
             for url in group.urls if group.name == self.config.algorithm.teacher_engine else ():
                 rollout = self.config.rollout
                 deadline_s, retries = rollout.request_deadline, rollout.request_retries
-                await check_vocabulary(FrozenEngine(group.name, url, deadline_s=deadline_s, retries=retries), tokenizer)
+                key = keys_of(group).api_key
+                teacher = FrozenEngine(group.name, url, deadline_s=deadline_s, retries=retries, api_key=key)
+                await check_vocabulary(teacher, tokenizer)
 
     def metrics(self) -> dict[str, float]:
         """`engines/GROUP/serving` and the like."""

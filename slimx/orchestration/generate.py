@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from slimx.config.schema import Config
@@ -62,7 +61,7 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     with only_process_in(directory):
-        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+        (directory / "config.yaml").write_text(config.to_text())
         start_ray(config, device, trainers=False)
         try:
             asyncio.run(interruptible(partial(_session, config, sources, spec, device, saves, state, console)))
@@ -109,7 +108,7 @@ async def generate(
             wandb=config.track.wandb,
             project=config.track.project,
             name=config.run.name,
-            config=config.model_dump(mode="json"),
+            config=config.to_plain(),
             resume_step=resume_step,
             warn=table.note,
         )

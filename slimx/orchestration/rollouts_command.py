@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from slimx.data.records import Group
 from slimx.data.step_files import DIRECTORY, read_step, read_step_about, step_files
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.observability.jsonl import load_records
+from slimx.observability.run_files import read_config
 from slimx.orchestration.saves import Saves, read_state
 from slimx.rollout.show import Decode, Json, group_lines, group_values, prompt_line, prompt_values
 from slimx.rollout.tickets import SavedTicket
@@ -235,7 +234,7 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
 
 def _decoder(directory: Path) -> Decode:
     """By the run's tokenizer; where it is not at its place any more, the ids themselves."""
-    config = yaml.safe_load((directory / "config.yaml").read_text())
+    config = read_config(directory / "config.yaml")
     try:
         tokenizer: Any = load_tokenizer(config["model"]["path"])
     except SlimxError:

@@ -134,7 +134,7 @@ class RouterKeeper:
 
     async def _add(self, engine: EngineHandle) -> None:
         url, incarnation = engine.url, engine.incarnation
-        await self.router.add(url, role=engine.role, bootstrap_port=engine.bootstrap_port)
+        await self.router.add(url, role=engine.role, bootstrap_port=engine.bootstrap_port, keys=engine.keys)
         # Lost meanwhile, it may even be back by now, with other weights and at another URL.
         if engine.standing not in (Standing.JOINING, Standing.MEMBER) or engine.incarnation != incarnation:
             await self.router.remove(url)

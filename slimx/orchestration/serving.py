@@ -123,6 +123,7 @@ async def serving(
             retries=config.rollout.request_retries,
             on_lost=engines.members.look,
             outage=engines.members.outage,
+            api_key=engines.keys.api_key,
         )
         await stack.enter_async_context(client)
         engines.members.probe = prober(client, config)
@@ -148,7 +149,7 @@ async def serving(
 
 async def _call_version_0(engine: EngineHandle) -> None:
     """Stamp what the server started with: tokens without a version are refused."""
-    await EngineControl(engine.url, engine.name).set_version(0)
+    await EngineControl(engine.url, engine.name, engine.keys).set_version(0)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from slimx.config.schema import Config
@@ -86,7 +85,7 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
         )
     directory.mkdir(parents=True, exist_ok=True)
     with only_process_in(directory):
-        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+        (directory / "config.yaml").write_text(config.to_text())
         start_ray(config, device_of(config))
         try:
             asyncio.run(interruptible(partial(_session, config, prepared, saves, resume_from, console, work)))
@@ -193,6 +192,7 @@ async def _session(
                 retries=config.rollout.request_retries,
                 on_lost=engines.members.look,
                 outage=engines.members.outage,
+                api_key=engines.keys.api_key,
             )
             await stack.enter_async_context(client)
             engines.members.probe = prober(client, config)
@@ -269,7 +269,7 @@ def _open_records(config: Config, directory: Path, table: LiveTable, resume_step
         wandb=track.wandb,
         project=track.project,
         name=config.run.name,
-        config=config.model_dump(mode="json"),
+        config=config.to_plain(),
         resume_step=resume_step,
         warn=table.note,
     )

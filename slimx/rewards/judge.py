@@ -43,7 +43,9 @@ async def reward(
 
     `url`: of the server, without a path; or `engine`: the name of a frozen group of rollout.engines. `template` may
     hold {question}, {answer} and {text}. Raises SlimxError for a verdict without a number."""
-    url = url or _address(ctx, engine)
+    headers = None
+    if url is None:
+        url, headers = _server(ctx, engine)
     # Not str.format: a response may hold braces.
     given = {"question": question(ctx), "answer": ctx.prompt.answer or "none", "text": ctx.text}
     asked = re.sub(r"\{(question|answer|text)\}", lambda name: given[name[1]], template)
@@ -53,7 +55,8 @@ async def reward(
         "temperature": 0.0,
         "max_tokens": max_tokens,
     }
-    said = await post(f"{url.rstrip('/')}/v1/chat/completions", body, timeout_s=timeout, retries=retries)
+    where = f"{url.rstrip('/')}/v1/chat/completions"
+    said = await post(where, body, timeout_s=timeout, retries=retries, headers=headers)
     try:
         verdict = said["choices"][0]["message"]["content"] or ""
     except (LookupError, TypeError) as error:
@@ -77,13 +80,14 @@ async def score(ctx: Context, trajectory: Trajectory, *, url: str, timeout: floa
         raise SlimxError(f"{url}/classify answered {str(said)[:200]}; a reward model gives one number") from error
 
 
-def _address(ctx: Context, engine: str | None) -> str:
+def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
+    """Address and headers of a frozen group."""
     if engine not in ctx.engines:
         raise SlimxError(
             f"judge.reward asks {engine!r}, and the frozen groups of rollout.engines are "
             f"{', '.join(ctx.engines) or 'none'}; name one of them in reward.options engine, or give a url"
         )
-    return ctx.engines[engine].url
+    return ctx.engines[engine].url, ctx.engines[engine].headers
 
 
 def question(ctx: Context) -> str:

@@ -4,13 +4,16 @@ rollout:
   generate: slimx.rollout.agent.generate
   options: {agent: mypackage.agent.solve}        # async def solve(base_url, prompt, **agent_options)
   # options: {command: [python, agent.py]}       # or a program, see slimx.rollout.agent_process
+  # options: {command: [...], environment: [HF_HOME]}   # with variables of the run
 
 All that the agent samples through `base_url` becomes the rollout: a trajectory for each of its conversations.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 from slimx.data.records import Prompt, Trajectory
@@ -31,6 +34,7 @@ def check(
     agent_options: dict[str, Any] | None = None,
     tool_parser: str = "hermes",
     sampling: str = "run",
+    environment: Sequence[str] = (),
     **_: Any,
 ) -> None:
     """Refuse an agent that cannot be called, before the run starts."""
@@ -40,6 +44,18 @@ def check(
         _load(agent, agent_options)
     if command is not None and (not command or shutil.which(command[0]) is None):
         raise SlimxError(f"rollout.options.command: there is no program {command[:1]}; give its path")
+    if isinstance(environment, str):
+        raise SlimxError(
+            f"rollout.options.environment is {environment!r}; give a list of names of variables",
+            code="agent.environment",
+            about="rollout.options.environment",
+        )
+    if missing := [name for name in environment if name not in os.environ]:
+        raise SlimxError(
+            f"rollout.options.environment names {missing[0]}, which is not set; export it where the run is started",
+            code="agent.environment",
+            about=missing[0],
+        )
     if sampling not in ("run", "strict"):
         raise SlimxError(f"rollout.options.sampling is {sampling!r}; choose run or strict")
     find_parser(tool_parser, "")
@@ -59,6 +75,7 @@ async def generate(
     sampling: str = "run",
     tool_parser: str = "hermes",
     separate_reasoning: bool = False,
+    environment: Sequence[str] = (),
 ) -> list[Trajectory]:
     """The conversations of one agent with the policy.
 
@@ -66,6 +83,7 @@ async def generate(
     answers together) bound the session: further requests are refused, those under way are not. `sampling`: "run" gives
     an agent that asks for another temperature or top_p the run's, "strict" refuses it. `tool_parser`: a name for
     `slimx.rollout.tool_calls.find_parser`. `separate_reasoning`: what stands before </think> is no answer's content.
+    `environment`: names of variables that a program gets besides `slimx.rollout.agent_process.ALLOWED`.
 
     Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided), `branch` (its number), and
     `result`, what the agent returned or the program wrote. An agent that fails after it reached a limit has none, and
@@ -76,7 +94,7 @@ async def generate(
         raise SlimxError("agents sample through the run's proxy, and there is none here")
     if prompt.messages is None:
         raise SlimxError(f"prompt {prompt.id!r} has token ids; an agent needs messages")
-    reading = Reading(ctx.tokenizer, find_parser(tool_parser, ctx.address), separate_reasoning)
+    reading = Reading(ctx.tokenizer, find_parser(tool_parser, ctx.address, ctx.headers), separate_reasoning)
     context = min(max_context or ctx.proxy.context, ctx.proxy.context)
     limits = Limits(context=context, requests=max_requests, sampled=max_tokens)
     session = Session(ctx, reading, limits, strict=sampling == "strict")
@@ -85,7 +103,7 @@ async def generate(
     try:
         async with ctx.proxy.session(session) as base_url:
             if command is not None:
-                result = await run_command(command, base_url, prompt)
+                result = await run_command(command, base_url, prompt, environment)
             else:
                 result = await _load(agent or "", agent_options)(base_url, prompt)
     except Exception as error:

@@ -18,16 +18,22 @@ MAX_OUTPUT = 20_000
 """Characters that are kept of the end of what a program writes."""
 GRACE_S = 2.0
 """Seconds that a program gets to end when its rollout is over."""
+ALLOWED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TERM"),
+    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""Variables of the run that a program gets: what starts programs and finds files, and nothing that is secret."""
 
 
-async def run_command(command: Sequence[str], base_url: str, prompt: Prompt) -> str:
+async def run_command(command: Sequence[str], base_url: str, prompt: Prompt, variables: Sequence[str] = ()) -> str:
     """Run a program that samples through `base_url`; returns what it wrote to its standard output.
 
-    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, which OpenAI's clients read by themselves, and the
-    prompt as a line of JSON, {"id", "messages", "metadata"}, on its standard input: never the answer. Cancelled, its
+    Its environment has ALLOWED of the run's, `variables`, and OPENAI_BASE_URL and OPENAI_API_KEY, which OpenAI's
+    clients read by themselves: neither the run's tokens nor its keys. It finds the prompt as a line of JSON, {"id", "messages", "metadata"}, on its standard input: never the answer. Cancelled, its
     whole process group is ended. Raises SlimxError, with the end of what it wrote to standard error, if it fails.
     """
-    environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
+    environment = {name: os.environ[name] for name in (*ALLOWED, *variables) if name in os.environ}
+    environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
     told = {"id": prompt.id, "messages": prompt.messages, "metadata": prompt.metadata}
     # Files, so that a program that writes a lot neither waits for a reader nor fills the driver's memory.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -21,6 +21,7 @@ from slimx.config.rollout import MAX_SUPPORT
 from slimx.errors import SlimxError
 from slimx.rollout.completion import Asked, Completion, ModelShape, Reader, Scores, restricts
 from slimx.rollout.control import message_of
+from slimx.rollout.keys import bearer
 from slimx.rollout.outage import Outage
 from slimx.rollout.requests import Sender, input_logprobs
 from slimx.rollout.sampling import checked_sampling
@@ -42,8 +43,10 @@ class GenerationClient:
         retries: int = 2,
         on_lost: Callable[[], Awaitable[None]] = _nothing,
         outage: Outage | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """`url`: the router's, or a server's. `deadline_s`: seconds for one request, waiting in queues included.
+        """`url`: the router's, or a server's; it asks for `api_key`. `deadline_s`: seconds for one request, waiting in
+        queues included.
 
         A request that is lost with its engine is sent again `retries` times, one that finds no engine for `retry_s`
         seconds. `on_lost` is awaited before it is: it should take the lost engine out of the router. While `outage`
@@ -51,6 +54,7 @@ class GenerationClient:
         """
         self.url, self.shape, self.deadline_s, self.retry_s = url.rstrip("/"), shape, deadline_s, retry_s
         self.retries, self.on_lost, self.outage = retries, on_lost, outage or Outage()
+        self.headers = bearer(api_key)
         self.retried = 0
         """Requests that were sent again because an engine was lost, so far."""
         self._reader = Reader(self.url, shape)
@@ -60,7 +64,8 @@ class GenerationClient:
         # No limit of connections: the caller bounds the requests in flight, and a hidden queue here would eat their
         # deadline.
         connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self.headers)
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

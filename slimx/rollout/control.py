@@ -20,6 +20,7 @@ import slimx
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.rollout.keys import NO_KEYS, Keys, bearer
 from slimx.rollout.process import ServerProcess
 
 PROTOCOL = 3
@@ -28,6 +29,9 @@ RECEIVER = "slimx.adapters.sglang_receiver.load_staged"
 """The server's custom weight loader, by dotted path."""
 NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
 """What /update_weights_from_tensor must carry although our tensors are staged already: a pickled empty list."""
+
+REFUSED = (401, 403)
+"""HTTP status of a call without the right key."""
 
 PORT_TAKEN = "error while attempting to bind on address"
 """What uvicorn writes into the server's log."""
@@ -47,9 +51,10 @@ class RanksUnheard(SlimxError):
 class EngineControl:
     """The control client of one server. Holds no connection: calls are rare, and any event loop may make them."""
 
-    def __init__(self, url: str, name: str = "engine", deadline_s: float = 60.0) -> None:
-        """`url`: "http://host:port". `deadline_s`: seconds that one call may take unless it says otherwise."""
-        self.url, self.name, self.deadline_s = url.rstrip("/"), name, deadline_s
+    def __init__(self, url: str, name: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:
+        """`url`: "http://host:port". `keys`: that the server asks for. `deadline_s`: seconds that one call may take
+        unless it says otherwise."""
+        self.url, self.name, self.keys, self.deadline_s = url.rstrip("/"), name, keys, deadline_s
 
     # Health and identity --------------------------------------------------------------------------------------------
 
@@ -112,7 +117,19 @@ class EngineControl:
 
     async def server_info(self) -> Json:
         """The arguments that the server runs with, by the names of SGLang's ServerArgs, and more."""
-        return await self._call("GET", "/server_info")
+        return await self._call("GET", "/server_info", key=self.keys.api_key)
+
+    async def check_guarded(self) -> None:
+        """Refuse a server that answers whoever asks: its keys must be in force for generation and for control."""
+        for method, path in (("GET", "/model_info"), ("POST", "/weights_checker")):
+            status, _ = await self._request(method, path, {"action": "slimx.status"}, self.deadline_s, key=None)
+            if status not in REFUSED:
+                raise SlimxError(
+                    f"engine {self.name} answers {method} {self.url}{path} with {status} to whoever asks, without a "
+                    "key; leave the arguments out of rollout.engines.sglang that have it do so",
+                    code="engine.unguarded",
+                    about=path,
+                )
 
     # Generation -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +278,11 @@ class EngineControl:
         ranks = self._by_rank(action, answer.get("ranks", []))
         for number, rank in enumerate(ranks):
             if "error" in rank:
-                raise SlimxError(f"engine {self.name} rank {number}, {action}: {rank['error']}")
+                raise SlimxError(
+                    f"engine {self.name} rank {number}, {action}: {rank['error']}",
+                    code=rank.get("code", ""),
+                    about=rank.get("about", ""),
+                )
         return [json.loads(rank["slimx"]) for rank in ranks]
 
     def _by_rank(self, action: str, answers: list[Json]) -> list[Json]:
@@ -285,24 +306,47 @@ class EngineControl:
             )
         return [found[rank] for rank in range(size)]
 
-    async def _call(self, method: str, path: str, body: Json | None = None, *, deadline_s: float | None = None) -> Json:
-        """One HTTP call. Anything but status 200 (and `success`, where SGLang sends it) is a SlimxError."""
-        deadline_s, url = self.deadline_s if deadline_s is None else deadline_s, self.url + path
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        deadline_s: float | None = None,
+        key: str | None = None,
+    ) -> Json:
+        """One HTTP call, with the key of control calls unless another is given. Anything but status 200 (and `success`,
+        where SGLang sends it) is a SlimxError."""
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        status, answer = await self._request(method, path, body, deadline_s, key=key or self.keys.control)
+        where = f"engine {self.name}: {method} {self.url}{path} answered {status}"
+        if status in REFUSED:
+            raise SlimxError(
+                f"{where}: {message_of(answer)}; it asks for another key: name the variables that hold its keys in "
+                "api_key_env and admin_api_key_env of its group in rollout.engines",
+                code="engine.key",
+                about=path,
+            )
+        if status != 200 or answer.get("success") is False:
+            raise SlimxError(f"{where}: {message_of(answer)}")
+        return answer
+
+    async def _request(
+        self, method: str, path: str, body: Json | None, deadline_s: float, *, key: str | None
+    ) -> tuple[int, Json]:
+        """Status and body of the answer to one HTTP request."""
+        url = self.url + path
         try:
             timeout = aiohttp.ClientTimeout(total=deadline_s)
             async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
+                aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session,
                 session.request(method, url, json=body) as response,
             ):
-                status, text = response.status, await response.text()
+                return response.status, parse_body(await response.text())
         except TimeoutError:
             raise DeadlineError(f"{method} {url}", deadline_s, f"engine {self.name}") from None
         except aiohttp.ClientError as error:
             raise SlimxError(f"engine {self.name}: {method} {url} failed: {type(error).__name__}: {error}") from None
-        answer = parse_body(text)
-        if status != 200 or answer.get("success") is False:
-            raise SlimxError(f"engine {self.name}: {method} {url} answered {status}: {message_of(answer)}")
-        return answer
 
 
 def _parts(packed: PackedBucket, encoding: Encoding, ranks: int) -> Json:

@@ -58,9 +58,11 @@ class Engine:
         self.process: ServerProcess = (
             ForeignProcess(spec.url)
             if spec.external
-            else SupervisedProcess(f"engine {spec.name}", server_argv(spec), log_path, server_env(spec))
+            else SupervisedProcess(
+                f"engine {spec.name}", server_argv(spec), log_path, server_env(spec), spec.keys.to_bytes()
+            )
         )
-        self.control = EngineControl(spec.url, spec.name)
+        self.control = EngineControl(spec.url, spec.name, spec.keys)
         self.state = State.DEAD
         self.asleep: set[Tag] = set()
         """Tags whose memory is released."""
@@ -121,6 +123,7 @@ class Engine:
             await check_arguments(self.control, self.spec)
         else:
             self._check_own()
+            await self.control.check_guarded()
         if (dtype := self.attestation[0]["dtype"]) != self.spec.dtype:
             raise SlimxError(
                 f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}"

@@ -13,6 +13,7 @@ import aiohttp
 
 from slimx.errors import SlimxError
 from slimx.rollout.control import message_of, parse_body
+from slimx.rollout.keys import bearer
 from slimx.rollout.outage import Elsewhere, Outage
 from slimx.rollout.requests import Answer, failed, input_logprobs, send
 
@@ -34,22 +35,30 @@ class FrozenEngine:
         look: Callable[[], Awaitable[None]] | None = None,
         failure: Callable[[], SlimxError | None] = lambda: None,
         outage: Outage | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """`url`: of the group's router. `deadline_s`: seconds for one request. One that is lost with its server is sent
-        again `retries` times, after `look` has looked for lost servers. `failure`: why the group is lost for good.
-        While `outage` lasts, requests wait, and their deadline does not run."""
+        """`url`: of the group's router, which asks for `api_key`. `deadline_s`: seconds for one request. One that is
+        lost with its server is sent again `retries` times, after `look` has looked for lost servers. `failure`: why the
+        group is lost for good. While `outage` lasts, requests wait, and their deadline does not run."""
         self.name, self.url, self.deadline_s, self.retries = name, url.rstrip("/"), deadline_s, retries
-        self._look, self._failure = look, failure
+        self._look, self._failure, self._key = look, failure, api_key
         self._loop = asyncio.get_running_loop() if look is not None else None
         self._absence = None if outage is None else Elsewhere(outage, lambda: failure() is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(FrozenEngine, deadline_s=self.deadline_s, retries=self.retries), (self.name, self.url)
+        options = {"deadline_s": self.deadline_s, "retries": self.retries, "api_key": self._key}
+        return partial(FrozenEngine, **options), (self.name, self.url)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers without which its servers answer nobody."""
+        return bearer(self._key)
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of one of SGLang's own paths, such as /v1/chat/completions, /v1/rerank or /classify."""
         url = self.url + path
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout, headers=self.headers) as session:
 
             async def attempt() -> Answer:
                 if (failure := self._failure()) is not None:

@@ -120,6 +120,8 @@ class RolloutContext:
     """Frozen groups of `rollout.engines`, by name."""
     address: str = ""
     """URL of the policy's router; "" where there is none. `engine` is the way to tokens that can be trained."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """HTTP headers of requests to `address`, which answers nobody without them."""
     proxy: ChatProxy | None = None
     """The run's OpenAI-compatible server (slimx.rollout.agent); None where nothing is sampled."""
     environments: Environments = field(default_factory=Environments)

@@ -54,9 +54,13 @@ class ServerProcess(Protocol):
 class SupervisedProcess:
     """One command under a guard. Not thread-safe: one owner starts and stops it."""
 
-    def __init__(self, name: str, argv: list[str], log_path: Path | str, env: dict[str, str] | None = None) -> None:
-        """`env` is added to this process's environment; stdout and stderr are appended to `log_path`."""
+    def __init__(
+        self, name: str, argv: list[str], log_path: Path | str, env: dict[str, str] | None = None, stdin: bytes = b""
+    ) -> None:
+        """`env` is added to this process's environment; stdout and stderr are appended to `log_path`. `stdin`: what the
+        command reads there, 64 KiB at most; unlike arguments and environment, other processes do not see it."""
         self.name, self.argv, self.log_path, self.env = name, argv, Path(log_path), env or {}
+        self.stdin = stdin
         self._guard: subprocess.Popen | None = None
 
     @property
@@ -73,12 +77,15 @@ class SupervisedProcess:
         with self.log_path.open("ab") as log:
             self._guard = subprocess.Popen(
                 guard,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env={**os.environ, **self.env},
             )
+        # It fits into the pipe, so this waits for nobody; a guard that ended at once shows in `poll`.
+        with contextlib.suppress(BrokenPipeError), self._guard.stdin as pipe:
+            pipe.write(self.stdin)
 
     def poll(self) -> int | None:
         """None while it runs, else its exit status (128 + signal number if a signal ended it)."""

@@ -165,6 +165,7 @@ class GroupMaker:
             index=index,
             engines=self.engines,
             address=getattr(self.client, "url", ""),
+            headers=getattr(self.client, "headers", {}),
             proxy=self.proxy,
             environments=self._environments,
             prompt_ids=prompt_ids,

@@ -16,6 +16,7 @@ import aiohttp
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.control import message_of, parse_body
+from slimx.rollout.keys import STDIN, Keys, bearer
 from slimx.rollout.process import SupervisedProcess
 
 Json = dict[str, Any]
@@ -59,7 +60,10 @@ def router_argv(
     return [
         sys.executable,
         "-m",
-        "sglang_router.launch_router",
+        "slimx.rollout.router_server",
+        "--keys",
+        STDIN,
+        "--",
         *[str(x) for pair in options.items() for x in pair],
         *flags,
     ]
@@ -77,11 +81,15 @@ class Router:
         request_deadline_s: float = 600.0,
         disaggregated: bool = False,
         by_key: bool = False,
+        keys: Keys | None = None,
     ) -> None:
-        """`request_deadline_s`: seconds that one generation request may take. The others are those of `router_argv`."""
+        """`request_deadline_s`: seconds that one generation request may take. `keys`: its workers', whose `api_key` it
+        asks for itself. The others are those of `router_argv`."""
         self.url = f"http://{host}:{port}"
         argv = router_argv(host, port, metrics_port, request_deadline_s, disaggregated=disaggregated, by_key=by_key)
-        self.process = SupervisedProcess("router", argv, log_path)
+        self.keys = Keys.random() if keys is None else keys
+        own = Keys(self.keys.api_key)  # it generates, and changes nothing
+        self.process = SupervisedProcess("router", argv, log_path, stdin=own.to_bytes())
 
     def start(self) -> None:
         self.process.start()
@@ -110,16 +118,28 @@ class Router:
         return (await self._call("GET", "/workers", deadline_s=deadline_s)).get("workers", [])
 
     async def add(
-        self, url: str, *, role: str = "regular", bootstrap_port: int | None = None, deadline_s: float = 60.0
+        self,
+        url: str,
+        *,
+        role: str = "regular",
+        bootstrap_port: int | None = None,
+        keys: Keys | None = None,
+        deadline_s: float = 60.0,
     ) -> None:
         """Register a worker and wait until the router sends to it. (/health of the router is 200 before that.)
 
         What the router knew of this URL is forgotten first: the engine behind it may be a new one. `bootstrap_port`: of
-        a prefill server, which the router tells the decode server of each request.
+        a prefill server, which the router tells the decode server of each request. `keys`: that the worker asks for, if
+        not those of the router.
         """
         await self.remove(url, deadline_s)
-        worker: Json = {"url": url} | ({"worker_type": role} if role != "regular" else {})
-        await self._call("POST", "/workers", worker | ({"bootstrap_port": bootstrap_port} if bootstrap_port else {}))
+        optional = {
+            "worker_type": None if role == "regular" else role,
+            "bootstrap_port": bootstrap_port,
+            "api_key": (keys or self.keys).api_key,
+        }
+        worker = {"url": url} | {name: value for name, value in optional.items() if value is not None}
+        await self._call("POST", "/workers", worker)
 
         async def healthy() -> bool:
             return any(worker["url"] == url and worker["is_healthy"] for worker in await self.workers())
@@ -155,7 +175,9 @@ class Router:
         url = self.url + path
         try:
             async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline_s)) as session,
+                aiohttp.ClientSession(
+                    timeout=aiohttp.ClientTimeout(total=deadline_s), headers=bearer(self.keys.api_key)
+                ) as session,
                 session.request(method, url, json=body) as response,
             ):
                 status, answer = response.status, parse_body(await response.text())

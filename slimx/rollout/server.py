@@ -1,5 +1,5 @@
 """Process entry of an engine, a stock SGLang server: `python -m slimx.rollout.server [--parent PID] [--exact-leaves N]
--- ARGUMENTS`.
+[--keys FILE] -- ARGUMENTS`.
 
 SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as `__mp_main__`:
 what must stand before `import sglang` stands at the top level here, and stays cheap.
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 
+from slimx.rollout.keys import Keys
 from slimx.rollout.process import end_with_parent
 
 CPU_VARIABLES = {
@@ -38,7 +40,7 @@ def install_stand_ins() -> None:
         sglang_absent.install()
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], keys: Keys) -> None:
     """Run the server until it is told to stop; its children end with it."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -47,7 +49,9 @@ def main(arguments: list[str]) -> None:
 
     load_plugins()
     try:
-        run_server(prepare_server_args(arguments))
+        server_args = prepare_server_args([*arguments, *keys.flags()])
+        server_args._launch_command = shlex.join(arguments)  # which /server_info tells, with the keys in it
+        run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
@@ -66,6 +70,12 @@ if __name__ == "__main__":
         metavar="N",
         help="compute by the contract of numerics.mode=exact, with sums of N leaves; read by the plugin",
     )
+    parser.add_argument(
+        "--keys",
+        metavar="FILE",
+        help='JSON of the keys that requests need, {"api_key": "...", "admin_api_key": "..."}, readable by its owner '
+        "alone; -: standard input",
+    )
     parser.add_argument("sglang", nargs=argparse.REMAINDER, help="-- and then arguments of sglang.launch_server")
     options = parser.parse_args()
     if options.parent is not None:
@@ -73,4 +83,4 @@ if __name__ == "__main__":
     given = options.sglang[1:] if options.sglang[:1] == ["--"] else options.sglang
     prepare(given)
     install_stand_ins()
-    sys.exit(main(given))
+    sys.exit(main(given, Keys() if options.keys is None else Keys.read(options.keys)))

@@ -12,6 +12,7 @@ from slimx.layout.ranks import EngineSizes
 from slimx.ports import address
 from slimx.rollout.arguments import check_server_args, command_line
 from slimx.rollout.control import RECEIVER
+from slimx.rollout.keys import STDIN, Keys
 
 EXACT_ATTENTION = "slimx_exact"
 """Attention backend of exact mode, registered by the plugin: the name of slimx.adapters.sglang_attention, which needs
@@ -64,6 +65,8 @@ class EngineSpec:
     """Whether it was started by somebody else, to whom it belongs."""
     node: NodeShare | None = None
     """None: the server is on one machine."""
+    keys: Keys = field(default_factory=Keys.random, compare=False)
+    """What requests to it need."""
     gpus: tuple[str, ...] | None = None
     """GPUs that the server may use, by number or UUID; None: those of the process that starts it."""
 
@@ -120,12 +123,32 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
                 "enforce_disable_flashinfer_allreduce_fusion": True,
             }
     check_server_args(spec.sglang)
+    check_keyless(spec.sglang)
     if taken := sorted(ours.keys() & spec.sglang.keys()):
         raise SlimxError(
             f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; "
             "leave it out"
         )
     return defaults | spec.sglang | ours
+
+
+def check_keyless(args: dict[str, Any]) -> None:
+    """Refuse arguments that would show a key to every user of the machine, or serve without asking for one."""
+    for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
+        if args.get(name) is not None:
+            raise SlimxError(
+                f"rollout.engines.sglang.{name} would stand on the server's command line, which every user of the "
+                "machine can read; leave it out: slimx gives each run's servers random keys",
+                code="engine.key_on_command_line",
+                about=name,
+            )
+    if args.get("tokenizer_worker_num") not in (None, 1):
+        raise SlimxError(
+            "rollout.engines.sglang.tokenizer_worker_num is above 1, where SGLang asks nobody for a key, so that any "
+            "process could replace the weights; leave it at 1",
+            code="engine.unguarded",
+            about="tokenizer_worker_num",
+        )
 
 
 def policy_args(spec: EngineSpec) -> dict[str, Any]:
@@ -141,7 +164,8 @@ def policy_args(spec: EngineSpec) -> dict[str, Any]:
 def server_argv(spec: EngineSpec) -> list[str]:
     """The command that runs the server in this environment's Python."""
     exact = [] if spec.exact_leaves is None else ["--exact-leaves", str(spec.exact_leaves)]
-    return [sys.executable, "-m", "slimx.rollout.server", *exact, "--", *command_line(server_args(spec))]
+    keys = ["--keys", STDIN]
+    return [sys.executable, "-m", "slimx.rollout.server", *exact, *keys, "--", *command_line(server_args(spec))]
 
 
 def server_env(spec: EngineSpec) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,9 @@ ToolParser = Callable[[str, list[dict[str, Any]]], Awaitable[Parsed]]
 """Of an answer's text and the tools that it may call."""
 
 
-def find_parser(name: str, router: str) -> ToolParser:
+def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> ToolParser:
     """The parser of a name: hermes, one of the router's, or the dotted path of `def parse(text) -> (text, calls)`.
-    `router`: its URL. Raises SlimxError for a name that nobody knows."""
+    `router`: its URL; `headers`: of requests to it. Raises SlimxError for a name that nobody knows."""
     key = "rollout.options.tool_parser"
     if name == "hermes" or "." in name:
         parse = hermes if name == "hermes" else load_function(key, name, ("text",), is_async=False)
@@ -56,7 +56,7 @@ def find_parser(name: str, router: str) -> ToolParser:
         raise SlimxError(f"{key} is {name!r}; choose hermes, a dotted path, or one of {', '.join(sorted(known))}")
 
     async def by_router(text: str, tools: list[dict[str, Any]]) -> Parsed:
-        return await _ask(router, name, text, tools)
+        return await _ask(router, headers, name, text, tools)
 
     return by_router
 
@@ -79,10 +79,13 @@ def hermes(text: str) -> Parsed:
     return (text.partition("<tool_call>")[0].strip(), calls) if calls else (text, [])
 
 
-async def _ask(router: str, name: str, text: str, tools: list[dict[str, Any]]) -> Parsed:
+async def _ask(router: str, headers: Mapping[str, str], name: str, text: str, tools: list[dict[str, Any]]) -> Parsed:
     url, body = f"{router}/parse/function_call", {"text": text, "tools": tools, "tool_call_parser": name}
     timeout = aiohttp.ClientTimeout(total=ROUTER_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url, json=body) as response:
+    async with (
+        aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+        session.post(url, json=body) as response,
+    ):
         answer = parse_body(await response.text())
     if response.status != 200:
         raise SlimxError(f"POST {url} answered {response.status}: {message_of(answer)}")

@@ -19,6 +19,7 @@ from slimx.models.families import read_model
 from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine
+from slimx.rollout.keys import bearer
 from slimx.rollout.spec import EngineSpec
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 
@@ -92,7 +93,9 @@ async def completions(engine: Engine, model: Path) -> Completions:
     def prompt(length: int) -> list[int]:
         return random.integers(4, 100, length).tolist()
 
-    async with GenerationClient(engine.spec.url, ModelShape.of(read_model(model))) as client:
+    async with GenerationClient(
+        engine.spec.url, ModelShape.of(read_model(model)), api_key=engine.spec.keys.api_key
+    ) as client:
         shared = prompt(20)
         await sample(client, shared, 1.0)  # alone
         await sample(client, [*shared, *prompt(3)], 0.7, cached=20)  # behind the prefix that the first one left
@@ -107,7 +110,7 @@ async def retracted(engine: Engine, client: GenerationClient, prompts: list[list
     """Of requests that a pause takes out of the batch; their KV is computed again. Longer ones until one was."""
     longest, end = 24, time.monotonic() + START_S
     while time.monotonic() < end:
-        async with aiohttp.ClientSession(engine.spec.url) as session:
+        async with aiohttp.ClientSession(engine.spec.url, headers=bearer(engine.spec.keys.api_key)) as session:
             asked = [asyncio.ensure_future(ask(session, each, number, longest)) for number, each in enumerate(prompts)]
             sampling = {"temperature": 1.0, "max_new_tokens": longest, "ignore_eos": True}
             async with client.stream(prompts[0], sampling, seed=99) as stream:

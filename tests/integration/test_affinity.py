@@ -83,7 +83,8 @@ async def ask(router: Router, workers: list[Worker], *, keyed: bool) -> None:
     the router sees of a worker's load depends on nobody's speed."""
     for worker in workers:
         worker.open.clear()
-    async with GenerationClient(router.url, ModelShape(1000)) as client, asyncio.TaskGroup() as rollouts:
+    key = router.keys.api_key
+    async with GenerationClient(router.url, ModelShape(1000), api_key=key) as client, asyncio.TaskGroup() as rollouts:
 
         async def rollout(group: int, index: int) -> None:
             engine: Any = client.sticky(f"g{group}") if keyed else client
@@ -119,7 +120,7 @@ async def test_keys_keep_groups_together_until_their_engine_is_lost(tmp_path: Pa
             """What the owner of the engines does: the lost one leaves the router before the request is sent again."""
             await router.remove(next(worker for worker in workers if worker.dropping).url)
 
-        async with GenerationClient(router.url, ModelShape(1000), on_lost=look) as client:
+        async with GenerationClient(router.url, ModelShape(1000), on_lost=look, api_key=router.keys.api_key) as client:
             engine = client.sticky("later")
             await engine.generate([1, 2], TOKENS, seed=1)
             first, other = sorted(workers, key=lambda worker: worker.prompts[-1] != [1, 2])

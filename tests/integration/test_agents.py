@@ -114,12 +114,13 @@ async def test_agents_of_the_official_client_are_the_rollout_that_a_hook_makes(
     engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
     await publish(engine, tiny_weights, 3)
-    router = Router(free_port(), free_port(), tmp_path / "router.log")
+    router = Router(free_port(), free_port(), tmp_path / "router.log", keys=engine.spec.keys)
     router.start()
     try:
         await router.wait_ready(30)
         await router.add(engine.spec.url)
-        async with GenerationClient(router.url, ModelShape.of(read_model(tiny_model))) as client:
+        shape, key = ModelShape.of(read_model(tiny_model)), router.keys.api_key
+        async with GenerationClient(router.url, shape, api_key=key) as client:
             async with rolling(client, tiny_model) as ctx:
                 expected = await two_turns(ctx, PROMPT)
                 assert expected.loss_mask.sum() >= 4 and len(expected.spans) == 4
@@ -136,9 +137,12 @@ async def test_agents_of_the_official_client_are_the_rollout_that_a_hook_makes(
                     results.add((found.metadata["result"], found.token_ids.tobytes()))
                 assert len(results) == 1, "the agent samples the same in this process and in one of its own"
             for parser, text in CALLS.items():
-                content, (call,) = await find_parser(parser, router.url)(f"So: {text}", [ADD])
+                content, (call,) = await find_parser(parser, router.url, client.headers)(f"So: {text}", [ADD])
                 assert (content, call.name, json.loads(call.arguments)) == ("So:", "add", {"a": 1}), parser
-                assert await find_parser(parser, router.url)("So: nothing", [ADD]) == ("So: nothing", [])
+                assert await find_parser(parser, router.url, client.headers)("So: nothing", [ADD]) == (
+                    "So: nothing",
+                    [],
+                )
             # What the server itself refuses, and what nobody serves.
             async with rolling(client, tiny_model) as ctx:
                 ctx = replace(ctx, proxy=ChatProxy(context=10_000))
@@ -201,7 +205,7 @@ async def test_a_stream_samples_what_a_request_does_whole_broken_and_left(
     await publish(engine, tiny_weights, 4)
     prompt, sampling = [1, 20, 21, 15, 22, 23, 33, 2], {"temperature": 0.7, "max_new_tokens": 60, "ignore_eos": True}
     shape = ModelShape.of(read_model(tiny_model))
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         expected = await client.generate(prompt, sampling, 5, return_routed_experts=True)
         async with client.stream(prompt, sampling, 5, return_routed_experts=True) as stream:
             sizes = [len(piece.token_ids) async for piece in stream]
@@ -214,7 +218,11 @@ async def test_a_stream_samples_what_a_request_does_whole_broken_and_left(
         count = len(stream.completion.token_ids)
         assert 20 <= count < 60 and stream.completion.token_ids.tolist() == expected.token_ids[:count].tolist()
         assert len(stream.completion.routed_experts) == len(prompt) + count - 1
-    async with Breaking(engine.spec.url, cuts=2, after=6000) as relay, GenerationClient(relay.url, shape) as client:
+    key = engine.spec.keys.api_key
+    async with (
+        Breaking(engine.spec.url, cuts=2, after=6000) as relay,
+        GenerationClient(relay.url, shape, api_key=key) as client,
+    ):
         pieces: list[int] = []
         async with client.stream(prompt, sampling, 5, return_routed_experts=True) as stream:
             async for piece in stream:

@@ -118,7 +118,7 @@ async def test_tokens_come_with_logprobs_versions_and_experts(
     engine: Engine, tiny_weights: Weights, oracle: Qwen3MoeForCausalLM, shape: ModelShape
 ) -> None:
     await publish(engine, tiny_weights, 4)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         completion = await client.generate(PROMPT, SAMPLING, seed=3, return_routed_experts=True)
         ids = [*PROMPT, *completion.token_ids.tolist()]
         scores = await client.score(ids, return_routed_experts=True)
@@ -137,7 +137,7 @@ async def test_under_top_k_and_top_p_the_kept_tokens_come_back_and_logprobs_are_
 ) -> None:
     weights = perturbed(tiny_weights, 5)  # far from uniform
     await publish(engine, weights, 5)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         completion = await client.generate(PROMPT, {**SAMPLING, **cut}, seed=3, return_routed_experts=True)
     ids = [*PROMPT, *completion.token_ids.tolist()]
     oracle.load_state_dict(fused(oracle, weights))
@@ -158,7 +158,7 @@ async def test_under_top_k_and_top_p_the_kept_tokens_come_back_and_logprobs_are_
 
 async def test_a_seed_repeats_its_tokens(engine: Engine, tiny_weights: Weights, shape: ModelShape) -> None:
     await publish(engine, tiny_weights, 1)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         runs = await asyncio.gather(*[client.generate(PROMPT, SAMPLING, seed) for seed in (1, 1, 2, 1)])
         alone = await client.generate(PROMPT, SAMPLING, 1)
     first, second, other, third = (run.token_ids.tolist() for run in runs)
@@ -166,7 +166,7 @@ async def test_a_seed_repeats_its_tokens(engine: Engine, tiny_weights: Weights, 
 
 
 async def test_requests_that_would_end_the_scheduler_are_refused(engine: Engine, shape: ModelShape) -> None:
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         with pytest.raises(SlimxError, match="min_p cannot be combined with a seed"):
             await client.generate(PROMPT, {**SAMPLING, "min_p": 0.1}, 1)
         with pytest.raises(SlimxError, match="token id 128 cannot be generated from; ids are 0 to 127"):
@@ -180,7 +180,7 @@ async def test_a_flipped_byte_is_refused_and_changes_nothing(
     engine: Engine, tiny_weights: Weights, shape: ModelShape
 ) -> None:
     await publish(engine, tiny_weights, 1)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         before = (await client.score(PROMPT)).logprobs
         with Bucket(perturbed(tiny_weights, 5)) as bucket:
             wrong = bucket.tensors[7]
@@ -225,8 +225,9 @@ async def test_what_the_model_cannot_take_is_refused_before_any_change(engine: E
         await engine.abort()
         await engine.resume()
     await engine.begin(manifest(1))
-    with pytest.raises(SlimxError, match=r"cannot be opened|were announced"):
+    with pytest.raises(SlimxError) as error:
         await engine.stage(bucket.packed, 0)
+    assert error.value.code in ("bucket.gone", "bucket.foreign"), "closed, and perhaps another file has its number"
 
 
 async def test_a_publication_gives_the_new_models_logprobs(
@@ -234,7 +235,7 @@ async def test_a_publication_gives_the_new_models_logprobs(
 ) -> None:
     new = perturbed(tiny_weights, 11)
     await publish(engine, tiny_weights, 7)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         old = await client.score(PROMPT)
         await publish(engine, new, 8, staging="bucket")
         scores = await client.score(PROMPT)
@@ -263,7 +264,7 @@ async def test_tokens_across_a_publication_carry_both_versions(
     engine: Engine, tiny_weights: Weights, shape: ModelShape
 ) -> None:
     await publish(engine, tiny_weights, 20)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         sampling = {**SAMPLING, "max_new_tokens": 400}
         running = asyncio.create_task(client.generate(PROMPT, sampling, 1, return_routed_experts=True))
         await asyncio.sleep(0.5)
@@ -276,7 +277,7 @@ async def test_tokens_across_a_publication_carry_both_versions(
 
 async def test_aborted_requests_return_what_they_have(engine: Engine, tiny_weights: Weights, shape: ModelShape) -> None:
     await publish(engine, tiny_weights, 1)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         running = asyncio.create_task(client.generate(PROMPT, {**SAMPLING, "max_new_tokens": 1500}, 1))
         await asyncio.sleep(0.5)
         await engine.control.abort_all()
@@ -303,7 +304,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
         await engine.resume()
     await engine.wake()
     await engine.resume()
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         assert (await client.generate(PROMPT, SAMPLING, 1)).versions == [(0, 12, 30)]
 
 
@@ -311,11 +312,11 @@ async def test_the_router_sends_to_registered_engines_only(
     engine: Engine, tiny_weights: Weights, shape: ModelShape, tmp_path: Path
 ) -> None:
     await publish(engine, tiny_weights, 1)
-    router = Router(free_port(), free_port(), tmp_path / "router.log")
+    router = Router(free_port(), free_port(), tmp_path / "router.log", keys=engine.spec.keys)
     router.start()
     try:
         await router.wait_ready(30)
-        async with GenerationClient(router.url, shape, retry_s=0.5) as client:
+        async with GenerationClient(router.url, shape, retry_s=0.5, api_key=router.keys.api_key) as client:
             with pytest.raises(SlimxError, match=f"POST {router.url}/generate answered 503"):
                 await client.generate(PROMPT, SAMPLING, 1)
             await router.add(engine.spec.url)

@@ -93,7 +93,7 @@ async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_ei
         done = await Publisher(transport, group.members, deadline_s=120, step_deadline_s=60).publish(3, trainer_step=3)
         assert not done.lost and engine.standing is Standing.MEMBER
         shape = ModelShape.of(read_model(tiny_model))
-        async with GenerationClient(group.router.url, shape) as client:
+        async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:
             completion = await client.generate(PROMPT, SAMPLING, seed=1, return_routed_experts=True)
         ids = [*PROMPT, *completion.token_ids.tolist()]
         assert completion.versions == [(0, 8, 3)]
@@ -122,11 +122,14 @@ def _is_share(process: psutil.Process, model: Path, rank: int) -> bool:
 
 
 async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
-    engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
+    engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an engine of the policy it is attested and published to, as a frozen model it answers hooks."""
     url = engine.spec.url
-    config = config_of(tiny_model, tmp_path, [{"urls": [url]}], "memory")
+    monkeypatch.setenv("ENGINES_KEY", engine.spec.keys.api_key)
+    monkeypatch.setenv("ENGINES_ADMIN_KEY", engine.spec.keys.admin_api_key)
+    given = {"urls": [url], "api_key_env": "ENGINES_KEY", "admin_api_key_env": "ENGINES_ADMIN_KEY"}
+    config = config_of(tiny_model, tmp_path, [given], "memory")
     async with ray_for(config) as stack:
         group = EngineGroup(config, "cpu", tmp_path, moe=True, note=print)
         stack.push_async_callback(group.stop)
@@ -135,16 +138,14 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         trainers.version = 5
         await Publisher(trainers, group.members, deadline_s=60, step_deadline_s=30).publish(5, trainer_step=5)
         shape = ModelShape.of(read_model(tiny_model))
-        async with GenerationClient(group.router.url, shape) as client:
+        async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:
             completion = await client.generate(PROMPT, SAMPLING, seed=2)
         assert completion.versions == [(0, 8, 5)]
         ids = [*PROMPT, *completion.token_ids.tolist()]
         wanted = wanted_logprobs(tiny_model, perturbed(tiny_weights, seed=5), ids)
         np.testing.assert_allclose(completion.logprobs, wanted[len(PROMPT) - 1 :], atol=1e-4)
 
-        judges = config_of(
-            tiny_model, tmp_path, [{"name": "a"}, {"name": "judge", "frozen": True, "urls": [url]}], "memory"
-        )
+        judges = config_of(tiny_model, tmp_path, [{"name": "a"}, {"name": "judge", "frozen": True, **given}], "memory")
         frozen = FrozenEngines(judges, "cpu", tmp_path, note=print)
         stack.push_async_callback(frozen.stop)
         await frozen.start()
@@ -154,10 +155,11 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         np.testing.assert_allclose(scored, wanted, atol=1e-4)
         later = await frozen.clients["judge"].logprobs(ids, start=len(PROMPT))
         np.testing.assert_allclose(later, wanted[len(PROMPT) - 1 :], atol=1e-4)
-        await check_vocabulary(FrozenEngine("judge", url, deadline_s=60, retries=0), load_tokenizer(tiny_model))
+        served = FrozenEngine("judge", url, deadline_s=60, retries=0, api_key=engine.spec.keys.api_key)
+        await check_vocabulary(served, load_tokenizer(tiny_model))
         assert frozen.metrics()["engines/judge/serving"] == 1
 
-        other = config_of(tiny_model, tmp_path, [{"urls": [url], "tensor": 2}], "memory")
+        other = config_of(tiny_model, tmp_path, [given | {"tensor": 2}], "memory")
         wrong = EngineGroup(other, "cpu", tmp_path, moe=True, note=print)
         stack.push_async_callback(wrong.stop)
         with pytest.raises(SlimxError, match="runs as EngineSizes.* the configuration asks for"):

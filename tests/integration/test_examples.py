@@ -37,7 +37,7 @@ SAMPLING = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": list(ran
 @pytest.fixture(scope="module")
 def router(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     """In front of the session's server."""
-    router = Router(free_port(), free_port(), tmp_path_factory.mktemp("router") / "router.log")
+    router = Router(free_port(), free_port(), tmp_path_factory.mktemp("router") / "router.log", keys=engine.spec.keys)
     router.start()
 
     async def ready() -> None:
@@ -57,7 +57,8 @@ async def client(
 ) -> AsyncIterator[GenerationClient]:
     """Version 1 is published."""
     await publish(engine, tiny_weights, 1)
-    async with GenerationClient(router.url, ModelShape.of(read_model(tiny_model))) as client:
+    shape, key = ModelShape.of(read_model(tiny_model)), router.keys.api_key
+    async with GenerationClient(router.url, shape, api_key=key) as client:
         yield client
 
 
@@ -110,7 +111,7 @@ async def test_every_example_yields_trajectories_that_can_be_trained(ctx: Rollou
 async def test_a_judge_gives_points_to_every_answer(ctx: RolloutContext, router: Router) -> None:
     """The tiny model judges itself: its words are noise, but they have the form that was asked for."""
     trajectory = await single_turn.generate(ctx, PROMPT)
-    engines = {"judge": FrozenEngine("judge", router.url, deadline_s=60, retries=0)}
+    engines = {"judge": FrozenEngine("judge", router.url, deadline_s=60, retries=0, api_key=router.keys.api_key)}
     points = await judge.reward(RewardContext(PROMPT, ctx.tokenizer, "46", False, engines), trajectory)
     assert points in [number / 10 for number in range(11)]
 

@@ -113,7 +113,7 @@ class Stand:
 
 async def process_of(engine: EngineHandle) -> int:
     """The server's scheduler, which holds the model."""
-    return (await EngineControl(engine.url).attest())[0]["pid"]
+    return (await EngineControl(engine.url, keys=engine.keys).attest())[0]["pid"]
 
 
 @asynccontextmanager
@@ -139,7 +139,13 @@ async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> As
             await group.start()
             group.members.watch()
             shape = ModelShape.of(read_model(tiny_model))
-            client = GenerationClient(group.router.url, shape, on_lost=group.members.look, outage=group.members.outage)
+            client = GenerationClient(
+                group.router.url,
+                shape,
+                on_lost=group.members.look,
+                outage=group.members.outage,
+                api_key=group.keys.api_key,
+            )
             stand = Stand(group, Trainers(weights), await stack.enter_async_context(client))
             stack.push_async_callback(stand.gloo.stop)
             yield stand
@@ -241,7 +247,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             trainers.at_bucket = lambda bucket: None
             assert (await stand.publish(5)).lost == [] and courier.incarnation == 2
             for engine in (first, second):
-                async with GenerationClient(engine.url, stand.client.shape) as client:
+                async with GenerationClient(engine.url, stand.client.shape, api_key=engine.keys.api_key) as client:
                     stand.completions.append(await client.generate(PROMPT, SAMPLING, 1))
                 assert stand.completions[-1].versions == [(0, 8, 5)]
         finally:

@@ -44,7 +44,7 @@ async def test_interrupted_requests_bring_the_tokens_of_uninterrupted_ones(
     engine: Engine, tiny_weights: Weights, shape: ModelShape
 ) -> None:
     await publish(engine, tiny_weights, 1)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         seeds = range(20)
         whole = await asyncio.gather(*(client.generate(PROMPT, SAMPLING, seed, True) for seed in seeds))
         stand = Stand(client)
@@ -82,7 +82,7 @@ async def test_each_token_keeps_the_version_and_the_log_prob_of_the_request_that
     engine: Engine, tiny_weights: Weights, shape: ModelShape
 ) -> None:
     await publish(engine, tiny_weights, 1)
-    async with GenerationClient(engine.spec.url, shape) as client:
+    async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         stand, sampling = Stand(client), SAMPLING | {"temperature": 1.0}
         request = asyncio.ensure_future(stand.engines.generate(PROMPT, sampling, 7, True))
         while not stand.journal.entries():  # again if it had not left the server's queue

@@ -11,6 +11,7 @@ from slimx.orchestration.engine_handle import Standing
 from slimx.orchestration.recovery import Membership
 from slimx.orchestration.restarts import Restart
 from slimx.reshard.parties import ReceiverLost
+from slimx.rollout.keys import NO_KEYS, Keys
 
 
 class FakeEngine:
@@ -19,7 +20,7 @@ class FakeEngine:
     def __init__(self, name: str, log: list[str], starts: list[SlimxError | None]):
         self.name, self.log, self.starts = name, log, starts
         self.url, self.standing, self.incarnation = f"http://{name}/0", Standing.JOINING, 1
-        self.role, self.bootstrap_port = "regular", None
+        self.role, self.bootstrap_port, self.keys = "regular", None, NO_KEYS
         self.end: str | None = None
         self.sick: SlimxError | None = None
         self.ready = True
@@ -78,7 +79,7 @@ class FakeRouter:
         if self.end or self.silent:
             raise self.silent or SlimxError(self.end)
 
-    async def add(self, url: str, *, role: str, bootstrap_port: int | None) -> None:
+    async def add(self, url: str, *, role: str, bootstrap_port: int | None, keys: Keys) -> None:
         await self.slow.wait()
         self._answer()
         self.log.append(f"add {url}")

@@ -18,6 +18,7 @@ import yaml
 from slimx import cli
 from slimx.config import load_config
 from slimx.errors import SlimxError
+from slimx.observability.run_files import read_config
 from tools.quickstart.make_model import make_model
 
 PROMPT = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
@@ -194,6 +195,30 @@ def test_overrides_are_applied_in_order_and_keep_what_they_do_not_name(file):
 def test_overrides_take_null_lists_and_text_with_equals_signs(file):
     config = load_config(file, ["reward.function=null", "algorithm.name=sft", "rollout.engines=[]", "run.name=a=b"])
     assert config.reward.function is None and config.rollout.engines == () and config.run.name == "a=b"
+
+
+def test_what_is_written_of_a_run_holds_no_value_of_the_environment(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "top-secret")
+    monkeypatch.setenv("STEPS", "2")
+    config = load_config(
+        file,
+        [
+            "reward.options={headers: [{key: '${oc.env:JUDGE_KEY}'}], note: 'Bearer ${oc.env:JUDGE_KEY}'}",
+            "run.name=${reward.options.note}",
+            "schedule.steps=${oc.env:STEPS}",
+        ],
+    )
+    assert config.reward.options == {"headers": [{"key": "top-secret"}], "note": "Bearer top-secret"}
+    assert (config.run.name, config.schedule.steps) == ("Bearer top-secret", 2)
+    # Configurations that are made from it know as much.
+    for each in (config, config.model_copy(update={"schedule": config.schedule})):
+        assert "top-secret" not in each.to_text() and "top-secret" not in json.dumps(each.to_plain())
+    written = tmp_path / "config.yaml"
+    written.write_text(config.to_text())
+    assert load_config(written) == config and load_config(written).to_text() == config.to_text()
+    assert read_config(written)["run"]["name"] == "Bearer top-secret"
+    monkeypatch.delenv("JUDGE_KEY")
+    assert read_config(written)["run"]["name"] == "${reward.options.note}"
 
 
 def test_a_configuration_cannot_be_changed_after_it_was_checked(file):

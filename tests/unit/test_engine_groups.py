@@ -27,6 +27,7 @@ from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rewards import judge
 from slimx.rollout import control
 from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.keys import bearer
 from slimx.rollout.requests import input_logprobs
 from slimx.rollout.router import Router
 from slimx.rollout.spec import EngineSpec, NodeShare, server_args, server_env
@@ -165,14 +166,15 @@ def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:
 
 
 @asynccontextmanager
-async def servers(count: int) -> AsyncIterator[tuple[list[str], list[tuple[int, dict[str, Any]]]]]:
-    """What answers as SGLang does; the requests that each got, by its number."""
-    requests: list[tuple[int, dict[str, Any]]] = []
+async def servers(count: int) -> AsyncIterator[tuple[list[str], list[tuple[int, dict[str, Any], str | None]]]]:
+    """What answers as SGLang does; the requests that each got: its number, the body, the key."""
+    requests: list[tuple[int, dict[str, Any], str | None]] = []
 
     def app(number: int) -> aiohttp.web.Application:
         async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
             if request.method == "POST":
-                requests.append((number, await request.json()))
+                # The first of several, as Starlette reads it in SGLang.
+                requests.append((number, await request.json(), request.headers.get("Authorization")))
             if request.path == "/v1/chat/completions":
                 return aiohttp.web.json_response({"choices": [{"message": {"content": "9 of 10"}}]})
             if request.path == "/classify":
@@ -209,15 +211,16 @@ async def test_a_request_goes_to_a_prefill_and_a_decode_server_that_are_told_of_
             }
             requests.clear()
             async with (
-                aiohttp.ClientSession() as session,
+                aiohttp.ClientSession(headers=bearer(router.keys.api_key)) as session,
                 session.post(f"{router.url}/generate", json={"input_ids": [1, 2], "sampling_params": {}}) as response,
             ):
                 assert (await response.json())["text"] == "1", "the decode server's answer counts"
         finally:
             await router.stop()
-    assert sorted(number for number, _ in requests) == [0, 1]
-    assert {body["bootstrap_port"] for _, body in requests} == {8999}
-    assert len({body["bootstrap_room"] for _, body in requests}) == 1
+    assert sorted(number for number, _, _ in requests) == [0, 1]
+    assert {body["bootstrap_port"] for _, body, _ in requests} == {8999}
+    assert len({body["bootstrap_room"] for _, body, _ in requests}) == 1
+    assert {key for _, _, key in requests} == {f"Bearer {router.keys.api_key}"}
 
 
 def test_scores_are_those_of_the_tokens_asked_for() -> None:

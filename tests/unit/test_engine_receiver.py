@@ -52,7 +52,7 @@ class Sent:
     """A bucket in a memory file, as one rank is told of it."""
 
     def __init__(self, weights: Weights) -> None:
-        self.fd, self.entries, end = os.memfd_create("test"), [], 0
+        self.fd, self.entries, end = os.memfd_create("slimx-bucket"), [], 0
         for name, tensor in weights.items():
             os.pwrite(self.fd, tensor.contiguous().numpy().tobytes(), end)
             entry = {"name": name, "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "offset": end}
@@ -205,7 +205,7 @@ def test_a_tensor_comes_once_and_its_file_must_be_there(receiver, sent) -> None:
     receiver.begin(manifest=manifest())
     receiver.stage(**(sent(other).argument() | {"fd_path": "/nowhere"}))
     for change, message in (
-        ({"fd_path": "/nowhere"}, "the bucket at /nowhere cannot be opened .No such file or directory."),
+        ({"fd_path": "/proc/self/fd/999"}, "the bucket at /proc/self/fd/999 cannot be opened .No such file or "),
         ({"size": 4096}, "has 64 bytes, 4096 were announced"),
     ):
         receiver.abort()

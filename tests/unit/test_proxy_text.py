@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slimx.errors import SlimxError
 from slimx.rollout import agent
-from slimx.rollout.agent_process import run_command
+from slimx.rollout.agent_process import ALLOWED, run_command
 from slimx.rollout.hooks import GivenUp
 from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.proxy_answer import Pieces, Reading
@@ -88,6 +88,25 @@ async def test_a_program_gets_the_prompt_but_not_its_answer_and_what_it_writes_c
     told, url, _ = out.rsplit(" ", 2)
     assert json.loads(told) == {"id": "p", "messages": PROMPT.messages, "metadata": {"level": 3}}
     assert url == "http://base/v1"
+
+
+async def test_a_program_has_no_variables_of_the_run_but_those_that_it_was_given(monkeypatch: pytest.MonkeyPatch):
+    for name in ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY", "GIVEN"):
+        monkeypatch.setenv(name, "secret")
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    found = json.loads(await run_command([sys.executable, "-c", code], "http://base/v1", PROMPT, ["GIVEN", "ABSENT"]))
+    assert found.keys() <= {*ALLOWED, "GIVEN", "OPENAI_BASE_URL", "OPENAI_API_KEY"} and found["GIVEN"] == "secret"
+    assert found["PATH"] == os.environ["PATH"] and list(found.values()).count("secret") == 1
+
+
+def test_variables_for_programs_are_named_and_set(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GIVEN", "x")
+    monkeypatch.delenv("ABSENT", raising=False)
+    agent.check(command=[sys.executable], environment=["GIVEN"])
+    for environment, about in ((["GIVEN", "ABSENT"], "ABSENT"), ("GIVEN", "rollout.options.environment")):
+        with pytest.raises(SlimxError) as error:
+            agent.check(command=[sys.executable], environment=environment)
+        assert (error.value.code, error.value.about) == ("agent.environment", about)
 
 
 async def test_a_program_that_fails_says_why():

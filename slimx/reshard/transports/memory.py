@@ -7,11 +7,19 @@ holds it ends, however it ends.
 from __future__ import annotations
 
 import os
+import re
+import stat
 import weakref
 
 import torch
 
 from slimx.errors import SlimxError
+
+NAME = "slimx-bucket"
+"""Of every memory file, in /proc."""
+DESCRIPTOR = re.compile(r"/proc/(\d+|self)/fd/\d+")
+BUCKET_FILE = re.compile(r"/.*/version-\d+(\.epoch-\d+\.partial)?/bucket-\d+\.safetensors")
+"""Of a version on disk (`slimx.reshard.transports.disk`)."""
 
 
 class MemoryFile:
@@ -19,7 +27,7 @@ class MemoryFile:
 
     def __init__(self, size: int):
         """`size` bytes, zero."""
-        self._file = os.memfd_create("slimx-bucket", os.MFD_CLOEXEC)
+        self._file = os.memfd_create(NAME, os.MFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._file)
         os.ftruncate(self._file, size)
         self.size = size
@@ -32,14 +40,25 @@ class MemoryFile:
 
 
 def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
-    """The memory file of another process of this machine and user, uint8 [size]: writable, or `private`, where its
-    pages are shared too but nothing that is written here could reach them."""
+    """The memory file of another process of this machine and user, or a bucket of a version on disk, uint8 [size]:
+    writable, or `private`, where its pages are shared too but nothing that is written here could reach them.
+
+    Raises SlimxError for anything else at `path`, which is not opened."""
     try:
+        if not _offered(path):
+            raise SlimxError(
+                f"{path} is no bucket of a run of this user, neither memory of a trainer or courier nor a file of a "
+                "version on disk; it is not opened",
+                code="bucket.foreign",
+                about=path,
+            )
         file = os.open(path, os.O_RDONLY if private else os.O_RDWR)
     except OSError as error:
         raise SlimxError(
             f"the bucket at {path} cannot be opened ({error.strerror}); its owner must run on the same machine, as the "
-            "same user, and must not have released it"
+            "same user, and must not have released it",
+            code="bucket.gone",
+            about=path,
         ) from None
     try:
         if (held := os.fstat(file).st_size) < size:
@@ -47,6 +66,14 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
         return _map(file, size, shared=not private)
     finally:
         os.close(file)
+
+
+def _offered(path: str) -> bool:
+    """Whether `path` is a memory file of this user by the name that slimx gives them, or a bucket's file."""
+    if DESCRIPTOR.fullmatch(path):
+        return os.readlink(path).startswith(f"/memfd:{NAME}") and os.stat(path).st_uid == os.geteuid()
+    # The owner of a file on a network's file system may be anybody.
+    return BUCKET_FILE.fullmatch(path) is not None and stat.S_ISREG(os.lstat(path).st_mode)
 
 
 def _map(file: int, size: int, *, shared: bool = True) -> torch.Tensor:

@@ -1,0 +1,145 @@
+"""A stranger on the machine of a real engine: nothing that it asks for is done without the run's keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimx.errors import SlimxError
+from slimx.models.families import read_model
+from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.control import NO_TENSORS, RECEIVER
+from slimx.rollout.engine import Engine, State
+from slimx.rollout.keys import bearer
+from tests.integration.conftest import Bucket, Weights, manifest, perturbed, publish
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [1, 20, 21, 15, 22, 23, 33, 2]
+SAMPLING = {"temperature": 0.7, "max_new_tokens": 12, "ignore_eos": True}
+
+
+def action(name: str, argument: dict[str, Any]) -> dict[str, Any]:
+    return {"action": name, "selector": "target", "skip_tensor_list": [json.dumps(argument)]}
+
+
+def attacks(directory: Path, bucket: Bucket) -> list[tuple[str, dict[str, Any]]]:
+    """Paths and bodies by which a process that reaches the server could replace its weights, end the run's
+    publications, have files opened, or stop it; each is what the run itself would send."""
+    part = {"fd_path": "/etc/passwd", "size": 64, "tensors": [bucket.tensors[0].to_json()]}
+    stage = {"version": 1, "epoch": 10**6, "bucket": 0, "ranks": {"all": part}}
+    ones = b64encode(pickle.dumps([("model.norm.weight", torch.ones(64))])).decode()
+    return [
+        ("/update_weights_from_disk", {"model_path": str(directory)}),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [ones], "flush_cache": False}),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [NO_TENSORS], "load_format": RECEIVER}),
+        ("/update_weights_from_ipc", {"zmq_handles": {}}),
+        (
+            "/init_weights_update_group",
+            {
+                "master_address": "127.0.0.1",
+                "master_port": 9,
+                "rank_offset": 1,
+                "world_size": 2,
+                "group_name": "g",
+                "backend": "gloo",
+            },
+        ),
+        (
+            "/update_weights_from_distributed",
+            {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "g"},
+        ),
+        ("/weights_checker", action("slimx.begin", {"manifest": manifest(1, epoch=10**6).to_json()})),
+        ("/weights_checker", action("slimx.stage", stage)),
+        ("/weights_checker", action("slimx.abort", {})),
+        ("/weights_checker", action("slimx.attest", {})),
+        ("/weights_checker", {"action": "reset_tensors"}),
+        ("/begin_weight_update", {"selector": "target"}),
+        ("/update_weight_version", {"new_version": "1000000", "abort_all_requests": True}),
+        ("/pause_generation", {"mode": "abort"}),
+        ("/abort_request", {"abort_all": True}),
+        ("/release_memory_occupation", {"tags": ["weights"]}),
+        ("/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 4}),
+        ("/set_internal_state", {"server_args": {"pp_max_micro_batch_size": 8}}),
+        ("/start_profile", {}),
+        ("/configure_logging", {"dump_requests_folder": str(directory)}),
+        ("/flush_cache", {}),
+    ]
+
+
+async def test_a_strangers_control_calls_are_refused_and_change_nothing(
+    engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
+) -> None:
+    """Without a key, with a wrong one, and with the one that is for generation only."""
+    await publish(engine, tiny_weights, 9)
+    keys, shape = engine.spec.keys, ModelShape.of(read_model(tiny_model))
+    (before,) = await engine.control.status()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
+    save_file(perturbed(tiny_weights, 8), tmp_path / "model.safetensors")
+    async with GenerationClient(engine.spec.url, shape, api_key=keys.api_key) as client:
+        expected = await client.generate(PROMPT, SAMPLING, seed=3)
+        with Bucket(tiny_weights) as bucket:
+            for key in (None, "wrong", keys.api_key):
+                async with aiohttp.ClientSession(engine.spec.url, headers=bearer(key)) as stranger:
+                    for path, body in attacks(tmp_path, bucket):
+                        async with stranger.post(path, json=body) as answer:
+                            assert answer.status in (401, 403), (path, key)
+        found = await client.generate(PROMPT, SAMPLING, seed=3)
+    assert found.token_ids.tolist() == expected.token_ids.tolist() and found.versions == [(0, 12, 9)]
+    assert await engine.control.status() == [before]
+    await publish(engine, tiny_weights, 10)  # of epoch 0: one of epoch 10**6 has never begun
+    assert engine.state is State.READY
+
+
+async def test_nobody_generates_without_a_key(engine: Engine, tiny_weights: Weights) -> None:
+    """An id outside the vocabulary ends SGLang's scheduler; slimx's own client refuses it before it is sent."""
+    await publish(engine, tiny_weights, 11)
+    bodies = {
+        "/generate": {"input_ids": [10**6], "sampling_params": {"max_new_tokens": 1}},
+        "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "1"}]},
+        "/v1/completions": {"model": "m", "prompt": "1"},
+    }
+    async with aiohttp.ClientSession(engine.spec.url) as stranger:
+        for path, body in bodies.items():
+            async with stranger.post(path, json=body) as answer:
+                assert answer.status == 401, path
+        for path in ("/server_info", "/model_info"):
+            async with stranger.get(path) as answer:
+                assert answer.status == 401, path
+    await engine.check_health(60)
+
+
+async def test_the_keys_are_told_to_nobody(engine: Engine) -> None:
+    keys = engine.spec.keys
+    told = json.dumps(await engine.control.server_info())
+    assert str(engine.spec.port) in told
+    root = psutil.Process(engine.process.pid)
+    tree = [root, *root.children(recursive=True)]
+    assert len(tree) >= 4, "guard, server, scheduler, detokenizer"
+    for process in tree:
+        told += " ".join([*process.cmdline(), *process.environ().values()])
+    told += engine.process.log_path.read_text()
+    assert keys.api_key not in told and keys.admin_api_key not in told
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", f"/proc/{os.getpid()}/environ", "/proc/self/mem"])
+async def test_a_server_opens_nothing_but_buckets_of_the_run(engine: Engine, tiny_weights: Weights, path: str) -> None:
+    """Not even for the run itself."""
+    await publish(engine, tiny_weights, 12)
+    with Bucket(tiny_weights) as bucket:
+        await engine.begin(manifest(13))
+        with pytest.raises(SlimxError) as error:
+            await engine.stage(type(bucket.packed)(path, bucket.packed.size, bucket.packed.targets), 0)
+    assert (error.value.code, error.value.about) == ("bucket.foreign", path)
+    assert [rank["open"] for rank in await engine.control.status()] == [None], "its publication has ended"
