@@ -30,8 +30,8 @@ async def run_command(command: Sequence[str], base_url: str, prompt: Prompt, var
 
     Its environment has ALLOWED of the run's, `variables`, and OPENAI_BASE_URL and OPENAI_API_KEY, which OpenAI's
     clients read by themselves: neither the run's tokens nor its keys. It finds the prompt as a line of JSON, {"id",
-    "messages", "metadata"}, on its standard input: never the answer. Cancelled, its whole process group is ended. Raises
-    SlimxError, with the end of what it wrote to standard error, if it fails.
+    "messages", "metadata"}, on its standard input: never the answer. Cancelled, its whole process group is ended.
+    Raises SlimxError, with the end of what it wrote to standard error, if it fails.
     """
     environment = {name: os.environ[name] for name in (*ALLOWED, *variables) if name in os.environ}
     environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}

@@ -84,7 +84,13 @@ async def serving(directory: Path) -> AsyncIterator[Stand]:
             await members.admit(engine)
         members.watch()
         client = GenerationClient(
-            router.url, ModelShape(10), 30.0, on_lost=members.look, outage=members.outage, retries=1
+            router.url,
+            ModelShape(10),
+            30.0,
+            on_lost=members.look,
+            outage=members.outage,
+            retries=1,
+            api_key=router.keys.api_key,
         )
         yield Stand(router, servers, members, await stack.enter_async_context(client))
 
