@@ -17,7 +17,7 @@ import ray
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.engine_nodes import DEVICES, place_of
-from slimx.orchestration.restarts import Restarts
+from slimx.orchestration.restarts import Restarts, told_of
 from slimx.orchestration.waiting import ActorDied, first_line, gather
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
@@ -105,7 +105,7 @@ class CourierHandle:
         else:
             raise SlimxError(
                 f"the courier beside trainer rank 0 was lost and may not be started again (rollout.health.restarts is "
-                f"{self.config.rollout.health.restarts}): {self.restarts.told()}; look into {self.log}",
+                f"{self.config.rollout.health.restarts}): {told_of(self.restarts.history)}; look into {self.log}",
                 code="courier.gone",
                 about="courier",
             )

@@ -160,3 +160,10 @@ def prober(client: GenerationClient, config: Config) -> Callable[[EngineHandle],
         await client.probe(engine.url, routed_experts=config.rollout.routed_experts)
 
     return probe
+
+
+def tell_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:
+    """Say at the end of a run what was started again in it, and why."""
+    for group in groups:
+        for restart in group.members.history():
+            note(str(restart))

@@ -20,7 +20,7 @@ from typing import Any
 from slimx.config.engines import Health
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.engine_handle import EngineHandle, Standing
-from slimx.orchestration.restarts import Restart, Restarts
+from slimx.orchestration.restarts import Restart, Restarts, told_of
 from slimx.orchestration.router_keeper import RouterKeeper
 from slimx.orchestration.waiting import first_line
 from slimx.reshard.parties import ReceiverLost
@@ -46,8 +46,12 @@ class Membership:
         them, `record` of every restart. `pause_s`: seconds before the second restart in a row of one of them."""
         self.engines, self.health, self.start_deadline_s, self.note = engines, health, start_deadline_s, note
 
+        def kept(restart: Restart) -> None:
+            record(restart)
+            self.on_change()
+
         def restarts(part: str) -> Restarts:
-            return Restarts(part, health, note=note, record=record, pause_s=pause_s)
+            return Restarts(part, health, note=note, record=kept, pause_s=pause_s)
 
         self.restarts = {engine.name: restarts(f"engine {engine.name}") for engine in engines}
         self.keeper = RouterKeeper(
@@ -58,6 +62,7 @@ class Membership:
             members=self.members,
             spawn=self._spawn,
             changed=self._changed,
+            blame=self.quarantine,
             fail=self._fail,
         )
         self.outage = Outage()
@@ -66,7 +71,7 @@ class Membership:
         """Has an engine that is in the router do, asked directly, what requests ask of it; raises SlimxError if it
         does not. None: its health check is all that is known of it."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever an engine's standing may have changed."""
+        """Called whenever an engine's standing may have changed, and after every restart."""
         self.epoch = 0
         """Rises with every change of who is a candidate or a member."""
         self.lost = self.restarted = 0
@@ -146,7 +151,7 @@ class Membership:
         self._changed()
         if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
             which = "engine" if engine.role == "regular" else f"{engine.role} engine"
-            told = "; ".join(text for each in self.restarts.values() if (text := each.told()))
+            told = told_of(self.history())
             self._fail(
                 SlimxError(
                     f"no {which} is left, and none may be started again (rollout.health.restarts is "

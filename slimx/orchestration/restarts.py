@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,8 @@ from slimx.config.engines import Health
 from slimx.errors import SlimxError
 from slimx.orchestration.waiting import first_line
 
+TOLD = 5
+"""Restarts that the message which ends a run tells, at most; the timeline has all."""
 LONGEST_PAUSE_S = 30.0
 """Seconds before another start, at most: each pause is twice the one before."""
 
@@ -101,6 +103,7 @@ class Restarts:
             raise
         keep("")
 
-    def told(self) -> str:
-        """All restarts, for the message that ends a run; "" if there were none."""
-        return "; ".join(map(str, self.history))
+
+def told_of(restarts: Sequence[Restart]) -> str:
+    """The last of these restarts, for the message that ends a run; "" if there were none."""
+    return "; ".join(map(str, restarts[-TOLD:]))

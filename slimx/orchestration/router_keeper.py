@@ -13,7 +13,7 @@ from typing import Any
 from slimx.config.engines import Health
 from slimx.errors import SlimxError
 from slimx.orchestration.engine_handle import EngineHandle, Standing
-from slimx.orchestration.restarts import Restarts
+from slimx.orchestration.restarts import Restarts, told_of
 from slimx.orchestration.waiting import first_line
 from slimx.rollout.router import Router
 
@@ -34,15 +34,17 @@ class RouterKeeper:
         members: Callable[[], Sequence[EngineHandle]],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         changed: Callable[[], None],
+        blame: Callable[[EngineHandle, SlimxError], Coroutine[Any, Any, None]],
         fail: Callable[[SlimxError], None],
         in_flight: Callable[[], str] = lambda: "",
     ):
-        """`members`: engines that belong into it. `changed` is called when it is lost and when it is back, `fail` when
-        it may not be started again. `in_flight` names the requests that are out, for the note of a loss."""
+        """`members`: engines that belong into it. `changed` is called when it is lost and when it is back, `blame` for
+        a member that a router which answers cannot add, `fail` when it may not be started again. `in_flight` names the
+        requests that are out, for the note of a loss."""
         self.router, self.restarts, self.health, self.start_deadline_s = router, restarts, health, start_deadline_s
         self.members, self.in_flight = members, in_flight
         self.up = True
-        self._spawn, self._changed, self._fail = spawn, changed, fail
+        self._spawn, self._changed, self._blame, self._fail = spawn, changed, blame, fail
         self._restarting: asyncio.Task[None] | None = None
         restarts.serves()
 
@@ -116,10 +118,11 @@ class RouterKeeper:
             self.restarts.serves()
             self._changed()
             return
+        told = told_of(self.restarts.history)
         self._fail(
             SlimxError(
-                f"the router is lost, and may not be started again (rollout.health.restarts is "
-                f"{self.health.restarts}): {reason}" + (f"; {told}" if (told := self.restarts.told()) else ""),
+                f"the router is lost, and may not be started again (rollout.health.restarts is {self.health.restarts}): "
+                f"{reason}{told and f'; {told}'}",
                 code="router.gone",
                 about="router",
             )
@@ -128,9 +131,15 @@ class RouterKeeper:
     async def _register_all(self, deadline_s: float) -> None:
         """Add the members that the router does not know."""
         known = {worker["url"] for worker in await self.router.workers(deadline_s)}
-        for engine in self.members():
-            if engine.url not in known:
-                await self._add(engine)
+        await asyncio.gather(*(self._add_again(engine) for engine in self.members() if engine.url not in known))
+
+    async def _add_again(self, engine: EngineHandle) -> None:
+        """Add a member. Raises SlimxError if that is the router's fault."""
+        try:
+            await self._add(engine)
+        except SlimxError as error:
+            await self.router.workers(PING_S)
+            self._spawn(self._blame(engine, error))
 
     async def _add(self, engine: EngineHandle) -> None:
         url, incarnation = engine.url, engine.incarnation

@@ -20,7 +20,7 @@ from slimx.models.megatron_directory import is_megatron
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.checks import Sources
 from slimx.orchestration.engine_handle import EngineHandle
-from slimx.orchestration.engines import EngineGroup, prober
+from slimx.orchestration.engines import EngineGroup, prober, tell_restarts
 from slimx.orchestration.frozen import FrozenEngines, admit_joining, keep_admitting
 from slimx.orchestration.heap import settled_heap
 from slimx.orchestration.lifetime import stopping, together
@@ -110,7 +110,9 @@ async def serving(
         stack.push_async_exit(stopping(engines.stop, note))
         await together([frozen.start(), engines.start()])
         await frozen.check_teacher(sources.tokenizer)
-        Roster(directory / "engines.json").add([engines, *frozen.groups.values()])
+        groups = [engines, *frozen.groups.values()]
+        stack.callback(tell_restarts, groups, note)
+        Roster(directory / "engines.json").add(groups)
         await admit_joining(engines, _call_version_0)
         engines.members.watch()
         readmitting = asyncio.create_task(keep_admitting(engines, _call_version_0))

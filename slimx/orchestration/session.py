@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 from slimx.orchestration.critic import CriticGroup
-from slimx.orchestration.engines import EngineGroup, prober
+from slimx.orchestration.engines import EngineGroup, prober, tell_restarts
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.generate import CURSOR
 from slimx.orchestration.heap import settled_heap
@@ -174,7 +174,7 @@ async def _session(
         await together(starting)
         await frozen.check_teacher(prepared.tokenizer)
         groups = [*([engines] if engines is not None else []), *frozen.groups.values()]
-        stack.callback(_tell_restarts, groups, table.note)
+        stack.callback(tell_restarts, groups, table.note)
         Roster(directory / "engines.json").add(groups)
         for reason in prepared.backends.reasons:
             table.note(reason)
@@ -233,13 +233,6 @@ async def _session(
             table.note(f"resumed at step {state.step} from {resume_from}")
         stack.enter_context(settled_heap())
         await work(run)
-
-
-def _tell_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:
-    """Say at the end of a run what was started again in it, and why."""
-    for group in groups:
-        for restart in group.members.history():
-            note(str(restart))
 
 
 def finish(config: Config, directory: Path) -> Path | None:

@@ -203,6 +203,22 @@ async def test_an_engine_that_is_admitted_or_lost_while_the_router_is_out_is_not
         assert stand.members.failure() is None
 
 
+async def test_a_member_that_a_restarted_router_cannot_add_is_lost_and_the_router_is_not_blamed_for_it():
+    async with Stand() as stand:
+        add = stand.router.add
+
+        async def refuse(url: str, **about: object) -> None:
+            if url == "http://e1/0":
+                raise SlimxError("the worker does not answer")
+            await add(url, **about)
+
+        stand.router.add, stand.router.end = refuse, "it ended"
+        await stand.members.look()
+        await stand.until(lambda: stand.members.lost == 1)
+        assert stand.router.urls == {"http://e0/0"} and stand.log.count("restart") == 1
+        await stand.until(lambda: stand.engines[1].standing is Standing.JOINING)
+
+
 async def test_a_router_that_does_not_come_back_ends_the_run_and_every_failed_restart_is_told():
     async with Stand() as stand:
         stand.router.starts = [SlimxError("the port is taken"), SlimxError("it ended at once")]
