@@ -20,7 +20,7 @@ from slimx.orchestration.recovery import Membership
 from slimx.orchestration.restarts import Restart
 from slimx.ports import free_port
 from slimx.preflight.publication import engine_sizes
-from slimx.rollout.client import GenerationClient
+from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.keys import Keys, key_in
 from slimx.rollout.router import Router
 
@@ -153,11 +153,16 @@ class EngineGroup:
                 raise result
 
 
-def prober(client: GenerationClient, config: Config) -> Callable[[EngineHandle], Awaitable[None]]:
-    """Asks one engine for a token, with all that rollouts ask for."""
+def prober(shape: ModelShape, config: Config) -> Callable[[EngineHandle], Awaitable[None]]:
+    """Asks one engine itself, past the router, once for a token, with all that rollouts ask for."""
+    rollout = config.rollout
 
     async def probe(engine: EngineHandle) -> None:
-        await client.probe(engine.url, routed_experts=config.rollout.routed_experts)
+        asked = GenerationClient(
+            engine.url, shape, rollout.health.timeout, retry_s=0, retries=0, api_key=engine.keys.api_key
+        )
+        async with asked as client:
+            await client.generate([0], {"max_new_tokens": 1}, 0, rollout.routed_experts)
 
     return probe
 

@@ -121,7 +121,8 @@ class RouterKeeper:
         told = told_of(self.restarts.history)
         self._fail(
             SlimxError(
-                f"the router is lost, and may not be started again (rollout.health.restarts is {self.health.restarts}): "
+                f"the router is lost, and may not be started again ("
+                f"rollout.health.restarts is {self.health.restarts}): "
                 f"{reason}{told and f'; {told}'}",
                 code="router.gone",
                 about="router",

@@ -128,7 +128,7 @@ async def serving(
             api_key=engines.keys.api_key,
         )
         await stack.enter_async_context(client)
-        engines.members.probe = prober(client, config)
+        engines.members.probe = prober(client.shape, config)
         # As long as what training on the same configuration could take.
         context = longest_trajectory(config, spec, sizes_of(config.trainer))
         proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)

@@ -195,7 +195,7 @@ async def _session(
                 api_key=engines.keys.api_key,
             )
             await stack.enter_async_context(client)
-            engines.members.probe = prober(client, config)
+            engines.members.probe = prober(client.shape, config)
         layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
         context = longest_trajectory(config, prepared.spec, *layouts)
         proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)

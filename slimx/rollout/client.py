@@ -122,14 +122,6 @@ class GenerationClient:
             routed_experts=self._reader.experts(meta, len(token_ids) - 1) if return_routed_experts else None,
         )
 
-    async def probe(self, url: str, *, routed_experts: bool) -> None:
-        """Have the server at `url` itself, past the router, sample one token as for a rollout. It is asked once.
-
-        Raises SlimxError if it does not."""
-        body, asked = self._request([0], {"max_new_tokens": 1}, 0, routed_experts)
-        sender = self._sender(None, url, retries=0, on_lost=_nothing, outage=Outage())
-        self._reader.completion(_meta(await sender.answer(body, self.deadline_s), url), asked, 0.0)
-
     def _request(
         self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool
     ) -> tuple[dict[str, Any], Asked]:
@@ -161,13 +153,16 @@ class GenerationClient:
 
     async def _post(self, body: dict[str, Any], key: str | None) -> dict[str, Any]:
         """The `meta_info` of one /generate request. It may be sent several times: the seed gives the same tokens."""
-        return _meta(await self._sender(key).answer(body, self.deadline_s), self.url)
+        answer = await self._sender(key).answer(body, self.deadline_s)
+        if "meta_info" not in answer:
+            raise SlimxError(f"POST {self.url}/generate answered 200: {message_of(answer)}")
+        return answer["meta_info"]
 
-    def _sender(self, key: str | None, url: str | None = None, **limits: Any) -> Sender:
+    def _sender(self, key: str | None) -> Sender:
         if self._session is None:
             raise SlimxError("the generation client is closed; use it inside `async with`")
-        limits = {"retry_s": self.retry_s, "retries": self.retries, "on_lost": self._lost} | limits
-        return Sender(self._session, f"{url or self.url}/generate", key, **{"outage": self.outage} | limits)
+        limits = {"retry_s": self.retry_s, "retries": self.retries, "on_lost": self._lost, "outage": self.outage}
+        return Sender(self._session, f"{self.url}/generate", key, **limits)
 
     async def _lost(self) -> None:
         self.retried += 1
@@ -192,10 +187,3 @@ class StickyClient:
     ) -> TokenStream:
         """As `GenerationClient.stream`."""
         return self.client.stream(token_ids, sampling, seed, return_routed_experts, key=self.key)
-
-
-def _meta(answer: dict[str, Any], url: str) -> dict[str, Any]:
-    """The `meta_info` of an answer of the server at `url`."""
-    if "meta_info" not in answer:
-        raise SlimxError(f"POST {url}/generate answered 200: {message_of(answer)}")
-    return answer["meta_info"]

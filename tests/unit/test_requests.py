@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp.web
 import pytest
+from rollout_stand import config_of
 
 from slimx.errors import DeadlineError, SlimxError
+from slimx.orchestration.engines import prober
 from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.keys import Keys
 from slimx.rollout.outage import Outage
 from slimx.rollout.requests import KEY_HEADER, AnswerError
 
@@ -161,11 +165,16 @@ async def test_a_router_that_does_not_listen_is_waited_for_and_that_is_no_retry(
 
 
 async def test_a_probe_asks_the_server_itself_once_for_what_rollouts_ask_for():
-    async with client_of(FAULT) as (broken, bodies), client_of(GOOD) as (client, _):
+    shape = ModelShape(10, layers=1, top_k=1, experts=4)
+    probe = prober(shape, config_of())
+    async with client_of(FAULT) as (broken, bodies), client_of(GOOD) as (without_experts, _):
         with pytest.raises(AnswerError):
-            await client.probe(broken.url, routed_experts=True)
-        assert len(bodies) == 1 and bodies[0]["return_logprob"] and client.retried == 0
-        await broken.probe(client.url, routed_experts=True)
+            await probe(SimpleNamespace(url=broken.url, keys=Keys("key")))
+        assert (
+            len(bodies) == 1 and bodies[0]["return_logprob"] and "routed_experts" in bodies[0]["custom_labels"]["slimx"]
+        )
+        with pytest.raises(SlimxError, match="0 expert ids"):
+            await probe(SimpleNamespace(url=without_experts.url, keys=Keys("key")))
 
 
 async def test_the_deadline_of_a_request_covers_all_its_attempts():
