@@ -32,8 +32,8 @@ class Teacher:
     async def score(self, trajectory: Trajectory) -> None:
         """Give `trajectory` its `teacher_logprobs`.
 
-        Raises SlimxError if it was not sampled as the teacher scores, or no engine answers; DeadlineError after
-        `rollout.request_deadline`."""
+        Raises SlimxError if it was not sampled as the teacher scores, no engine answers, or a trained token cannot be
+        said by the teacher at all (a log-prob of -inf); DeadlineError after `rollout.request_deadline`."""
         temperature = float(trajectory.sampling.get("temperature") or 1.0)
         if temperature != 1.0 or trajectory.support is not None:
             how = f"at temperature {temperature:g}" if temperature != 1.0 else "under top-k or top-p"
@@ -48,6 +48,14 @@ class Teacher:
             first = int(trained[0])
             async with self._slots:
                 values[first:] = await self.engine.logprobs(trajectory.token_ids, start=first)
+            if len(bad := trained[~np.isfinite(values[trained])]):
+                at, said = int(bad[0]), values[bad[0]]
+                raise SlimxError(
+                    f"teacher {self.engine.name} gives token {at} (id {trajectory.token_ids[at]}) of rollout "
+                    f"{trajectory.id} the log-prob {said:g}, from which nothing can be learned",
+                    code="teacher.logprob",
+                    about=trajectory.id,
+                )
         trajectory.teacher_logprobs = values
         trajectory.timings["teacher"] = time.monotonic() - began
 

@@ -4,6 +4,7 @@ that it cannot score, and what is refused before a run."""
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import shutil
 from collections.abc import AsyncIterator, Sequence
@@ -128,6 +129,28 @@ async def test_no_more_requests_are_sent_at_once_than_the_run_allows():
 async def test_a_teacher_that_does_not_answer_fails_the_group_with_its_reason(error, reason):
     outcome = await maker(FakeTeacher(error)).make(prompts()[0], group_id="g", number=0)
     assert outcome.failed and outcome.reason == reason and outcome.detail == str(error)
+
+
+class Unable(FakeTeacher):
+    """Cannot say the token before the last one at all."""
+
+    name = "wise"
+
+    async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
+        said = await super().logprobs(token_ids, start=start)
+        return [-math.inf if position == len(token_ids) - 2 else value for position, value in enumerate(said, start)]
+
+
+async def test_a_trained_token_that_the_teacher_cannot_say_fails_its_rollout_alone():
+    teacher = Teacher(Unable(), 1)
+    tool = trajectory([0, 1, 0, 1])
+    await teacher.score(tool)
+    assert tool.teacher_logprobs[[1, 3]].tolist() == [-1 / 8, -3 / 8], "what a tool said is not trained"
+    with pytest.raises(SlimxError) as refused:
+        await teacher.score(trajectory([0, 1, 1, 1]))
+    assert (refused.value.code, refused.value.about) == ("teacher.logprob", "g/0")
+    outcome = await maker(Unable()).make(prompts()[0], group_id="g0", number=0)
+    assert outcome.reason == "teacher failed"
 
 
 async def test_a_rollout_that_its_hook_sampled_otherwise_is_not_scored():
