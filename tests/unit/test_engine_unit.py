@@ -177,6 +177,16 @@ def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     command.wait(5)
 
 
+def test_a_guard_that_was_stopped_is_continued_to_end_its_tree(tmp_path: Path) -> None:
+    process = SupervisedProcess("plain", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log")
+    process.start()
+    wait_for(lambda: psutil.Process(process.pid).children())
+    (command,) = psutil.Process(process.pid).children()
+    os.kill(process.pid, signal.SIGSTOP)
+    process.stop(grace_s=0)
+    assert process.poll() is not None and not command.is_running()
+
+
 def test_exit_status_and_the_end_of_the_log_are_kept(tmp_path: Path) -> None:
     code = "print(*range(100), sep='\\n'); raise SystemExit(3)"
     process = SupervisedProcess("short", [sys.executable, "-c", code], tmp_path / "deep" / "log")

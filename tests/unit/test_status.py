@@ -54,6 +54,28 @@ def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
     assert "actor-0 (regular): member at http://h:1, 2 machines, started again 1 times" in text
 
 
+def test_restarts_of_engines_and_routers_are_told_with_their_reasons_and_what_rollouts_wait_for(
+    run, monkeypatch, capsys
+):
+    restart = {"part": "engine actor-0", "at": time.time(), "seconds": 14.2}
+    failed = restart | {"reason": "it hangs", "error": "no memory"}
+    again = restart | {"reason": "no memory", "error": ""}
+    router = {"name": "router", "url": "http://h:2", "up": False, "restarts": 1, "history": [again]}
+    engine = ENGINE | {"standing": "out", "restarts": 2, "history": [failed, again]}
+    (run / "engines.json").write_text(json.dumps({"engines": [engine], "routers": [router]}))
+    awaited = {"what": "an engine (actor-0), which is started again", "since": time.time() - 65}
+    doing = {"written": time.time(), "step": 4, "phase": "generate", "since": time.time(), "rollouts": None}
+    (run / "activity.json").write_text(json.dumps(doing | {"awaited": awaited}))
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = status(run, monkeypatch, capsys).splitlines()
+    assert any("an engine (actor-0), which is started again, for 1 min 5 s" in line for line in lines)
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("engine   actor-0")]
+    assert "it hangs" in lines[at + 1] and "no memory" in lines[at + 1] and "no memory" in lines[at + 2]
+    assert lines[at + 3] == "router   router: out at http://h:2" and "14 s" in lines[at + 4]
+    assert run_status(run)["routers"] == [router]
+
+
 def test_a_run_that_ended_has_no_engines(run, monkeypatch, capsys):
     text = status(run, monkeypatch, capsys)
     assert "not running, step 3 of 9" in text and "actor" not in text
