@@ -48,7 +48,7 @@ def correction(kind: Kind, *, level: Level, low: float, high: float) -> Correcti
 
 def rejection(*, level: Literal["none"] | Level, low: float, high: float, veto: float) -> Rejection:
     """Tokens whose w, of the same levels as a correction's, lies outside [low, high] do not count; with `veto` nor does
-    any token of a sequence in which a single token's w is below it (verl, slime: 1e-4)."""
+    any token of a sequence in which a single token's w is below it (slime: 1e-4)."""
 
     def rejected(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
         out = torch.zeros_like(trained)

@@ -10,6 +10,14 @@ from pydantic import Field, PositiveFloat, model_validator
 from slimx.config.section import Section
 
 
+def _hold_one(key: str, low: float, high: float) -> None:
+    if low >= high or not low <= 1 <= high:
+        raise ValueError(
+            f"{key} keeps weights in [{low:g}, {high:g}], which does not hold 1, the weight of two sides that agree; "
+            "set low <= 1 <= high"
+        )
+
+
 class Correction(Section):
     """Weights for the gap between trainer and engine, w = trainer / engine. They need `old_logprobs: recompute`, since
     otherwise the ratio in the loss already begins at the engine's log-probs."""
@@ -32,11 +40,7 @@ class Correction(Section):
             raise ValueError(
                 "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind"
             )
-        if self.low >= self.high or not self.low <= 1 <= self.high:
-            raise ValueError(
-                f"algorithm.correction keeps weights in [{self.low:g}, {self.high:g}], which does not hold 1, the "
-                "weight of two sides that agree; set low <= 1 <= high"
-            )
+        _hold_one("algorithm.correction", self.low, self.high)
         return self
 
     @property
@@ -67,11 +71,7 @@ class Rejection(Section):
                 "algorithm.rejection has bounds but its level is none; set algorithm.rejection.level to say whose w "
                 "they are of"
             )
-        if self.low >= self.high or not self.low <= 1 <= self.high:
-            raise ValueError(
-                f"algorithm.rejection keeps tokens with w in [{self.low:g}, {self.high:g}], which does not hold 1, the "
-                "weight of two sides that agree; set low <= 1 <= high"
-            )
+        _hold_one("algorithm.rejection", self.low, self.high)
         return self
 
     @property

@@ -186,7 +186,7 @@ def load_hooks(config: Config) -> Hooks:
 
 def load_rewards(config: Config) -> Reward | None:
     """The reward hook, checked and asked whether it can work here; None where there is none."""
-    reward = load_reward(config.reward, slime.Run.of(config))
+    reward = load_reward(config.reward, slime.RunFacts.of(config))
     if reward is not None:
         in_process(config.reward, reward)
         for hook in _parts(reward):
@@ -225,7 +225,7 @@ def load_generate(config: Config) -> Generate:
     return hook
 
 
-def load_reward(config: RewardConfig, run: slime.Run) -> Reward | None:
+def load_reward(config: RewardConfig, run: slime.RunFacts) -> Reward | None:
     """The reward hook of a configuration, its parts and options filled in; SlimxError as `load_hooks`.
 
     `run`: what hooks of slime's form are told."""
@@ -265,7 +265,7 @@ def _parts(reward: Reward) -> list[Reward]:
     return [part.hook for part in reward.parts] if isinstance(reward, Mixture) else [reward]
 
 
-def _load_reward(key: str, config: RewardConfig | RewardPart, run: slime.Run) -> Reward:
+def _load_reward(key: str, config: RewardConfig | RewardPart, run: slime.RunFacts) -> Reward:
     if str(config.function).startswith(slime.PREFIX):
         group = _scope(config) == "group"
         return slime.RewardHook.load(key, str(config.function), config.options, group=group, run=run)

@@ -24,7 +24,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from slimx.adapters.slime_hooks.arguments import Run
+from slimx.adapters.slime_hooks.arguments import RunFacts
 from slimx.config.reward import Reward as RewardConfig
 from slimx.data.records import Group, Trajectory
 from slimx.data.tokens import load_tokenizer
@@ -44,7 +44,9 @@ TRIES = 3
 class RewardProcesses:
     """`config.workers` processes, started with the first call."""
 
-    def __init__(self, config: RewardConfig, reward: Reward, tokenizer_path: str, run: Run, start_s: float = START_S):
+    def __init__(
+        self, config: RewardConfig, reward: Reward, tokenizer_path: str, run: RunFacts, start_s: float = START_S
+    ):
         """`reward`: the hook that `config` names, which each worker loads for itself. `tokenizer_path`: directory that
         it loads the tokenizer from if a hook uses it. `run`: what hooks of slime's form are told. `start_s`: seconds in
         which a worker starts."""
@@ -130,7 +132,9 @@ def _end(pool: ProcessPool) -> None:
     pool.join()
 
 
-def reward_runner(config: RewardConfig, reward: Reward, tokenizer_path: str, run: Run) -> RewardPool | RewardProcesses:
+def reward_runner(
+    config: RewardConfig, reward: Reward, tokenizer_path: str, run: RunFacts
+) -> RewardPool | RewardProcesses:
     """Where reward calls run, by `reward.isolation`."""
     if in_process(config, reward):
         return RewardProcesses(config, reward, tokenizer_path, run)
@@ -154,7 +158,7 @@ def _tokenizer(path: str) -> Any:
 
 @cache
 def _load(config: str, run: str) -> Reward:
-    reward = load_reward(RewardConfig.model_validate_json(config), Run(**json.loads(run)))
+    reward = load_reward(RewardConfig.model_validate_json(config), RunFacts(**json.loads(run)))
     assert reward is not None
     return reward
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.adapters.slime_hooks.arguments import Run
+from slimx.adapters.slime_hooks.arguments import RunFacts
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import PromptIds
@@ -75,7 +75,7 @@ class GroupMaker:
         # An evaluation has places of its own: rollouts that wait behind the closed gate keep theirs.
         self._places = {kind: Slots(config.rollout.max_rollouts) for kind in ("train", "eval")}
         self._rewards = (
-            reward_runner(config.reward, hooks.reward, config.model.path, Run.of(config)) if hooks.reward else None
+            reward_runner(config.reward, hooks.reward, config.model.path, RunFacts.of(config)) if hooks.reward else None
         )
         self._environments = Environments()
 

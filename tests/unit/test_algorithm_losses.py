@@ -323,18 +323,22 @@ def test_corrections_weigh_the_objective(kind, level):
     assert min(seen) < low and max(seen) > high and any(low < w < high for w in seen), "all three sides must occur"
 
 
-def test_truncation_by_hand_and_its_metrics():
-    """w = 0.25, 1, 4 with bounds 0.5 and 2: weights 0.5, 1, 2. Ratios 1: -(0.5 x 1 + 0.25 x 1 + 0.25 x 2) and so on."""
+def three_tokens() -> LossInputs:
+    """One sequence with w = 0.25, 1, 4 and ratios of 1."""
     old = torch.tensor([0.25, 0.3, 0.4], dtype=torch.float64).log()
-    inputs = LossInputs(
+    return LossInputs(
         logprobs=old.clone().requires_grad_(),
         weight=torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
         advantages=torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64),
         old_logprobs=old,
         rollout_logprobs=torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64).log(),
     )
+
+
+def test_truncation_by_hand_and_its_metrics():
+    """w = 0.25, 1, 4 with bounds 0.5 and 2: weights 0.5, 1, 2. Ratios 1: -(0.5 x 1 + 0.25 x 1 + 0.25 x 2) and so on."""
     keys = {"kind": "truncate", "low": 0.5, "high": 2.0}
-    loss, metrics = make_loss(Algorithm(old_logprobs="recompute", correction=keys))(inputs)
+    loss, metrics = make_loss(Algorithm(old_logprobs="recompute", correction=keys))(three_tokens())
     assert loss.item() == pytest.approx(-(0.5 * 0.5 * 1 - 0.25 * 1 + 0.25 * 2 * 2), abs=1e-12)
     assert metrics["correction/weight"].item() == pytest.approx(0.5 * 0.5 + 0.25 + 0.25 * 2, abs=1e-12)
     assert metrics["correction/outside"].item() == pytest.approx(0.75, abs=1e-12)

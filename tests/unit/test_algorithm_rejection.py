@@ -13,7 +13,7 @@ from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.objective import make_loss
 from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
-from tests.unit.test_algorithm_losses import CLIP, Number, Token, agree, batch, gap_of
+from tests.unit.test_algorithm_losses import CLIP, Number, Token, agree, batch, gap_of, three_tokens
 
 KEYS: dict[str, Any] = {"clip_high": 0.28, "old_logprobs": "recompute"}
 
@@ -68,14 +68,7 @@ def test_a_veto_alone_leaves_a_sequence_out_whole():
 def test_truncation_and_rejection_by_hand():
     """One sequence with w = 0.25, 1, 4: weights 0.25, 1, 2, and the first token is rejected. A veto at 0.3 rejects all
     three."""
-    old = torch.tensor([0.25, 0.3, 0.4], dtype=torch.float64).log()
-    inputs = LossInputs(
-        logprobs=old.clone().requires_grad_(),
-        weight=torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
-        advantages=torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64),
-        old_logprobs=old,
-        rollout_logprobs=torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64).log(),
-    )
+    inputs = three_tokens()
     keys = {**KEYS, "correction": {"kind": "truncate"}}
     rejection = {"level": "token", "low": 0.5, "high": 5.0}
     loss, metrics = make_loss(Algorithm(**keys, rejection=rejection))(inputs)

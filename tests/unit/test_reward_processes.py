@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slimx.adapters.slime_hooks.arguments import Run
+from slimx.adapters.slime_hooks.arguments import RunFacts
 from slimx.config.reward import Reward
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.hooks import load_reward
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def processes(**options: Any) -> RewardProcesses:
     config = Reward(function=HOOK, isolation="process", **{"workers": 2, "deadline": 20, **options})
-    runner = reward_runner(config, load_reward(config, Run()), "no tokenizer is needed", Run())
+    runner = reward_runner(config, load_reward(config, RunFacts()), "no tokenizer is needed", RunFacts())
     assert isinstance(runner, RewardProcesses)
     return runner
 
@@ -67,7 +67,9 @@ async def test_calls_that_break_fail_alone_and_the_others_are_judged(deadline_s)
 
 async def test_workers_that_are_stopped_while_they_are_idle_are_replaced_and_no_call_fails(deadline_s):
     config = Reward(function=HOOK, isolation="process", workers=1, deadline=deadline_s, options={"worth": 0.5})
-    runner = RewardProcesses(config, load_reward(config, Run()), "no tokenizer is needed", Run(), start_s=deadline_s)
+    runner = RewardProcesses(
+        config, load_reward(config, RunFacts()), "no tokenizer is needed", RunFacts(), start_s=deadline_s
+    )
     try:
         pid, _ = await judge(runner, "process")
         os.kill(int(pid), signal.SIGSTOP)
@@ -87,7 +89,7 @@ def test_thread_and_process_are_chosen_by_the_hook_or_the_key():
         (Reward(function="slimx.rewards.math.reward", workers=1), RewardProcesses),
         (Reward(parts=[{"name": "m", "function": "slimx.rewards.math.reward"}], workers=1), RewardProcesses),
     ):
-        runner = reward_runner(config, load_reward(config, Run()), "", Run())
+        runner = reward_runner(config, load_reward(config, RunFacts()), "", RunFacts())
         runner.close()
         assert isinstance(runner, kind)
 

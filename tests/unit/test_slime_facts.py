@@ -4,16 +4,14 @@ rules of `rm_type`. What is not served is refused by name, for Miles' modules to
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rollout_stand import Stand, config_of, prompts
 
 from slimx.adapters.slime_hooks import hooks as slime
-from slimx.adapters.slime_hooks.arguments import Arguments, Run
+from slimx.adapters.slime_hooks.arguments import Arguments, RunFacts
 from slimx.adapters.slime_hooks.grading import async_rm, batched_async_rm, compute_score, deepscaler, f1_score
 from slimx.adapters.slime_hooks.sample import Sample
 from slimx.config.schema import Config
@@ -24,19 +22,6 @@ from slimx.rollout.hooks import load_hooks
 from tests.unit.reward_stand import context, trajectory
 
 HUB = "slime.rollout.rm_hub"
-
-
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[str], str]:
-    """Writes a module of the test's own; its name."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def write(text: str) -> str:
-        name = f"facts_{abs(hash((request.node.name, text)))}"
-        (tmp_path / f"{name}.py").write_text(text)
-        return name
-
-    return write
 
 
 def stand_of(config: Config) -> Stand:
@@ -89,14 +74,14 @@ async def test_samples_of_a_run_have_global_numbers_in_generate_reward_and_filte
 
 
 def test_a_greedy_rollout_has_a_number_that_no_sample_has():
-    run = Run.of(config_of(algorithm__name="remax"))
+    run = RunFacts.of(config_of(algorithm__name="remax"))
     numbers = [run.indices(f"g{group}", index) for group in range(3) for index in range(3)]
     assert len({index for _, index in numbers}) == 9 and [group for group, _ in numbers] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_a_group_without_a_number_is_refused():
     with pytest.raises(SlimxError) as refused:
-        Run().indices("first", 0)
+        RunFacts().indices("first", 0)
     assert (refused.value.code, refused.value.about) == ("slime.group_id", "first")
 
 

@@ -4,7 +4,6 @@ sampled at its place."""
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from rollout_stand import config_of, the_tokenizer
 
 from slimx.adapters.slime_hooks import hooks as slime
-from slimx.adapters.slime_hooks.arguments import Arguments, Run
+from slimx.adapters.slime_hooks.arguments import Arguments, RunFacts
 from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
 from slimx.adapters.slime_hooks.grading import compute_score, grade
 from slimx.adapters.slime_hooks.sample import Sample
@@ -82,19 +81,6 @@ def load(name: str, **options: Any) -> Any:
 def spans(trajectory: Trajectory) -> list[tuple[str, str, int | None]]:
     text = the_tokenizer().decode
     return [(s.source, text(trajectory.token_ids[s.start : s.stop]), s.version) for s in trajectory.spans]
-
-
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """Writes a module of the test's own; its name."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def write(text: str) -> str:
-        name = f"slime_{abs(hash((request.node.name, text)))}"
-        (tmp_path / f"{name}.py").write_text(text)
-        return name
-
-    return write
 
 
 # The examples ---------------------------------------------------------------------------------------------------------
@@ -188,7 +174,7 @@ def filled(engine_ids: list[list[int]], between: list[int], **changes: Any) -> t
         tokens, mask = tokens + ids, mask + [1] * len(ids)
         if number == 0:
             tokens, mask = tokens + between, mask + [0] * len(between)
-    sample = begin(PROMPT, "text", index=1, group="4", run=Run())
+    sample = begin(PROMPT, "text", index=1, group="4", run=RunFacts())
     sample.tokens, sample.response_length, sample.loss_mask = tokens, len(tokens) - len(prompt), mask
     sample.status = Sample.Status.COMPLETED
     for key, value in changes.items():
@@ -212,7 +198,7 @@ def test_a_sample_is_the_same_again_after_a_trajectory():
         ("inserted", 1, 4, 6),
         ("sampled", 1, 6, 8),
     ]
-    back = to_sample(trajectory, PROMPT, the_tokenizer, Run())
+    back = to_sample(trajectory, PROMPT, the_tokenizer, RunFacts())
     for name in (
         "tokens",
         "response_length",

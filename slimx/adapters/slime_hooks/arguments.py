@@ -31,7 +31,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFacts:
     """A run as slime hooks are told of it, wherever they are called: plain values, which a process can be handed."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Run:
     """The same in an evaluation."""
 
     @classmethod
-    def of(cls, config: Config) -> Run:
+    def of(cls, config: Config) -> RunFacts:
         """Of a configuration. ReMax's greedy rollout has a place in its group too."""
         greedy = config.algorithm.advantages == "remax"
         return cls(_values(config), config.rollout.group_size + greedy, config.eval.samples)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.adapters.slime_hooks.arguments import Run
+from slimx.adapters.slime_hooks.arguments import RunFacts
 from slimx.adapters.slime_hooks.sample import OWN, Sample, Status
 from slimx.adapters.slime_hooks.scene import Call
 from slimx.data.codec import encode
@@ -50,7 +50,7 @@ class Sampled:
     seconds: float = 0.0
 
 
-def begin(prompt: Prompt, text: str | list[dict[str, Any]], *, index: int, group: str, run: Run) -> Sample:
+def begin(prompt: Prompt, text: str | list[dict[str, Any]], *, index: int, group: str, run: RunFacts) -> Sample:
     """The sample that a generate hook receives for rollout `index` of a group."""
     group_index, number = run.indices(group, index)
     return Sample(
@@ -105,7 +105,7 @@ def to_trajectory(
     return trajectory
 
 
-def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], Any], run: Run) -> Sample:
+def to_sample(trajectory: Trajectory, prompt: Prompt, tokenizer: Callable[[], Any], run: RunFacts) -> Sample:
     """The sample that a reward or a filter receives, without inserted tokens after the last sampled one. `tokenizer` is
     asked for only where the sample's text was not kept: a hook of slimx's own generated it."""
     start = trajectory.spans[0].stop

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from slimx.adapters.slime_hooks import grading
-from slimx.adapters.slime_hooks.arguments import PREFIX, TOLD, Arguments, Run, addresses
+from slimx.adapters.slime_hooks.arguments import PREFIX, TOLD, Arguments, RunFacts, addresses
 from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
 from slimx.adapters.slime_hooks.modules import ROOTS, NotServed, serve
 from slimx.adapters.slime_hooks.sample import Sample
@@ -67,7 +67,7 @@ class GenerateHook:
     function: Callable[..., Any]
     path: str
     config: Config
-    run: Run
+    run: RunFacts
     semaphore: asyncio.Semaphore
     """`GenerateState.semaphore`: of all rollouts together."""
 
@@ -78,7 +78,7 @@ class GenerateHook:
         semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
         if taken := sorted(TOLD & config.rollout.options.keys()):
             raise SlimxError(f"rollout.options.{taken[0]} is what the run itself tells slime hooks; leave it out")
-        return cls(load("rollout.generate", path, "generate"), path, config, Run.of(config), semaphore)
+        return cls(load("rollout.generate", path, "generate"), path, config, RunFacts.of(config), semaphore)
 
     async def __call__(self, ctx: Any, prompt: Prompt) -> Trajectory | list[Trajectory]:
         """ctx: RolloutContext."""
@@ -141,9 +141,9 @@ class RewardHook:
     function: Callable[..., Any]
     path: str
     options: Mapping[str, Any]
-    group: bool = False
+    group: bool
     """Whether it judges all samples of a prompt at once (slime's --group-rm)."""
-    run: Run = Run()
+    run: RunFacts
 
     @property
     def needs_process(self) -> bool:
@@ -154,7 +154,7 @@ class RewardHook:
         return ruled or getattr(self.function, "needs_process", False)
 
     @classmethod
-    def load(cls, key: str, path: str, options: Mapping[str, Any], *, group: bool, run: Run) -> RewardHook:
+    def load(cls, key: str, path: str, options: Mapping[str, Any], *, group: bool, run: RunFacts) -> RewardHook:
         """`key`: of the configuration. SlimxError as `load`."""
         path = path.removeprefix(PREFIX)
         return cls(load(f"{key}.function", path, "rewards" if group else "reward"), path, options, group, run)
@@ -181,7 +181,7 @@ class RewardHook:
 
 async def reward(ctx: Any, trajectory: Trajectory, *, reward_key: str | None = None) -> float:
     """A reward hook for slime generate hooks that set `sample.reward` themselves. `reward_key`: the entry of a dict."""
-    sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer, Run())
+    sample = to_sample(trajectory, ctx.prompt, lambda: ctx.tokenizer, RunFacts())
     return _number(sample, Arguments({"reward_key": reward_key}), "the generate hook")
 
 
@@ -192,7 +192,7 @@ class KeepHook:
     function: Callable[..., Any]
     path: str
     options: Mapping[str, Any]
-    run: Run
+    run: RunFacts
     model: str
     """Directory of the tokenizer, for samples that slimx's own hooks generated."""
 
@@ -200,7 +200,7 @@ class KeepHook:
     def load(cls, config: Config) -> KeepHook:
         """Of `rollout.keep`. SlimxError as `load`."""
         path = str(config.rollout.keep).removeprefix(PREFIX)
-        run = Run.of(config)
+        run = RunFacts.of(config)
         return cls(load("rollout.keep", path, "keep"), path, config.rollout.options, run, config.model.path)
 
     def __call__(self, group: Group) -> bool | str:
