@@ -47,8 +47,8 @@ def correction(kind: Kind, *, level: Level, low: float, high: float) -> Correcti
 
 
 def rejection(*, level: Literal["none"] | Level, low: float, high: float, veto: float) -> Rejection:
-    """Tokens whose w, of the same levels as a correction's, lies outside [low, high] do not count; with `veto` nor does
-    any token of a sequence in which a single token's w is below it (slime: 1e-4)."""
+    """Rejection of tokens whose w, of the same levels as a correction's, lies outside [low, high], and of whole sequences
+    in which a single token's w is below `veto` (slime: 1e-4; 0: none)."""
 
     def rejected(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
         out = torch.zeros_like(trained)
@@ -70,10 +70,10 @@ def off_policy_sequences(
     *,
     delta: float,
 ) -> torch.Tensor:
-    """Tokens that off-policy sequence masking leaves out (DeepSeek-V3.2, 2512.02556), bool [T]: with a negative
-    advantage, in a sequence whose mean of log(engine / policy) is above `delta`.
+    """Mark the tokens that off-policy sequence masking leaves out, bool [T]: those with a negative advantage in a
+    sequence whose mean of log(engine / policy) is above `delta` (DeepSeek-V3.2, 2512.02556).
 
-    `log_gap`: log(policy / engine) [T]. What the present policy would hardly have said is no mistake of its own."""
+    `log_gap`: log(policy / engine) [T]. A mistake that the present policy would hardly make teaches it nothing."""
     log_gap = torch.where(trained, log_gap.detach(), 0.0)
     count = sequence_sum(trained.to(log_gap.dtype)).clamp(min=1)
     return trained & (advantages < 0) & (-sequence_sum(log_gap) / count > delta)

@@ -1,4 +1,4 @@
-"""Sections algorithm.correction and algorithm.rejection: what the gap between trainer and engine does to the loss."""
+"""Sections algorithm.correction and algorithm.rejection: weights and rejection by trainer over engine."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ class Correction(Section):
 
     @property
     def active(self) -> bool:
-        """Whether any weight is other than 1."""
+        """True if weights other than 1 are possible."""
         return self.kind != "none"
 
 
 class Rejection(Section):
-    """Tokens that the gap between trainer and engine leaves out of the objective, by the same w as a correction's, with
-    a correction or without. The loss is still divided by all trained tokens."""
+    """Rejection of tokens whose w, the same as a correction's, lies outside bounds; it needs no correction beside it.
+
+    A rejected token has no objective. The loss is still divided by all trained tokens."""
 
     level: Literal["none", "token", "sequence", "geometric"] = Field(
         "none",
@@ -76,12 +77,14 @@ class Rejection(Section):
 
     @property
     def active(self) -> bool:
-        """Whether any token can be left out."""
+        """True if tokens can be rejected."""
         return self.level != "none" or self.veto > 0
 
 
 def renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with an older key under its present name: `correction.kind: mask` was rejection without weights."""
+    """Move an older key of section algorithm to its name: `correction.kind: mask` was rejection without weights.
+
+    Warns with the name to write."""
     correction = values.get("correction")
     if not isinstance(correction, dict) or correction.get("kind") != "mask" or "rejection" in values:
         return values

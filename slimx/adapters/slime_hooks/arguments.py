@@ -32,7 +32,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """A run as slime hooks are told of it, wherever they are called: plain values, which a process can be handed."""
+    """Facts of a run that slime hooks are told in every process: plain values."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """Of `args`."""
@@ -43,13 +43,14 @@ class RunFacts:
 
     @classmethod
     def of(cls, config: Config) -> RunFacts:
-        """Of a configuration. ReMax's greedy rollout has a place in its group too."""
+        """Take the facts of a configuration. ReMax's greedy rollout has a place in its group too."""
         greedy = config.algorithm.advantages == "remax"
         return cls(_values(config), config.rollout.group_size + greedy, config.eval.samples)
 
     def indices(self, group_id: str, index: int) -> tuple[int | None, int]:
-        """`group_index` and `index` of the sample of rollout `index` in a group: numbers that no other group, and no
-        other sample, of the run has. As in slime an evaluation's samples have no group."""
+        """Number the sample of rollout `index` in a group: its `group_index` and its `index`, unique in the run.
+
+        As in slime an evaluation's samples have no `group_index`. Raises SlimxError for an id without a number."""
         named = re.fullmatch(r"(\D*)(\d+)", group_id)
         if named is None:
             raise SlimxError(
@@ -64,7 +65,7 @@ class RunFacts:
 
 
 def addresses(ctx: Any) -> dict[str, Any]:
-    """Where the engines are, by the names in `args`. ctx: RolloutContext, or RewardContext, which has no policy's."""
+    """Addresses of the engines under slime's names. ctx: RolloutContext, or RewardContext, which has no policy's."""
     values = {"sglang_model_routers": {name: _place(each.url) for name, each in ctx.engines.items()}}
     if (address := getattr(ctx, "address", None)) is None:
         return values

@@ -84,8 +84,7 @@ def deepscaler(response: str, label: Any) -> int:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """F1, precision and recall of the words that both have. Where either is yes, no or noanswer, only the very same
-    answer counts."""
+    """F1, precision and recall of shared words; where one answer is yes, no or noanswer, only the same counts."""
     said, right = words(prediction or ""), words(ground_truth)
     closed = " ".join(said) in CLOSED or " ".join(right) in CLOSED
     shared = sum((Counter(said) & Counter(right)).values())
@@ -128,8 +127,7 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 
 
 async def ask(function: Callable[..., Any], path: str, args: Any, judged: Any, **kwargs: Any) -> Any:
-    """What the reward at `path` says. Raises SlimxError where it is asked while it runs: it asks for the run's reward,
-    which is itself."""
+    """Call the reward at `path`. Raises SlimxError where it runs already and asks for the run's reward, itself."""
     if function is JUDGING.get():
         raise SlimxError(
             f"{path} asks slime's rm_hub for the reward of the run, which is {path} itself; set args.custom_rm_path to "
