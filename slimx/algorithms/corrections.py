@@ -47,7 +47,7 @@ def correction(kind: Kind, *, level: Level, low: float, high: float) -> Correcti
 
 
 def rejection(*, level: Literal["none"] | Level, low: float, high: float, veto: float) -> Rejection:
-    """Rejection of tokens whose w, of the same levels as a correction's, lies outside [low, high], and of whole sequences
+    """Rejection of tokens whose w, of the same levels as a correction's, lies outside [low, high], and of sequences
     in which a single token's w is below `veto` (slime: 1e-4; 0: none)."""
 
     def rejected(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
