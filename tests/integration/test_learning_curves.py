@@ -31,6 +31,7 @@ UPDATES = 4
 """Updates for each batch: in the first one all ratios are 1, and many losses are one function."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "dpo": {"schedule": {"updates_per_step": 1}},  # the loss of one policy's pairs
+    "gpg": {"schedule": {"updates_per_step": 1}},  # without a ratio it knows its own samples alone
     "gdpo": {"reward": {"function": "tests.integration.hooks.sum_in_parts"}},
     "gigpo": {"rollout": {"generate": "tests.integration.hooks.described_turn"}},
     "ppo": {"critic": {"optimizer": {"lr": 1e-3}}, "algorithm": {"gae_lambda": 0.95}},
