@@ -3,8 +3,10 @@
     slimx --> unshare (a user namespace of its own, where processes are counted) --> prlimit --> bubblewrap --> python
 
 bubblewrap (Debian: `bubblewrap`) gives the code its own user, process, network, mount and host name spaces, no
-capabilities, and nothing but /usr to read and a small /tmp to write. The kernel's resource limits do the rest. As root
-the code runs as nobody: limits on the number of processes do not bind root.
+capabilities, and nothing but /usr to read and a small /tmp to write. A filter denies the system calls that would lead
+out of that (`seccomp`), resource limits bound each process, and where the machine allows it a memory control group
+bounds all of them together (`memory_group`). As root the code runs as nobody: limits on the number of processes do not
+bind root. How the code ended is read from bubblewrap, over a descriptor that the code does not have.
 """
 
 from __future__ import annotations
@@ -13,25 +15,25 @@ import asyncio
 import contextlib
 import json
 import os
-import selectors
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import TypeVar
 
-import psutil
-
-from slimx.environments import sandbox_probe
+from slimx.environments import memory_group, sandbox_probe, seccomp
+from slimx.environments.sandbox_watch import Ended, Watch, end
 from slimx.errors import SlimxError
 
 NOBODY = 65534
 OWN_PROCESSES = 4
 """Of the sandbox itself: two of bubblewrap's, the interpreter, and one to spare."""
-LOOK_S = 0.05
-"""Between two looks at the memory of all processes together."""
 MIB = 2**20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Limits:
     seconds: float = 10.0
     """Wall clock."""
     memory_mib: int = 512
-    """Address space of each process, and resident memory of all together."""
+    """Address space of each process, and memory of all together."""
     processes: int = 8
     """Besides the first one; threads count."""
     disk_mib: int = 16
@@ -56,8 +58,8 @@ class Ran:
 
     stdout: str
     stderr: str
-    ended: Literal["exit", "time", "memory", "output"]
-    """exit: by itself; else killed at the limit of that name."""
+    ended: Ended
+    """exit: by itself; stop: told to; else killed at the limit of that name."""
     status: int | None
     """Exit status, 128 + signal number if a signal ended it; None if it was killed at a limit."""
     seconds: float
@@ -65,6 +67,34 @@ class Ran:
     @property
     def ok(self) -> bool:
         return self.ended == "exit" and self.status == 0
+
+
+async def in_thread(call: Callable[[threading.Event], T]) -> T:
+    """Have `call` run in a thread that only sandboxes use, so that a hundred slow programs delay nobody but each other.
+    The event that it gets is set when the awaiting task is cancelled."""
+    stop = threading.Event()
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_threads(), call, stop)
+    except asyncio.CancelledError:
+        stop.set()
+        raise
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """As many as there are processors: more programs at once would only run each other into their time limit."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="slimx-sandbox")
+
+
+@cache
+def _place() -> memory_group.Place | None:
+    return memory_group.find()
+
+
+@cache
+def _can_disable_userns(bwrap: str) -> bool:
+    """bubblewrap has the option from 0.8 on; where it is older, the system call filter alone denies them."""
+    return "--disable-userns" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
 
 
 class Sandbox:
@@ -80,41 +110,76 @@ class Sandbox:
             path = shutil.which(program, path="/usr/local/bin:/usr/bin:/bin")
             if path is None:
                 raise SlimxError(
-                    f"the sandbox needs {program}, which is not in /usr or /bin: apt-get install {package}"
+                    f"the sandbox needs {program}, which is not in /usr or /bin: apt-get install {package}",
+                    code="sandbox.program",
+                    about=program,
                 )
             self._paths[program] = path
+        self._rules = seccomp.program()
+        self._place = _place()
 
     async def run(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> Ran:
-        """As `run_blocking`, in a thread. A cancelled call is left to its limits."""
-        return await asyncio.to_thread(self.run_blocking, code, stdin=stdin, files=files)
+        """As `run_blocking`, in a thread of the sandbox's own. Cancelling the call ends the code."""
+        return await in_thread(lambda stop: self.run_blocking(code, stdin=stdin, files=files, stop=stop))
 
-    def run_blocking(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> Ran:
-        """Run `code` as a program. `files`: contents by name, read-only beside it in /code, where it is imported from.
+    def run_blocking(
+        self,
+        code: str,
+        *,
+        stdin: str | int = "",
+        stdout: int | None = None,
+        files: Mapping[str, str] | None = None,
+        stop: threading.Event | None = None,
+    ) -> Ran:
+        """Run `code` as a program. `stdin`: what it reads, or a descriptor that it reads from. `stdout`: a descriptor
+        that it writes to, instead of `Ran.stdout`. `files`: contents by name, read-only beside it in /code, where it is
+        imported from. It is killed once `stop` is set.
 
         Raises SlimxError if the sandbox itself cannot start."""
-        with _files({**(files or {}), "main.py": code}) as named:
+        with contextlib.ExitStack() as open_now:
+            named = open_now.enter_context(_files({**(files or {}), "main.py": code}))
+            rules = open_now.enter_context(_descriptor(self._rules))
+            told = open_now.enter_context(_pipe())
+            group, go = None, None
+            if self._place is not None:
+                group = self._place.make((self.limits.memory_mib + self.limits.disk_mib) * MIB)
+                open_now.callback(group.remove)
+                go = open_now.enter_context(_pipe())
+            line = [*self._limited(), *self._enclosed(named), "--seccomp", str(rules)]
+            line += ["--json-status-fd", str(told.write), *(("--block-fd", str(go.read)) if go else ())]
             started = time.monotonic()
             process = subprocess.Popen(
-                [*self._limited(), *self._enclosed(named), self._paths["python3"], "-s", "/code/main.py"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [*line, "--", self._paths["python3"], "-s", "/code/main.py"],
+                stdin=stdin if isinstance(stdin, int) else subprocess.PIPE,
+                stdout=subprocess.PIPE if stdout is None else stdout,
                 stderr=subprocess.PIPE,
                 env={},
-                pass_fds=list(named.values()),
+                pass_fds=[*named.values(), rules, told.write, *((go.read,) if go else ())],
                 **({"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}),
             )
+            told.close_write()
             try:
-                watch = _Watch(process, self.limits, started)
-                ended = watch.until_the_end(stdin.encode())
+                watch = Watch(process, self.limits, started, told.read, group, go.write if go else None, stop)
+                ended = watch.until_the_end(stdin.encode() if isinstance(stdin, str) else b"")
             finally:
-                status = _end(process)
+                end(process)
                 for stream in (process.stdin, process.stdout, process.stderr):
-                    stream.close()
-        stdout, stderr = (bytes(watch.read[stream]).decode(errors="replace") for stream in ("stdout", "stderr"))
-        if ended == "exit" and status and stderr.startswith(("bwrap: ", "unshare: ", "prlimit: ")):
-            raise SlimxError(f"the sandbox cannot start on this machine: {stderr.strip()[:300]}")
-        status = 128 - status if status < 0 else status
-        return Ran(stdout, stderr, ended, status if ended == "exit" else None, time.monotonic() - started)
+                    if stream is not None:
+                        stream.close()
+        output, error = (bytes(watch.read[stream]).decode(errors="replace") for stream in ("stdout", "stderr"))
+        status = watch.exit_status()
+        if ended == "exit" and status is None:
+            raise SlimxError(
+                f"the sandbox cannot start on this machine: {error.strip()[:300]}", code="sandbox.start", about="bwrap"
+            )
+        return Ran(output, error, ended, status if ended == "exit" else None, time.monotonic() - started)
+
+    @property
+    def memory_bound(self) -> str:
+        """The bound that holds for the memory of all processes of a run together."""
+        if self._place is not None:
+            return f"a control group (version {self._place.version}) holds everything to memory_mib + disk_mib"
+        return "each process is held to memory_mib of address space, all together to what they have resident"
 
     def check(self) -> None:
         """Try to break out, once. Raises SlimxError naming the guarantees that this machine does not give."""
@@ -125,12 +190,18 @@ class Sandbox:
         }
         ran = self.run_blocking(sandbox_probe.source(), stdin=json.dumps(outside))
         if not ran.ok:
-            raise SlimxError(f"the sandbox could not be tried ({ran.ended} {ran.status}): {ran.stderr.strip()[-300:]}")
+            raise SlimxError(
+                f"the sandbox could not be tried ({ran.ended} {ran.status}): {ran.stderr.strip()[-300:]}",
+                code="sandbox.probe",
+                about=ran.ended,
+            )
         missing = [promise for promise, kept in json.loads(ran.stdout).items() if not kept]
         if missing:
             raise SlimxError(
                 f"the sandbox does not hold on this machine: {'; '.join(missing)}; allow user namespaces "
-                "(sysctl user.max_user_namespaces, or the container's seccomp profile) or leave out what runs code"
+                "(sysctl user.max_user_namespaces, or the container's seccomp profile) or leave out what runs code",
+                code="sandbox.promise",
+                about=missing[0],
             )
 
     def _limited(self) -> list[str]:
@@ -164,101 +235,53 @@ class Sandbox:
         words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
         for name, value in {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}.items():
             words += ["--setenv", name, value]
-        return [*words, "--"]
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill what is left and return bubblewrap's status. With the first process of a process name space the kernel ends
-    all others in it, and bubblewrap waits for that one: nothing is left."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for first in psutil.Process(process.pid).children():
-            first.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-    process.kill()
-    return process.wait()
-
-
-class _Watch:
-    """Feeds a process and reads it until it ends or meets a limit."""
-
-    def __init__(self, process: subprocess.Popen[bytes], limits: Limits, started: float):
-        self.process, self.limits = process, limits
-        self.deadline = started + limits.seconds
-        self.read = {"stdout": bytearray(), "stderr": bytearray()}
-
-    def until_the_end(self, stdin: bytes) -> Literal["exit", "time", "memory", "output"]:
-        rest, look = memoryview(stdin), time.monotonic()
-        with selectors.DefaultSelector() as ready:
-            for name in self.read:
-                ready.register(getattr(self.process, name), selectors.EVENT_READ, name)
-            ready.register(self.process.stdin, selectors.EVENT_WRITE, "stdin")
-            os.set_blocking(self.process.stdin.fileno(), False)
-            while ready.get_map():
-                now = time.monotonic()
-                if now > self.deadline:
-                    return "time"
-                if now > look:
-                    if self._memory() > self.limits.memory_mib * MIB:
-                        return "memory"
-                    look = now + LOOK_S
-                for key, _ in ready.select(min(LOOK_S, self.deadline - now)):
-                    if key.data == "stdin":
-                        rest = self._feed(rest)
-                        if rest is None:
-                            ready.unregister(key.fileobj)
-                            key.fileobj.close()
-                    elif piece := os.read(key.fd, 65536):
-                        self.read[key.data] += piece
-                        if len(self.read[key.data]) > self.limits.output_kib * 1024:
-                            del self.read[key.data][self.limits.output_kib * 1024 :]
-                            return "output"
-                    else:
-                        ready.unregister(key.fileobj)
-        try:
-            self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return "time"
-        return "exit"
-
-    def _feed(self, rest: memoryview) -> memoryview | None:
-        """What is left to write; None when there is nothing, or nobody who reads."""
-        try:
-            rest = rest[os.write(self.process.stdin.fileno(), rest[:65536]) :] if rest else rest
-        except BlockingIOError:
-            return rest
-        except BrokenPipeError:
-            return None
-        return rest if rest else None
-
-    def _memory(self) -> int:
-        """Resident bytes of everything inside."""
-        total = 0
-        try:
-            inside = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return 0
-        for process in inside:
-            try:
-                total += process.memory_info().rss
-            except psutil.NoSuchProcess:
-                continue
-        return total
+        # A name space made inside would have powers of its own, and limits of its own.
+        return [*words, "--unshare-user", "--disable-userns"] if _can_disable_userns(self._paths["bwrap"]) else words
 
 
 @contextlib.contextmanager
 def _files(contents: Mapping[str, str]) -> Iterator[dict[str, int]]:
     """Descriptors by name of files in memory."""
-    named: dict[str, int] = {}
-    try:
+    with contextlib.ExitStack() as open_now:
+        named: dict[str, int] = {}
         for name, content in contents.items():
             if "/" in name or name.startswith("."):
-                raise SlimxError(f"the sandbox puts files beside the code, and {name!r} is no plain name")
-            named[name] = os.memfd_create(name)
-            with os.fdopen(os.dup(named[name]), "wb") as file:
-                file.write(content.encode())
-            os.lseek(named[name], 0, os.SEEK_SET)
+                raise SlimxError(
+                    f"the sandbox puts files beside the code, and {name!r} is no plain name",
+                    code="sandbox.file",
+                    about=name,
+                )
+            named[name] = open_now.enter_context(_descriptor(content.encode()))
         yield named
+
+
+@contextlib.contextmanager
+def _descriptor(content: bytes) -> Iterator[int]:
+    """The descriptor of a file in memory with this content."""
+    with os.fdopen(os.memfd_create("sandbox"), "w+b") as file:
+        file.write(content)
+        file.flush()
+        file.seek(0)
+        yield file.fileno()
+
+
+@dataclass(slots=True)
+class _Pipe:
+    read: int
+    write: int
+    writes: bool = True
+
+    def close_write(self) -> None:
+        if self.writes:
+            os.close(self.write)
+            self.writes = False
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[_Pipe]:
+    pipe = _Pipe(*os.pipe())
+    try:
+        yield pipe
     finally:
-        for descriptor in named.values():
-            os.close(descriptor)
+        os.close(pipe.read)
+        pipe.close_write()

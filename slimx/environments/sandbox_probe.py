@@ -5,12 +5,15 @@ It is run as a program inside, where slimx is not installed, and imports nothing
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
 NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
+CLONE_NEWUSER, AF_VSOCK = 0x10000000, 40
 VISIBLE = {"bin", "code", "dev", "lib", "lib64", "proc", "tmp", "usr"}
 
 
@@ -56,6 +59,7 @@ def main() -> None:
     outside = json.load(sys.stdin)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     shared = {name for name, link in outside["namespaces"].items() if os.readlink(f"/proc/self/ns/{name}") == link}
+    libc = ctypes.CDLL(None)
     promises = {
         "the code is not root": os.getuid() != 0 and os.geteuid() != 0,
         "the code has no capabilities": int(status["CapEff"], 16) == 0 and int(status["CapBnd"], 16) == 0,
@@ -67,6 +71,9 @@ def main() -> None:
         "files outside cannot be read": set(os.listdir("/")) <= VISIBLE,
         "the number of processes is limited": processes(outside["processes"]) < outside["processes"],
         "memory is limited": fails(bytearray, outside["memory"]),
+        "memory is not kept outside of processes": fails(os.memfd_create, "x") and libc.shmget(0, 4096, 0o1600) == -1,
+        "no name spaces can be made inside": libc.unshare(CLONE_NEWUSER) == -1,
+        "sockets are local or the Internet's": fails(socket.socket, AF_VSOCK),
     }
     print(json.dumps(promises))
 

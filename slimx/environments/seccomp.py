@@ -1,0 +1,99 @@
+"""The system calls that code in the sandbox may not make, as the program that the kernel runs at each of its calls.
+
+Denied are the calls that reach other name spaces, other processes or the kernel's own machinery, that keep memory which
+belongs to no process's address space, and sockets other than local ones and the Internet's (a virtual machine's host is
+reached by AF_VSOCK, which no network name space shuts off). Everything else is allowed: what it may harm is limited by
+name spaces and resource limits.
+
+Numbers: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h; the instruction's form:
+include/uapi/linux/filter.h; its input: struct seccomp_data in include/uapi/linux/seccomp.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+from slimx.errors import SlimxError
+
+# Call: its number on x86-64, its number on 64-bit Arm. Calls of Linux 5.2 and later have one number everywhere.
+_DENIED = {
+    # Name spaces and mounts.
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "open_tree": (428, 428), "move_mount": (429, 429), "mount_setattr": (442, 442), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    # Other processes.
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "process_madvise": (440, 440), "pidfd_getfd": (438, 438),
+    # The kernel's machinery.
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "keyctl": (250, 219), "add_key": (248, 217),
+    "request_key": (249, 218), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224),
+    "swapoff": (168, 225), "quotactl": (179, 60), "quotactl_fd": (443, 443), "acct": (163, 89), "syslog": (103, 116),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
+    "fanotify_init": (300, 262), "lookup_dcookie": (212, 18), "personality": (135, 92), "vhangup": (153, 58),
+    "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None), "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # Memory that outlives a mapping, and is in no process's resident set.
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "vmsplice": (278, 75),
+}  # fmt: skip
+_CLONE, _CLONE3, _SOCKET = (56, 220), 435, (41, 198)
+_NEW_NAMESPACE = 0x7E020000
+"""CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID and _NEWNET."""
+_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET and AF_INET6."""
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""By `platform.machine`: the column of the numbers, and AUDIT_ARCH."""
+_LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
+"""Offsets in seccomp_data; of the first argument its lower half."""
+_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+
+
+def program() -> bytes:
+    """The filter for this machine, as bubblewrap's --seccomp reads it. Denied calls fail with EPERM; clone3, whose
+    flags a filter cannot see, with ENOSYS, upon which the C library takes clone.
+
+    Raises SlimxError on machines other than x86-64 and 64-bit Arm."""
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        raise SlimxError(
+            f"the sandbox knows no system calls of {machine} machines; run what needs it on x86_64 or aarch64",
+            code="sandbox.machine",
+            about=machine,
+        )
+    column, arch = _MACHINES[machine]
+    code = [
+        _step(_LOAD, _ARCH),
+        _step(_EQUAL, arch, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER),
+        # Numbers from here on are another ABI's on x86-64 (x32), and nobody's on Arm.
+        _step(_AT_LEAST, 0x40000000, 0, 1),
+        _step(_RETURN, _KILL),
+    ]
+    for numbers in _DENIED.values():
+        if (number := numbers[column]) is not None:
+            code += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _FAIL | errno.EPERM)]
+    code += [_step(_EQUAL, _CLONE3, 0, 1), _step(_RETURN, _FAIL | errno.ENOSYS)]
+    code += [
+        _step(_EQUAL, _CLONE[column], 0, 4),
+        _step(_LOAD, _ARGUMENT),
+        _step(_BITS, _NEW_NAMESPACE, 0, 1),
+        _step(_RETURN, _FAIL | errno.EPERM),
+        _step(_RETURN, _ALLOW),
+    ]
+    code += [_step(_EQUAL, _SOCKET[column], 0, 2 + len(_FAMILIES)), _step(_LOAD, _ARGUMENT)]
+    code += [_step(_EQUAL, family, len(_FAMILIES) - place, 0) for place, family in enumerate(_FAMILIES)]
+    code += [_step(_RETURN, _FAIL | errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW)]
+    return b"".join(code)
+
+
+def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """One instruction; a jump skips so many of those after it."""
+    return struct.pack("=HBBI", operation, if_true, if_false, value)
