@@ -41,6 +41,10 @@ TRIES = 3
 """Generations of workers that a call is given to, at most."""
 
 
+class _NeverBegun(Exception):
+    """No worker took a call."""
+
+
 class RewardProcesses:
     """`config.workers` processes, started with the first call."""
 
@@ -76,8 +80,9 @@ class RewardProcesses:
         name, deadline = name_of(self.reward), self.config.deadline
         try:
             value = await self._ask(replace(ctx, tokenizer=None), judged)
-        except DeadlineError:
-            raise
+        except _NeverBegun:
+            waited = TRIES * self._stalled_s
+            raise DeadlineError(f"a worker for the reward of {named(judged)}", waited, f"workers of {name}") from None
         except Late:
             self.killed += 1
             raise DeadlineError(f"the reward of {named(judged)}", deadline, name) from None
@@ -91,7 +96,7 @@ class RewardProcesses:
         return verdicts(value, judged, name)
 
     async def _ask(self, ctx: RewardContext, judged: Trajectory | Group) -> Any:
-        """What the hook returned, from workers that take calls."""
+        """What the hook returned, from workers that take calls. Raises _NeverBegun if none did."""
         for _ in range(TRIES):
             pool = self._pool
             call = pool.schedule(
@@ -111,9 +116,7 @@ class RewardProcesses:
                 answer.cancel()
             if pool is self._pool:
                 await self._replace_workers()
-        raise DeadlineError(
-            f"the reward of {named(judged)}", TRIES * self._stalled_s, f"{name_of(self.reward)}, which no worker began"
-        )
+        raise _NeverBegun
 
     async def _replace_workers(self) -> None:
         """Kill all workers; calls that they have, and that wait, are given to new ones."""

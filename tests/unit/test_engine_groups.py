@@ -28,7 +28,8 @@ from slimx.rewards import judge
 from slimx.rollout import control
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.keys import bearer
-from slimx.rollout.requests import input_logprobs
+from slimx.rollout.outage import Outage
+from slimx.rollout.requests import AnswerError, input_logprobs
 from slimx.rollout.router import Router
 from slimx.rollout.spec import EngineSpec, NodeShare, server_args, server_env
 from tests.unit.reward_stand import context, trajectory
@@ -261,10 +262,22 @@ async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
             await engine.logprobs([1, 2, 3])
         copy = pickle.loads(pickle.dumps(engine))  # as a reward in a process of its own gets it
         assert await asyncio.to_thread(asyncio.run, copy.chat(messages)) == "9 of 10"
-        gone = FrozenEngine("judge", "http://127.0.0.1:9", deadline_s=10, retries=1, look=look)
-        with pytest.raises(SlimxError, match="answered 0: ClientConnectorError"):
-            await asyncio.to_thread(asyncio.run, gone.chat(messages))
+        breaking = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        async with breaking:
+            url = f"http://127.0.0.1:{breaking.sockets[0].getsockname()[1]}"
+            gone = FrozenEngine("judge", url, deadline_s=10, retries=1, look=look)
+            with pytest.raises(AnswerError) as told:
+                await asyncio.to_thread(asyncio.run, gone.chat(messages))
+        assert told.value.status == 0
         assert looks == ["look"], "a lost server is looked for before a request is sent again"
+        outage = Outage()
+        outage.begin()
+        waits = FrozenEngine("judge", urls[0], deadline_s=0.2, retries=0, look=look, outage=outage)
+        waiting = asyncio.create_task(asyncio.to_thread(asyncio.run, waits.chat(messages)))
+        await asyncio.sleep(0.5)
+        assert not waiting.done(), "longer than its deadline"
+        outage.end()
+        assert await waiting == "9 of 10"
         lost = FrozenEngine(
             "judge", urls[0], deadline_s=10, retries=1, look=look, failure=lambda: SlimxError("no engine is left")
         )
