@@ -17,6 +17,7 @@ from slimx.models.block_fp8 import SCALE_SUFFIX, Block, scales_shape
 from slimx.reshard import blocks, kernel
 from slimx.reshard.kernel import NONFINITE, OP, PIECE, RULE
 from slimx.reshard.precision import Quantisation, Rule
+from slimx.reshard.record import element_bytes
 
 
 def quantised_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
@@ -57,15 +58,19 @@ def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> 
 def _quantise(
     name: str, values: torch.Tensor, quantisation: Quantisation, scratch: Scratch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, uint8 [rows, cols], and scales [block rows, block cols] of `values`, bf16 or fp32 [rows, cols], both in
-    `scratch`."""
+    """Codes, uint8 [rows, cols], and scales [block rows, block cols] of `values` [rows, cols], both in `scratch`.
+
+    bf16 and fp32 are quantised as they are; fp16, which the kernels do not know, as the fp32 of the same value."""
+    if values.dtype == torch.float16:
+        values = values.float()
+    item = element_bytes(name, values, torch.bfloat16, torch.float32)
     (rows, cols), (high, wide) = values.shape, quantisation.block
     down, across = scales_shape((rows, cols), quantisation.block)
     at = -(-rows * cols // 16) * 16
     bucket = scratch.tensor((at + down * across * 4,), torch.uint8)
     piece = np.zeros(1, dtype=PIECE)
-    piece["src"], piece["item"], piece["out"] = values.data_ptr(), values.element_size(), 1
-    piece["src_ld"], piece["src_step"] = cols * values.element_size(), values.element_size()
+    piece["src"], piece["item"], piece["out"] = values.data_ptr(), item, 1
+    piece["src_ld"], piece["src_step"] = cols * item, item
     piece["rows"], piece["cols"], piece["dst_ld"], piece["pos_ld"] = rows, cols, cols, cols
     piece["scale"], piece["scale_ld"], piece["scale_pos_ld"] = at, across * 4, across * 4
     piece["tensor"], piece["scale_tensor"] = 0, 1

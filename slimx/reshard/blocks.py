@@ -10,6 +10,9 @@ import torch
 from slimx.errors import SlimxError
 from slimx.reshard import kernel
 from slimx.reshard.kernel import OP, PIECE, RULE
+from slimx.reshard.record import element_bytes
+
+_CODES = torch.float8_e4m3fn, torch.uint8
 
 
 def dequantise(
@@ -73,7 +76,9 @@ def dequantising(
     It holds the addresses of codes [rows, cols] and scales, which have to stay where they are.
     """
     rows, cols = codes.shape
-    shape, size = (-(-rows // block[0]), -(-cols // block[1])), out.element_size()
+    element_bytes("codes of fp8 blocks", codes, *_CODES)
+    size = element_bytes("values of fp8 blocks", out, torch.bfloat16, torch.float32)
+    shape = -(-rows // block[0]), -(-cols // block[1])
     if scales.shape != shape or scales.dtype != torch.float32 or scales.stride(1) != 1:
         raise SlimxError(
             f"scales {scales.dtype} {list(scales.shape)} are not those of codes {list(codes.shape)} in blocks of "

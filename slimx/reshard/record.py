@@ -96,6 +96,21 @@ _RULES = {(op, RULE.NONE) for op in OP if op not in (OP.QUANTISE_FP8, OP.QUANTIS
 }
 
 
+def element_bytes(what: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
+    """Bytes of an element of `tensor`, which an op is to read or write as one of `dtypes`.
+
+    A record has the size alone, and the kernels would take the bits of fp16 for bf16. Raises SlimxError, calling the
+    tensor `what`, for any other dtype."""
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise SlimxError(
+            f"{what}: the kernels read {allowed} there and got {str(tensor.dtype).removeprefix('torch.')}; convert it",
+            code="kernel.dtype",
+            about=what,
+        )
+    return tensor.element_size()
+
+
 def rectangle(
     view: torch.Tensor,
     *,

@@ -66,6 +66,9 @@ class Attention(ctypes.Structure):
         """Of contiguous tensors, which the caller keeps alive."""
         if not query.dtype == key.dtype == value.dtype:
             raise SlimxError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype")
+        check_dtype("index", index, torch.int32)
+        check_dtype("begin", begin, torch.int64)
+        check_dtype("length", length, torch.int64)
         inputs = (t.data_ptr() for t in (query, key, value, index, begin, length))
         sizes = *query.shape[:2], key.shape[1], query.shape[2], value.shape[2]
         return cls(*inputs, None if sinks is None else sinks.data_ptr(), out.data_ptr(), *sizes, scale, wide)
@@ -90,6 +93,12 @@ def linear(
     sizes = len(held), columns, x.shape[1], leaves
     _call("linear", isa, x.data_ptr(), groups, *sizes, _wide(x), out.data_ptr(), _wide(out))
     return out
+
+
+def check_dtype(what: str, t: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises SlimxError unless `t` is of `dtype`: the kernels are given its address alone."""
+    if t.dtype != dtype:
+        raise SlimxError(f"{what} is {t.dtype}: pass {dtype}", code="kernel.dtype", about=what)
 
 
 def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
@@ -122,6 +131,7 @@ def log_normaliser(
     logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.log_normaliser`."""
+    check_dtype("temperature", temperature, torch.float32)
     logits, temperature = logits.contiguous(), temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits)).unbind()
     found = most.data_ptr(), log_sum.data_ptr()

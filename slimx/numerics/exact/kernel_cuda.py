@@ -15,7 +15,7 @@ import torch  # before the library is loaded, as in kernel.py
 from slimx.errors import SlimxError
 from slimx.library import load_library
 from slimx.numerics.exact.elementary import tree
-from slimx.numerics.exact.kernel import Attention, check_weights
+from slimx.numerics.exact.kernel import Attention, check_dtype, check_weights
 from slimx.numerics.exact.reference import combine, rotate  # elementwise: torch rounds as the contract does
 
 __all__ = ["attend", "combine", "linear", "log_normaliser", "rms_norm", "rotate", "silu_and_mul"]
@@ -76,6 +76,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.log_normaliser`."""
+    check_dtype("temperature", temperature, torch.float32)
     logits, temperature = logits.contiguous(), temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits), device=logits.device).unbind()
     if len(logits):
