@@ -38,11 +38,21 @@ class Rule(StrEnum):
     ue8m0 = "ue8m0"
 
 
+class Layers(StrEnum):
+    """How keys of a Megatron directory name layers."""
+
+    auto = "auto"
+    numbered = "numbered"
+    stacked = "stacked"
+
+
 _DTYPE = typer.Option(help="Of the model; stored: as the source has it, fp8 as bf16.")
 Source = Annotated[Path, typer.Argument(help="Directory of the checkpoint.")]
 Out = Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")]
 DtypeOption = Annotated[Dtype, _DTYPE]
-Verify = Annotated[bool, typer.Option("--verify", help="Read the output again and compare its checksums.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Read the output again: its checksums, and its values with the source's.")
+]
 Threads = Annotated[int, typer.Option(min=1, help="Files written at once; each needs about 250 MB of memory.")]
 FileSize = Annotated[float, typer.Option(min=1e-6, help="About the size of a file in GB.")]
 FamilyOption = Annotated[
@@ -64,6 +74,13 @@ def hf_to_megatron(
             "of its own. Any other layout can load it too."
         ),
     ] = "",
+    layers: Annotated[
+        Layers,
+        typer.Option(
+            help="Keys of its layers: numbered (slime and Miles want it of models with experts), or stacked under one "
+            "key; auto: numbered with experts, else stacked."
+        ),
+    ] = Layers.auto,
     file_size: FileSize = 0.5,
     verify: Verify = False,
     threads: Threads = THREADS,
@@ -75,7 +92,12 @@ def hf_to_megatron(
 
     _work(
         run.hf_to_megatron(
-            source, dtype=_torch(dtype), layout=layout, file_bytes=_bytes(file_size), family=_family(family)
+            source,
+            dtype=_torch(dtype),
+            layout=layout,
+            layers=layers.value,
+            file_bytes=_bytes(file_size),
+            family=_family(family),
         ),
         out,
         threads,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from slimx.convert.compare import compare_quantised
 from slimx.convert.safetensors import Tensor, Unit
 from slimx.convert.sources import Reading, Scratch, row_blocks
 from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
 from slimx.layout.table import Table
 from slimx.models import block_fp8
 from slimx.models.block_fp8 import SCALE_SUFFIX, Block, scales_shape
@@ -51,8 +53,14 @@ def quantised(name: str, shape: tuple[int, ...], quantisation: Quantisation) -> 
             yield codes
         yield torch.cat(scales)
 
+    down, across = scales_shape(shape, block)
+
+    def compare(source: Reading, written: Reading, advance: Callable[[int], None]) -> None:
+        scales = written.read(name + SCALE_SUFFIX, Rect(0, 0, 0, down, across, 0, 0)).clone()
+        compare_quantised(name, shape, block, source, written, scales, advance)
+
     codes = Tensor(name, torch.float8_e4m3fn, shape)
-    return Unit((codes, Tensor(name + SCALE_SUFFIX, torch.float32, scales_shape(shape, block))), parts)
+    return Unit((codes, Tensor(name + SCALE_SUFFIX, torch.float32, (down, across))), parts, compare)
 
 
 def _quantise(

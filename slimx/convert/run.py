@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,10 +21,11 @@ from slimx.errors import SlimxError
 from slimx.layout.stored import stored
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import Family, ModelSpec, read_model
-from slimx.models.megatron_directory import find_checkpoint
+from slimx.models.megatron_directory import find_checkpoint, numbers_layers
 from slimx.models.safe_pickle import read_metadata
 from slimx.reshard.precision import Quantisation, Rule
 
+Layers = Literal["auto", "numbered", "stacked"]
 _PREDICTION = "mtp.layers."
 
 
@@ -32,17 +34,36 @@ def hf_to_megatron(
     *,
     dtype: torch.dtype | None = None,
     layout: str = "",
+    layers: Layers = "auto",
     file_bytes: int = torch_dist.FILE_BYTES,
     family: Family | None = None,
 ) -> ToMegatron:
     """The tensors of the Hugging Face directory `source` as a release of Megatron-LM, less those that a trainer does
     not hold.
 
-    `dtype`: of the model; None: as stored, fp8 as bf16. `layout`: see `slimx.convert.target.parse_layout`.
+    `dtype`: of the model; None: as stored, fp8 as bf16. `layout`: see `slimx.convert.target.parse_layout`. `layers`:
+    whether each layer has keys of its own or one key stacks them; "auto": numbered where a model has experts.
     `file_bytes`: about the size of a file. `family`: None for the one of the source's architecture."""
     spec, reader = _open(source, family)
     target, origin = Target(spec.table, parse_layout(layout)), f"{_content(source)} {dtype}"
-    return ToMegatron(spec, reader, target, dtype=dtype, file_bytes=file_bytes, origin=origin)
+    numbered = _numbered(spec, layers)
+    return ToMegatron(spec, reader, target, dtype=dtype, numbered=numbered, file_bytes=file_bytes, origin=origin)
+
+
+def _numbered(spec: ModelSpec, layers: Layers) -> bool:
+    """Whether layers get keys of their own. Raises SlimxError where `layers` asks to stack layers that differ.
+
+    Scripts of slime and Miles give --moe-layer-freq as a list for every model with experts, and megatron-core then
+    looks for numbered layers; Megatron-LM finds them too, by the metadata that is written with them."""
+    differ = numbers_layers(spec.transformer)
+    if layers == "stacked" and differ:
+        raise SlimxError(
+            f"--layers stacked: the layers of {spec.path} differ, and megatron-core numbers such layers; choose "
+            "numbered",
+            code="convert.layers",
+            about="--layers",
+        )
+    return layers == "numbered" or (layers == "auto" and (differ or spec.experts > 0))
 
 
 def megatron_to_hf(
@@ -61,9 +82,11 @@ def megatron_to_hf(
     spec = _with_prediction(original, _prediction_layers(path), family)
     trained, table = TorchDistReader(path, spec.table), spec.table
     theirs = CheckpointReader(original) if any(original.glob("*.safetensors")) else None
-    units = []
+    units, dtypes = [], set()
     for name, (shape, own) in _tensors(spec).items():
         place, kept = stored(name), dtype if dtype is not None and own is None else trained.dtype(name)
+        if own is None:
+            dtypes.add(kept)
         if place.index is None:
             units.append(copied(name, shape, kept))
         elif place.index == 0:
@@ -71,6 +94,7 @@ def megatron_to_hf(
             units.append(stacked(place.name, experts, place.shape(shape, table.experts), kept))
     source_of = Overlay(trained, theirs, table.aliases)
     if theirs is not None:
+        theirs.check_copies(table)
         units += _others(spec, theirs, dtype)
     config = {key: value for key, value in spec.hf.items() if key != "quantization_config"}
     return ToHuggingFace(
@@ -79,7 +103,7 @@ def megatron_to_hf(
         file_bytes=file_bytes,
         what=f"megatron-to-hf {_content(path)} {_content(original)} {dtype}",
         template=original,
-        config=_stored_as(config, dtype),
+        config=_stored_as(config, dtypes),
     )
 
 
@@ -99,14 +123,21 @@ def hf_to_fp8(
     quantisation = Quantisation(rule)
     names = quantised_names(spec.table, quantisation.block)
     if not names:
-        raise SlimxError(f"{source}: {spec.family.ARCHITECTURE} has no fp8 form; no tensor of it is quantised")
-    units, plain = [], []
+        raise SlimxError(
+            f"{source}: {spec.family.ARCHITECTURE} has no fp8 form; no tensor of it is quantised",
+            code="convert.fp8",
+            about=str(source),
+        )
+    units, plain, dtypes = [], [], set()
     for name, (shape, own) in _tensors(spec).items():
         if name in names:
             check_rule(rule, reader.dtype(name), name)
             units.append(quantised(name, shape, quantisation))
             continue
-        units.append(copied(name, shape, dtype if dtype is not None and own is None else reader.dtype(name)))
+        kept = dtype if dtype is not None and own is None else reader.dtype(name)
+        if own is None:
+            dtypes.add(kept)
+        units.append(copied(name, shape, kept))
         if len(shape) > 1:
             plain.append(name)
     units += _others(spec, reader, dtype)
@@ -116,7 +147,7 @@ def hf_to_fp8(
         file_bytes=file_bytes,
         what=f"hf-to-fp8 {_content(source)} {rule} {dtype}",
         template=source,
-        config=_stored_as(with_quantisation(spec.hf, quantisation, plain), dtype),
+        config=_stored_as(with_quantisation(spec.hf, quantisation, plain), dtypes),
     )
 
 
@@ -128,6 +159,7 @@ def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointRea
     # Published checkpoints leave out layers of multi-token prediction that their config declares.
     spec = most if reader.names & (most.table.checkpoint().keys() - least.table.checkpoint().keys()) else least
     reader.check(spec.table, quantised=True)
+    reader.check_copies(spec.table)
     return spec, reader
 
 
@@ -165,13 +197,14 @@ def _others(spec: ModelSpec, original: CheckpointReader, dtype: torch.dtype | No
     ]
 
 
-def _stored_as(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """`config` with the dtype that was chosen."""
-    if dtype is None:
+def _stored_as(config: dict[str, Any], dtypes: Collection[torch.dtype]) -> dict[str, Any]:
+    """`config` with the dtype of the tensors that have none of their own, under both names that transformers has had
+    for it; as it was where they are of several."""
+    if len(dtypes) != 1:
         return config
-    named = str(dtype).removeprefix("torch.")
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    return {**config, key: named}
+    (dtype,) = dtypes
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
 
 
 def _content(directory: Path) -> str:

@@ -18,13 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slimx.convert.compare import compare_copied
 from slimx.convert.sources import Reading, Source, row_blocks
 from slimx.convert.work import Stream
 from slimx.durable import write_synced
 from slimx.layout.maps import Rect
 from slimx.layout.stored import stored
+from slimx.models.checkpoint_index import INDEX
+from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.checkpoint_writer import TENSOR_SUFFIXES, shard_name
 
+CONFIG = "config.json"
 FILE_BYTES = 2 * 10**9
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 """What safetensors calls a dtype."""
@@ -48,6 +52,8 @@ class Unit:
 
     tensors: tuple[Tensor, ...]
     blocks: Callable[[Reading], Iterator[torch.Tensor]]
+    compare: Callable[[Reading, Reading, Callable[[int], None]], None]
+    """Compares what was written with the source: (source, output, told of bytes). Raises SlimxError naming a tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +68,10 @@ def copied(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
             part = reading.read(name, rect)
             yield part if part.dtype == dtype else reading.scratch.tensor(tuple(part.shape), dtype).copy_(part)
 
-    return Unit((Tensor(name, dtype, shape),), blocks)
+    def compare(source: Reading, written: Reading, advance: Callable[[int], None]) -> None:
+        compare_copied(name, shape, dtype, source, written, advance)
+
+    return Unit((Tensor(name, dtype, shape),), blocks, compare)
 
 
 def stacked(name: str, sources: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> Unit:
@@ -78,7 +87,12 @@ def stacked(name: str, sources: Sequence[str], shape: tuple[int, ...], dtype: to
                     part = reading.read(source, rect)
                 yield reading.scratch.tensor(tuple(part.shape), dtype).copy_(part)
 
-    return Unit((Tensor(name, dtype, shape),), blocks)
+    def compare(source: Reading, written: Reading, advance: Callable[[int], None]) -> None:
+        for one in sources:
+            single = shape[:0:-1] if stored(one).turned else shape[1:]
+            compare_copied(one, single, dtype, source, written, advance)
+
+    return Unit((Tensor(name, dtype, shape),), blocks, compare)
 
 
 @dataclass(slots=True)
@@ -139,6 +153,7 @@ class ToHuggingFace:
                 self.files.append(SafetensorsFile(source))
             self.files[-1].units.append(unit)
             self.files[-1].nbytes += unit.nbytes
+        self._source = source
         digest = hashlib.sha256(what.encode())
         for number, file in enumerate(self.files):
             file.name = shard_name(number, len(self.files))
@@ -149,14 +164,30 @@ class ToHuggingFace:
         """Nothing is needed."""
         return nullcontext()
 
+    @property
+    def small(self) -> Sequence[str]:
+        """Files that `finish` adds."""
+        return (INDEX, CONFIG, *(file.name for file in self._carried()))
+
+    def _carried(self) -> list[Path]:
+        """The template's files without tensors."""
+        files = sorted(self.template.iterdir())
+        return [f for f in files if f.is_file() and not f.name.endswith(TENSOR_SUFFIXES) and f.name != CONFIG]
+
+    def compare(self, directory: Path, advance: Callable[[int], None]) -> None:
+        """Read the output by its own headers and index, and compare every tensor with the source's."""
+        source, written = Reading(self._source), Reading(CheckpointReader(directory))
+        for file in self.files:
+            for unit in file.units:
+                unit.compare(source, written, advance)
+
     def finish(self, directory: Path, notes: Mapping[str, Any]) -> None:
         """Index, config and the template's other files."""
         weight_map = {t.name: file.name for file in self.files for unit in file.units for t in unit.tensors}
         total = sum(file.nbytes for file in self.files)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=1, sort_keys=True)
-        write_synced(directory / "model.safetensors.index.json", text.encode())
-        for file in sorted(self.template.iterdir()):
-            if file.is_file() and not file.name.endswith(TENSOR_SUFFIXES) and file.name != "config.json":
-                shutil.copy2(file, directory / file.name)
-        write_synced(directory / "config.json", (json.dumps(self.config, indent=2) + "\n").encode())
+        write_synced(directory / INDEX, text.encode())
+        for file in self._carried():
+            shutil.copy2(file, directory / file.name)
+        write_synced(directory / CONFIG, (json.dumps(self.config, indent=2) + "\n").encode())

@@ -62,6 +62,10 @@ class Reading:
         self.scratch = Scratch()
         """For what is made of the parts that were read."""
 
+    def dtype(self, name: str) -> torch.dtype:
+        """As `Source.dtype`."""
+        return self._source.dtype(name)
+
     def read(self, name: str, rect: Rect) -> torch.Tensor:
         """As `Source.read`; give it up before the next call, so that its file can be closed."""
         if self._bytes > MAPPED_BYTES:

@@ -14,7 +14,8 @@ import hashlib
 import io
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +33,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from slimx.convert.compare import compare_copied
 from slimx.convert.sources import BLOCK_BYTES, Reading, Source
 from slimx.convert.target import Box, Target
+from slimx.convert.torch_dist_reader import TorchDistReader
 from slimx.convert.work import Stream
 from slimx.durable import write_synced
+from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.models.families import ModelSpec
 from slimx.models.megatron_common import preloaded
-from slimx.models.megatron_directory import TRACKER, Place, numbers_layers, places
+from slimx.models.megatron_directory import TRACKER, Place, places
 
 FILE_BYTES = 5 * 10**8
 """A rank that reads a file of a thousand others should not wait long for it; a model of 1 TB has 2,000 of them."""
@@ -122,16 +126,17 @@ class ToMegatron:
         target: Target,
         *,
         dtype: torch.dtype | None,
+        numbered: bool,
         file_bytes: int,
         origin: str,
     ):
-        """`dtype`: of the model; None: each tensor as it is stored. `origin`: identifies the source's content."""
-        self._file_bytes = file_bytes
-        self.spec, self.target = spec, target
-        self.per_layer = numbers_layers(spec.transformer)
-        everything = list(places(spec.table, per_layer=self.per_layer))
+        """`dtype`: of the model; None: each tensor as it is stored. `numbered`: every layer has keys of its own, else
+        one key stacks the layers. `origin`: identifies the source's content."""
+        self._file_bytes, self._source = file_bytes, source
+        self.spec, self.target, self.numbered = spec, target, numbered
+        everything = list(places(spec.table, per_layer=numbered))
         self._dtypes = _dtypes(everything, source, dtype)
-        self._shapes = {place.key: place.shape for place in everything}
+        self._everything, self._places = everything, {place.key: place for place in everything}
         self.files = self._plan(everything, source)
         self.fingerprint = _fingerprint(f"hf-to-megatron {origin} {target}", self.files)
 
@@ -164,8 +169,22 @@ class ToMegatron:
         finally:
             set_crc32_options(before)
 
+    @property
+    def small(self) -> Sequence[str]:
+        """Files that `finish` adds."""
+        return (*(f"{_RELEASE}/{name}" for name in (".metadata", "common.pt", "metadata.json")), TRACKER)
+
+    def compare(self, directory: Path, advance: Callable[[int], None]) -> None:
+        """Read every tensor of the output by the way back, and compare it with the source's. Raises SlimxError naming
+        the first that differs."""
+        written = Reading(TorchDistReader(directory, self.spec.table))
+        source = Reading(self._source)
+        for place in self._everything:
+            for name, (_, shape) in zip(place.entry.sources, place.entry.row.sources, strict=True):
+                compare_copied(name, shape, self._dtypes[place.key], source, written, advance)
+
     def finish(self, directory: Path, notes: Mapping[str, list[list[int]]]) -> None:
-        """Metadata, arguments, format and tracker."""
+        """Metadata, arguments, format and tracker: `small`."""
         release = directory / _RELEASE
         write_synced(release / ".metadata", pickle.dumps(self._metadata(notes)))
         common = io.BytesIO()
@@ -181,17 +200,22 @@ class ToMegatron:
         write_synced(directory / TRACKER, _RELEASE.encode())
 
     def _metadata(self, notes: Mapping[str, list[list[int]]]) -> Metadata:
-        chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in self._shapes}
+        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         stored: dict[MetadataIndex, _StorageInfo] = {}
         for file in self.files:
             for piece, (start, length) in zip(file.pieces, notes[file.name], strict=True):
-                offset, known = torch.Size(piece.offsets), chunks[piece.place.key]
-                index = MetadataIndex(piece.place.key, offset, len(known))
-                known.append(ChunkStorageMetadata(offset, torch.Size(piece.sizes)))
-                stored[index] = _StorageInfo(Path(file.name).name, start, length)
+                # What other systems call otherwise stands under their key too: the same bytes.
+                for key in (piece.place.key, *piece.place.also):
+                    offset, known = torch.Size(piece.offsets), chunks[key]
+                    index = MetadataIndex(key, offset, len(known))
+                    known.append(ChunkStorageMetadata(offset, torch.Size(piece.sizes)))
+                    stored[index] = _StorageInfo(Path(file.name).name, start, length)
         tensors = {
-            key: TensorStorageMetadata(TensorProperties(dtype=self._dtypes[key]), torch.Size(shape), chunks[key])
-            for key, shape in self._shapes.items()
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=self._dtypes[key]), torch.Size(place.shape), chunks[name]
+            )
+            for key, place in self._places.items()
+            for name in (key, *place.also)
         }
         # No path and no random id: the same conversion gives the same bytes.
         return Metadata(tensors, {key: (key,) for key in tensors}, stored, StorageMeta())
@@ -209,6 +233,8 @@ class ToMegatron:
                 "distrib_optim_fully_reshardable_mem_efficient": False,
                 "chained_optim_avoid_prefix": True,
                 "singleton_local_shards": False,
+                # Megatron-LM builds the keys that it looks for by this, whatever its --moe-layer-freq.
+                "non_homogeneous_layers": self.numbered,
             },
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,
@@ -217,7 +243,7 @@ class ToMegatron:
 
 
 def _dtypes(everything: Sequence[Place], source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Of each key: its row's own, the model's, or the widest of what the source stores."""
+    """Of each key: its row's own, the model's, or what the source stores. Raises SlimxError where that is not one."""
     out: dict[str, torch.dtype] = {}
     for place in everything:
         own = place.entry.row.dtype
@@ -226,7 +252,13 @@ def _dtypes(everything: Sequence[Place], source: Source, dtype: torch.dtype | No
             continue
         for name in place.part.sources:
             found = source.dtype(name)
-            out[place.key] = torch.promote_types(found, out.get(place.key, found))
+            if out.setdefault(place.key, found) != found:
+                raise SlimxError(
+                    f"tensor {name} is stored as {found} and others of {place.key}, one tensor in Megatron, as "
+                    f"{out[place.key]}: the bits of both cannot be kept; choose --dtype",
+                    code="convert.dtypes",
+                    about=name,
+                )
     return out
 
 

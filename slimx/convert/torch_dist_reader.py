@@ -27,6 +27,7 @@ from slimx.models.megatron_directory import Place, check_fit, places
 from slimx.models.safe_pickle import read_metadata
 from slimx.reshard.intersect import Move, moves
 
+_DTYPES = torch.bfloat16, torch.float32, torch.float16
 _HEADERS = threading.Lock()
 """Torch reads a header with a mode switched on."""
 
@@ -52,10 +53,18 @@ class TorchDistReader:
         metadata = read_metadata(self.path / ".metadata")
         self._holders: dict[str, list[tuple[Place, Rect]]] = defaultdict(list)
         for place in places(table, per_layer=fit.per_layer):
+            place = replace(place, key=fit.keys.get(place.key, place.key))
             for rect in place.part.rects:
                 self._holders[place.part.sources[rect.source]].append((place, rect))
         stacked = {place.key: len(place.index) for held in self._holders.values() for place, _ in held}
         self._dtypes = {key: metadata.state_dict_metadata[key].properties.dtype for key in stacked}
+        for key, dtype in self._dtypes.items():
+            if dtype not in _DTYPES:
+                raise SlimxError(
+                    f"{self.path}: tensor {key} is saved as {dtype}, which slimx does not read; save it in bf16",
+                    code="megatron.dtype",
+                    about=key,
+                )
         self._stored = {key: _Pieces(self.path, key, count, metadata) for key, count in stacked.items()}
         self._check_files()
         self._files: dict[str, torch.Tensor] = {}
@@ -71,10 +80,16 @@ class TorchDistReader:
         for name, end in sorted(ends.items()):
             file = self.path / name
             if not file.is_file():
-                raise SlimxError(f"{file}: is missing, but .metadata names it; restore the file from its source")
+                raise SlimxError(
+                    f"{file}: is missing, but .metadata names it; restore the file from its source",
+                    code="megatron.file",
+                    about=name,
+                )
             if (size := file.stat().st_size) < end:
                 raise SlimxError(
-                    f"{file}: is truncated: {size} bytes, .metadata wants {end}; restore the file from its source"
+                    f"{file}: is truncated: {size} bytes, .metadata wants {end}; restore the file from its source",
+                    code="megatron.file",
+                    about=name,
                 )
 
     @property
@@ -111,7 +126,9 @@ class TorchDistReader:
             start, stop = max(0, left - move.source_col), min(view.shape[1], left + wide - move.source_col)
             if first >= last or start >= stop:
                 continue
-            rows = self._bytes(piece, place.index)[move.source_row + first * step - top :: step][: last - first]
+            rows = self._bytes(piece, place.index, out.dtype)[move.source_row + first * step - top :: step][
+                : last - first
+            ]
             begin = (move.source_col + start - left) * out.itemsize
             # Bytes are copied: saved tensors begin anywhere in a file, not where their dtype would have them.
             held = rows[:, begin : begin + (stop - start) * out.itemsize]
@@ -123,7 +140,7 @@ class TorchDistReader:
                 f"{view.numel()} elements); save it again"
             )
 
-    def _bytes(self, piece: _Stored, index: tuple[int, ...]) -> torch.Tensor:
+    def _bytes(self, piece: _Stored, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The matrix of `piece` that stands at `index` in the whole tensor, uint8 [rows, bytes of a row]."""
         if piece.file not in self._files:
             path = self.path / piece.file
@@ -131,12 +148,12 @@ class TorchDistReader:
         number = 0
         for at, first, count in zip(index, piece.offsets, piece.sizes, strict=False):
             number = number * count + at - first
-        data = self._data(piece)
+        data = self._data(piece, dtype)
         _, (rows, cols) = _extent(piece, len(index))
         return data.view(-1, rows, data.numel() // (prod(piece.sizes) // cols))[number]
 
-    def _data(self, piece: _Stored) -> torch.Tensor:
-        """The bytes of a saved piece, in the order of its elements."""
+    def _data(self, piece: _Stored, dtype: torch.dtype) -> torch.Tensor:
+        """The bytes of a saved piece of a tensor of `dtype`, in the order of its elements."""
         mapped = self._files[piece.file]
         if (at := self._headers.get(piece)) is None:
             with _HEADERS, FakeTensorMode():
@@ -148,6 +165,13 @@ class TorchDistReader:
                     f"{list(piece.sizes)}; restore the file from its source"
                 )
             start = piece.start + storage._checkpoint_offset + found.storage_offset() * found.itemsize
+            if found.dtype != dtype:
+                raise SlimxError(
+                    f"{self.path / piece.file}: holds a tensor of {found.dtype} where .metadata has {dtype}; restore "
+                    "the file from its source",
+                    code="megatron.dtype",
+                    about=piece.file,
+                )
             at = self._headers[piece] = (start, found.numel() * found.itemsize) if found.is_contiguous() else (-1, 0)
         start, size = at
         if start >= 0:

@@ -19,6 +19,8 @@ from slimx.layout.stored import stored
 Stage = Literal["first", "layer", "last", "mtp"]
 Group = Literal["tensor", "attention"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
+_MOST_ENTRIES = 10_000_000
+"""Layers times experts; Kimi-K2 has 23,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,20 @@ class Table:
     out."""
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         for row in self.rows:
             check_row(row, self.experts)
+
+    def _check_numbers(self) -> None:
+        """Raises ValueError for sizes that are no whole numbers, or more than any model has: a config.json may say
+        anything, and entries are counted one by one."""
+        counts = {"layers": self.layers, "experts": self.experts, "layers of multi-token prediction": self.mtp_layers}
+        sizes = {f"the shape of {name}": size for row in self.rows for name, shape in row.sources for size in shape}
+        for what, number in (counts | sizes).items():
+            if not isinstance(number, int) or number < (what in sizes):
+                raise ValueError(f"{what} would be {number!r}")
+        if (entries := (self.layers + self.mtp_layers) * max(1, self.experts)) > _MOST_ENTRIES:
+            raise ValueError(f"{self.layers} layers of {self.experts} experts would be {entries} tensors")
 
     def entries(self) -> Iterator[Entry]:
         """Every tensor of the whole model, in the order of the checkpoint: stage by stage, layer by layer."""

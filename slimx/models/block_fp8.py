@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from slimx.errors import SlimxError
+from slimx.models.checkpoint_index import read_object
 from slimx.models.scale_suffix import SCALE_SUFFIX as SCALE_SUFFIX
 
 Block = tuple[int, int]
@@ -20,11 +20,11 @@ def block_of(directory: Path) -> Block:
     """Rows and columns of a block, from `directory`/config.json. Raises SlimxError if it does not say."""
     file = directory / "config.json"
     try:
-        found = json.loads(file.read_text())["quantization_config"]["weight_block_size"]
+        found = read_object(file)["quantization_config"]["weight_block_size"]
         high, wide = (int(size) for size in found)
         if min(high, wide) < 1:
             raise ValueError(f"{found} is no size")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise SlimxError(
             f"{file}: tensors are in fp8, but quantization_config.weight_block_size does not say in which blocks "
             f"({error!r}); restore it from the checkpoint's source"

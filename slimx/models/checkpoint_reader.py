@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from copy import copy
@@ -19,10 +18,15 @@ from slimx.layout.stored import Stored, stored
 from slimx.layout.table import Table
 from slimx.models import mxfp4
 from slimx.models.block_fp8 import SCALE_SUFFIX, Block, Dequantise, block_of, dequantise, scales_shape
+from slimx.models.checkpoint_index import INDEX, SINGLE, indexed_files
 
 _FP8 = "F8_E4M3"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _FP8: torch.bfloat16}
 """What is read, by the names of safetensors files."""
+_SCALES = ("F32", "BF16", "F16")
+"""Of fp8 blocks: what becomes fp32 without a loss."""
+_BLOCK_BYTES = 32 * 2**20
+"""Of a tensor that is compared with another, at a time."""
 
 
 class CheckpointReader:
@@ -33,19 +37,16 @@ class CheckpointReader:
         self.path = Path(path)
         self._dequantise = dequantise
         self._files: dict[str, Any] = {}
-        index = self.path / "model.safetensors.index.json"
-        single = self.path / "model.safetensors"
-        if index.is_file():
-            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            missing = sorted({f for f in self._where.values() if not (self.path / f).is_file()})
-            if missing:
-                raise SlimxError(f"{self.path}: shard {missing[0]} named in {index.name} is missing; download it again")
-        elif single.is_file():
-            self._where = dict.fromkeys(self._open(single.name).keys(), single.name)
-        else:
-            raise SlimxError(
-                f"{self.path}: no model.safetensors and no {index.name}; give a Hugging Face model directory"
-            )
+        where = indexed_files(self.path)
+        if where is None:
+            if not (self.path / SINGLE).is_file():
+                raise SlimxError(
+                    f"{self.path}: no {SINGLE} and no {INDEX}; give a Hugging Face model directory",
+                    code="checkpoint.none",
+                    about=str(self.path),
+                )
+            where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        self._where = where
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -53,7 +54,9 @@ class CheckpointReader:
                 self._files[name] = safe_open(self.path / name, framework="pt")
             except SafetensorError as error:
                 raise SlimxError(
-                    f"{self.path / name}: truncated or not a safetensors file ({error}); download it again"
+                    f"{self.path / name}: truncated or not a safetensors file ({error}); download it again",
+                    code="checkpoint.file",
+                    about=name,
                 ) from error
         return self._files[name]
 
@@ -68,7 +71,7 @@ class CheckpointReader:
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor."""
-        return self._open(self._where[name]).get_tensor(name)
+        return self._view(name)[:]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor."""
@@ -81,8 +84,15 @@ class CheckpointReader:
             return torch.bfloat16
         found = self._view(name).get_dtype()
         if found not in _DTYPES:
-            raise SlimxError(f"{self.path}: tensor {name} is stored as {found}, which slimx does not read")
+            raise self._unread(name, found)
         return _DTYPES[found]
+
+    def _unread(self, name: str, found: str) -> SlimxError:
+        return SlimxError(
+            f"{self.path}: tensor {name} is stored as {found}, which slimx does not read; store it as bf16 or fp32",
+            code="checkpoint.dtype",
+            about=name,
+        )
 
     def again(self) -> CheckpointReader:
         """The same directory with no file open: for another thread, or to let go of the memory that is mapped."""
@@ -91,7 +101,8 @@ class CheckpointReader:
         return other
 
     def check(self, table: Table, *, quantised: bool = False) -> None:
-        """Compare names and shapes with a weight table; raises SlimxError naming the first tensor that does not fit.
+        """Compare names, shapes and dtypes with a weight table; raises SlimxError naming the first tensor that does not
+        fit. What repeats another tensor is compared with it by `check_copies`.
 
         `quantised`: tensors may be in fp8 with block scales beside them.
         """
@@ -101,43 +112,114 @@ class CheckpointReader:
             if name not in self._where:
                 if name in optional:
                     continue
-                raise SlimxError(f"{self.path}: tensor {name} is missing; the checkpoint does not fit its config.json")
-            found = self.shape(name)
+                raise SlimxError(
+                    f"{self.path}: tensor {name} is missing; the checkpoint does not fit its config.json",
+                    code="checkpoint.missing",
+                    about=name,
+                )
+            view = self._view(name)
+            found = tuple(view.get_shape())
             if found != tuple(shape):
                 raise SlimxError(
-                    f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}"
+                    f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}",
+                    code="checkpoint.shape",
+                    about=name,
                 )
-            if quantised and self._view(name).get_dtype() == _FP8:
-                self._check_scales(name, found)
+            self._check_dtype(name, view.get_dtype(), found, quantised)
         scales = [name for name in self._where if name.endswith(SCALE_SUFFIX) and name not in optional]
         if scales and not quantised:
             raise SlimxError(
                 f"{self.path}: {scales[0]} holds scales of fp8 blocks ({len(scales)} such tensors); slimx trains from "
-                "bf16 and fp32 checkpoints: `slimx convert hf-to-megatron` makes one of it"
+                "bf16 and fp32 checkpoints: `slimx convert hf-to-megatron` makes one of it",
+                code="checkpoint.fp8",
+                about=scales[0],
             )
         known = {**expected, **optional}
         unknown = sorted(n for n in self._where if n not in known and n.removesuffix(SCALE_SUFFIX) not in known)
         if unknown:
             raise SlimxError(
-                f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)"
+                f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)",
+                code="checkpoint.unknown",
+                about=unknown[0],
             )
 
+    def check_copies(self, table: Table) -> None:
+        """Compare every tensor of the checkpoint that is said to repeat another (a tied output layer, those of layers
+        of multi-token prediction) with it, bit for bit. Reads both.
+
+        Raises SlimxError naming one that differs: the trainer holds the original alone, and would lose it."""
+        for name, original in table.aliases.items():
+            if name not in self._where or self._repeats(self._view(name), self._view(original)):
+                continue
+            raise SlimxError(
+                f"{self.path}: tensor {name} is not the {original} that it repeats in this model, and only one of them "
+                "can be kept; remove it from the checkpoint, or correct tie_word_embeddings if it is one of its own",
+                code="checkpoint.copy",
+                about=name,
+            )
+
+    @staticmethod
+    def _repeats(copy: Any, original: Any) -> bool:
+        """Whether two stored matrices have the same dtype and bits."""
+        rows, cols = copy.get_shape()
+        if (copy.get_dtype(), copy.get_shape()) != (original.get_dtype(), original.get_shape()):
+            return False
+        step = max(1, _BLOCK_BYTES // max(1, 4 * cols))
+        pairs = ((copy[at : at + step], original[at : at + step]) for at in range(0, rows, step))
+        return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+
+    def _check_dtype(self, name: str, found: str, shape: tuple[int, ...], quantised: bool) -> None:
+        """Bits of another dtype than `_DTYPES` would be read as numbers that they are not."""
+        if found == _FP8 and quantised and len(shape) == 2:
+            self._check_scales(name, shape)
+        elif name not in self._where_packed and (found == _FP8 or found not in _DTYPES):
+            raise self._unread(name, found)
+        elif name in self._where_packed and found != "U8":
+            raise SlimxError(
+                f"{self.path}: tensor {name} is stored as {found}, MXFP4 is U8; restore the file from its source",
+                code="checkpoint.dtype",
+                about=name,
+            )
+
+    @cached_property
+    def _where_packed(self) -> frozenset[str]:
+        """Names of the tensors in MXFP4: codes and scales."""
+        stems = {n.removesuffix(mxfp4.BLOCKS) for n in self._where if n.endswith(mxfp4.BLOCKS)} - self._where.keys()
+        return frozenset(stem + suffix for stem in stems for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))
+
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        if name + SCALE_SUFFIX not in self._where:
-            raise SlimxError(f"{self.path}: tensor {name} is in fp8, but its scales {name}{SCALE_SUFFIX} are missing")
-        wanted, found = scales_shape(shape, self._block), self.shape(name + SCALE_SUFFIX)
+        scales = name + SCALE_SUFFIX
+        if scales not in self._where:
+            raise SlimxError(
+                f"{self.path}: tensor {name} is in fp8, but its scales {scales} are missing",
+                code="checkpoint.missing",
+                about=scales,
+            )
+        wanted, found = scales_shape(shape, self._block), self.shape(scales)
         if found != wanted:
             raise SlimxError(
-                f"{self.path}: tensor {name}{SCALE_SUFFIX} has shape {list(found)}, blocks of "
-                f"{self._block[0]} x {self._block[1]} want {list(wanted)}"
+                f"{self.path}: tensor {scales} has shape {list(found)}, blocks of "
+                f"{self._block[0]} x {self._block[1]} want {list(wanted)}",
+                code="checkpoint.shape",
+                about=scales,
             )
+        if (kind := self._view(scales).get_dtype()) not in _SCALES:
+            raise self._unread(scales, kind)
 
     @cached_property
     def _block(self) -> Block:
         return block_of(self.path)
 
     def _view(self, name: str) -> Any:
-        return self._open(self._where[name]).get_slice(name)
+        file = self._where[name]
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise SlimxError(
+                f"{self.path / file}: does not hold tensor {name}, which {INDEX} puts there; download both again",
+                code="checkpoint.index",
+                about=name,
+            ) from error
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
         """The elements of source `name` of a table that `rect` takes, [rect.rows, rect.cols] as the local tensor holds
@@ -164,7 +246,9 @@ class CheckpointReader:
         else:
             part = view[rows, cols]
         if view.get_dtype() == _FP8:
-            part = self._dequantise(part, self.whole(place.name + SCALE_SUFFIX), self._block, rows.start, cols.start)
+            part = self._dequantise(
+                part, self.whole(place.name + SCALE_SUFFIX).float(), self._block, rows.start, cols.start
+            )
         return part
 
     def _packed(self, name: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from slimx.layout.table import Group, Table
 from slimx.models import engine_rows
-from slimx.models.rows import Attention, Layer, embedding, head
+from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 
 def dense_table(hf: dict[str, Any], attention: Attention) -> Table:
@@ -14,7 +14,7 @@ def dense_table(hf: dict[str, Any], attention: Attention) -> Table:
     layer = Layer()
     mlp = layer.dense(hf["hidden_size"], hf["intermediate_size"])
     rows = (embedding(hf), *layer.attention(attention), *mlp, *head(hf))
-    return Table(rows, layers=hf["num_hidden_layers"], experts=0)
+    return Table(rows, layers=hf["num_hidden_layers"], experts=0, aliases=tied_copies(hf))
 
 
 def dense_engine_table(hf: dict[str, Any], attention: Attention, group: Group = "attention") -> Table:

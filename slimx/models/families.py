@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from slimx.dotted import load_module
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, qwen2, qwen3, qwen3_moe
+from slimx.models.checkpoint_index import read_object
 
 
 class Family(Protocol):
@@ -90,6 +90,11 @@ class ModelSpec:
         return self.hf["vocab_size"]
 
     @property
+    def prediction_layers(self) -> int:
+        """Layers of multi-token prediction that config.json declares; `table` has those that are trained."""
+        return self.family.mtp_layers(self.hf)
+
+    @property
     def experts(self) -> int:
         """Routed experts of a MoE layer; 0: a dense model."""
         return self.table.experts
@@ -164,7 +169,9 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise SlimxError(
             f"{file}: a field has a value that a {architecture} cannot have ({error}); restore it from the "
-            "checkpoint's source"
+            "checkpoint's source",
+            code="model.field",
+            about=str(file),
         ) from error
 
 
@@ -174,12 +181,7 @@ def _config_of(file: Path) -> tuple[dict[str, Any], str]:
         raise SlimxError(
             f"{file.parent}: no checkpoint there (config.json is missing); give a Hugging Face model directory"
         )
-    try:
-        hf = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SlimxError(f"{file}: not valid JSON ({error}); restore the file from the checkpoint's source") from error
-    if not isinstance(hf, dict):
-        raise SlimxError(f"{file}: not a JSON object; restore the file from the checkpoint's source")
+    hf = read_object(file)
     names = hf.get("architectures") or ["nothing"]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise SlimxError(f"{file}: architectures is {names!r}, not a list of names; restore it from the source")

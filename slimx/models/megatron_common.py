@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def preloaded(
     return {
         "args": argparse.Namespace(
             **plain,
+            vocab_size=vocab_size,
             padded_vocab_size=vocab_size,
             max_position_embeddings=max_sequence_length,
             untie_embeddings_and_output_weights=not tied,
@@ -47,3 +49,16 @@ def preloaded(
         "num_floating_point_operations_so_far": 0,
         "content_metadata": dict(content_metadata),
     }
+
+
+def saved_vocabulary(path: Path) -> int | None:
+    """Tokens of the model in the torch_dist checkpoint `path`, without padding, by Megatron-LM's `args.vocab_size`;
+    None where its arguments do not say, or hold classes that are not let in."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            found = torch.load(path / "common.pt", map_location="cpu", weights_only=True)
+        vocabulary = getattr(found["args"], "vocab_size", None)
+    # The arguments of other systems hold nearly any class, and a damaged file raises nearly anything.
+    except Exception:
+        return None
+    return vocabulary if isinstance(vocabulary, int) else None

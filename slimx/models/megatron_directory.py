@@ -21,6 +21,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Entry, Table
+from slimx.models.megatron_common import saved_vocabulary
 from slimx.models.safe_pickle import read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -28,6 +29,14 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron-LM pads their rows to a multiple of `make_vocab_size_divisible_by` x TP."""
+_PADDINGS = sorted({*(2**k for k in range(13)), *(192 * 2**k for k in range(6))})
+"""Such multiples: divisors up to 128 and tensor-parallel sizes up to 48, in powers of two and three times them."""
+_BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|random_state|rerun_state_machine_state|.*\._extra_state")
+"""Keys of what is no weight of the model."""
+_PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
+_PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
+"""In the key of a norm over all heads. megatron-core has none: slimx puts its own where the norm per head would be,
+slime (slime_plugins/models/minimax_m2.py) beside it as `q_norm` and `k_norm`."""
 
 
 def iteration_name(step: int) -> str:
@@ -67,32 +76,78 @@ def find_checkpoint(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a checkpoint that fits a model names its layers."""
+    """How a checkpoint that fits a model names its tensors."""
 
     path: Path
     per_layer: bool
     """`decoder.layers.3.x` for each layer; else one `decoder.layers.x` with a layer axis."""
+    keys: Mapping[str, str]
+    """Key that a model of slimx has -> the one in the checkpoint, where they differ."""
 
 
-def check_fit(path: Path, table: Table) -> Fit:
-    """Compare names and shapes with a family's weight table. Raises SlimxError naming the first tensor that differs."""
+def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
+    """Compare names and shapes with a family's weight table. Raises SlimxError naming the first tensor that differs,
+    that is missing, or that the table does not know: what it does not know would be lost without a word.
+
+    `prediction`: layers of multi-token prediction that the checkpoint may hold, though the table has fewer."""
     path = find_checkpoint(path)
     described = read_metadata(path / ".metadata").state_dict_metadata
     shapes = {key: tuple(value.size) for key, value in described.items() if hasattr(value, "size")}
     if any(".experts.experts.0." in key for key in shapes):
         raise SlimxError(
             f"{path}: every expert is a tensor of its own (singleton_local_shards); save it again with Megatron-LM's "
-            "default, which stacks them"
+            "default, which stacks them",
+            code="megatron.experts",
+            about=str(path),
         )
     per_layer = any(_LAYER.match(key) for key in shapes)
-    for key, wanted in expected_shapes(table, per_layer=per_layer).items():
-        found = shapes.get(key)
+    known, keys = set(), {}
+    for place in places(table, per_layer=per_layer):
+        if place.key in known:
+            continue
+        known |= {place.key, *place.also}
+        found = next((key for key in (place.key, *place.also) if key in shapes), None)
         if found is None:
-            raise SlimxError(f"{path}: tensor {key} is missing; the checkpoint is not of this model")
-        padded = key in _PADDED and found[0] >= wanted[0] and found[1:] == wanted[1:]
-        if found != wanted and not padded:
-            raise SlimxError(f"{path}: tensor {key} has shape {list(found)}, the model wants {list(wanted)}")
-    return Fit(path, per_layer)
+            raise SlimxError(
+                f"{path}: tensor {place.key} is missing; the checkpoint is not of this model",
+                code="megatron.missing",
+                about=place.key,
+            )
+        if found != place.key:
+            keys[place.key] = found
+        if shapes[found] != place.shape and not _padded(path, found, shapes[found], place.shape):
+            raise SlimxError(
+                f"{path}: tensor {found} has shape {list(shapes[found])}, the model wants {list(place.shape)}",
+                code="megatron.shape",
+                about=found,
+            )
+    unknown = sorted(key for key in shapes.keys() - known if not _beside(key, table.mtp_layers, prediction))
+    if unknown:
+        raise SlimxError(
+            f"{path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors), and would be lost; "
+            "give the config.json of the model that was saved",
+            code="megatron.unknown",
+            about=unknown[0],
+        )
+    return Fit(path, per_layer, keys)
+
+
+def _beside(key: str, first: int, stop: int) -> bool:
+    """Whether `key` is no tensor of a model with `first` layers of multi-token prediction, of `stop` that there may
+    be."""
+    layer = _PREDICTION.match(key)
+    return _BESIDE.match(key) is not None or (layer is not None and first <= int(layer[1]) < stop)
+
+
+def _padded(path: Path, key: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether rows beyond the vocabulary are Megatron-LM's padding. The checkpoint's arguments may say how many tokens
+    there are; else it is what a usual multiple gives."""
+    if key not in _PADDED or found[1:] != wanted[1:] or found[0] < wanted[0]:
+        return False
+    vocabulary = saved_vocabulary(path)
+    if vocabulary is not None:
+        return vocabulary == wanted[0]
+    return any(-(-wanted[0] // multiple) * multiple == found[0] for multiple in _PADDINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +162,8 @@ class Place:
     part: Part
     """The same tensor as one rank would hold it, and the Hugging Face tensors that fill it."""
     entry: Entry
+    also: tuple[str, ...] = ()
+    """Other systems' keys for the same tensor."""
 
 
 def places(table: Table, *, per_layer: bool) -> Iterator[Place]:
@@ -118,12 +175,8 @@ def places(table: Table, *, per_layer: bool) -> Iterator[Place]:
         if _EXPERT.search(name):
             name = _EXPERT.sub(r".experts.experts.\1.\2", name)
             index, axes = (*index, entry.expert), (*axes, table.experts)
-        yield Place(name, (*axes, *part.shape), index, part, entry)
-
-
-def expected_shapes(table: Table, *, per_layer: bool) -> dict[str, tuple[int, ...]]:
-    """Key and global shape of every tensor of the model."""
-    return {place.key: place.shape for place in places(table, per_layer=per_layer)}
+        also = (_PROJECTION_NORM.sub("norm", name),) if entry.row.axis == 0 and _PROJECTION_NORM.search(name) else ()
+        yield Place(name, (*axes, *part.shape), index, part, entry, also)
 
 
 def numbers_layers(transformer: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from slimx.layout.table import Table
 from slimx.models import engine_rows
 from slimx.models.decoder import decoder_fields, first_of, quantised_otherwise, rotary
 from slimx.models.decoder import gpt_arguments as gpt_arguments
-from slimx.models.rows import Attention, Layer, embedding, head
+from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -60,7 +60,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     hidden, inner, experts = hf["hidden_size"], hf["moe_intermediate_size"], _experts(hf)
     layer = Layer()
     rows = (embedding(hf), *layer.attention(_attention(hf)), *layer.moe(hidden, inner, experts), *head(hf))
-    return Table(rows, layers=hf["num_hidden_layers"], experts=experts)
+    return Table(rows, layers=hf["num_hidden_layers"], experts=experts, aliases=tied_copies(hf))
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:

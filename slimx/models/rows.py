@@ -146,6 +146,12 @@ def embedding(hf: dict[str, Any], *, mtp: int = 0) -> Row:
     return Row(name, (("model.embed_tokens.weight", shape),), axis=0, stage="first", copies=copies)
 
 
+def tied_copies(hf: dict[str, Any]) -> dict[str, str]:
+    """The output layer that a tied model's checkpoint may store though it is the embedding (published Qwen3-0.6B and
+    1.7B do), as `Table.aliases`."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if hf.get("tie_word_embeddings", False) else {}
+
+
 def head(hf: dict[str, Any]) -> tuple[Row, ...]:
     """The last norm, and the output layer unless it is the embedding."""
     hidden = hf["hidden_size"]

@@ -157,9 +157,11 @@ def _check_critic(config: Config, backends: Backends, device: str) -> Sizes:
 
 def _check_weights(path: Path, spec: ModelSpec) -> None:
     if is_megatron(path):
-        check_fit(path, spec.table)
+        check_fit(path, spec.table, prediction=spec.prediction_layers)
     else:
-        CheckpointReader(path).check(spec.table)
+        reader = CheckpointReader(path)
+        reader.check(spec.table)
+        reader.check_copies(spec.table)
 
 
 def _check_transformer(config: Config, spec: ModelSpec, backends: Backends, device: str) -> None:

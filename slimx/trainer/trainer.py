@@ -213,8 +213,8 @@ class Trainer:
 
     def _load_weights(self, path: Path) -> None:
         if is_megatron(path):
-            fit = check_fit(path, self.weights.spec.table)
-            load_weights(fit.path, self.chunks, per_layer=fit.per_layer)
+            spec = self.weights.spec
+            load_weights(check_fit(path, spec.table, prediction=spec.prediction_layers), self.chunks)
             self.weights.changed()
         else:
             self.weights.load(str(path))

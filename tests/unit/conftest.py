@@ -1,4 +1,5 @@
-"""What several files of unit tests share: the emulated CUDA device is compiled once; hooks are written as modules."""
+"""What several files of unit tests share: the emulated CUDA device and two checkpoints, each made once; hooks are written as
+modules."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, write_checkpoint
 from tests.unit.cuda_stand import build_emulator
 
 
@@ -27,3 +29,15 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
         return name
 
     return write
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE checkpoint in several files; nobody writes into it."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "qwen", QWEN3_MOE, file_bytes=100_000)
+
+
+@pytest.fixture(scope="session")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3 checkpoint with a layer of multi-token prediction; nobody writes into it."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "deepseek", DEEPSEEK_V3, file_bytes=100_000)

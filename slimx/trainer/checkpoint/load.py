@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slimx.errors import SlimxError
+from slimx.models.megatron_directory import Fit
 from slimx.models.safe_pickle import read_metadata
 from slimx.trainer.checkpoint import state as states
 from slimx.trainer.model import unwrap
@@ -73,15 +74,16 @@ def restore(
         states.set_random_state(loaded[states.RANDOM])
 
 
-def load_weights(path: Path, chunks: Sequence[Any], *, per_layer: bool) -> None:
-    """Fill the model from the checkpoint in `path`, whoever wrote it; collective, before the optimizer is built.
-
-    `per_layer`: its keys number the layers (`decoder.layers.3.`) instead of stacking them.
-    """
+def load_weights(fit: Fit, chunks: Sequence[Any]) -> None:
+    """Fill the model from the checkpoint of `fit`, whoever wrote it; collective, before the optimizer is built."""
     try:
-        _fill(chunks, _load(states.model_state(chunks, non_homogeneous_layers=per_layer), path, tensors_only=True))
+        state = states.model_state(chunks, non_homogeneous_layers=fit.per_layer)
+        for value in nested_values(state):
+            if isinstance(value, ShardedTensor):
+                value.key = fit.keys.get(value.key, value.key)
+        _fill(chunks, _load(state, fit.path, tensors_only=True))
     except (Exception, CheckpointException) as error:
-        raise _unusable(path, error) from error
+        raise _unusable(fit.path, error) from error
 
 
 def _unusable(path: Path, error: BaseException) -> SlimxError:

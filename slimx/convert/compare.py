@@ -1,0 +1,72 @@
+"""What a conversion has written, read again as any program reads it and compared with its source.
+
+Checksums show that a disk kept the bytes that were written; they cannot show that these were the right ones. Nothing
+here is shared with the writers: outputs are read by their own headers, and codes are taken back to values by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from slimx.convert.sources import Reading, row_blocks
+from slimx.errors import SlimxError
+
+_RELATIVE = 2.0**-4 + 2.0**-8
+"""Half of e4m3's last place, and bf16's in which codes are read."""
+_OF_SCALE = 2.0**-8
+"""Twice half the distance of e4m3's smallest numbers (2^-9), in units of the scale, which ue8m0 may halve after it has
+rounded; and bf16's rounding."""
+
+
+def compare_copied(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    source: Reading,
+    written: Reading,
+    advance: Callable[[int], None],
+) -> None:
+    """Raises SlimxError unless `written` has tensor `name` in `dtype`, each value the source's, rounded if it must."""
+    if (found := written.dtype(name)) != dtype:
+        raise _differs(name, f"it is {found}, not {dtype}")
+    for rect in row_blocks(shape, 4):
+        wanted, part = source.read(name, rect).to(dtype), written.read(name, rect)
+        if not torch.equal(_bits(wanted), _bits(part)):
+            raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} do not hold the source's values")
+        advance(part.nbytes)
+
+
+def compare_quantised(
+    name: str,
+    shape: tuple[int, ...],
+    block: tuple[int, int],
+    source: Reading,
+    written: Reading,
+    scales: torch.Tensor,
+    advance: Callable[[int], None],
+) -> None:
+    """Raises SlimxError unless every value of the quantised tensor `name`, with `scales` [block rows, block cols], is
+    within a rounding to e4m3 of the source's."""
+    for rect in row_blocks(shape, 4, multiple=block[0]):
+        wanted, part = source.read(name, rect).float(), written.read(name, rect).float()
+        own = scales[rect.row // block[0] :][: -(-rect.rows // block[0])]
+        spread = own.repeat_interleave(block[0], 0)[: rect.rows].repeat_interleave(block[1], 1)[:, : rect.cols]
+        allowed = torch.maximum(wanted.abs() * _RELATIVE, spread * _OF_SCALE)
+        if not bool(((part - wanted).abs() <= allowed).all()):
+            raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in fp8")
+        advance(rect.rows * rect.cols)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def _differs(name: str, how: str) -> SlimxError:
+    return SlimxError(
+        f"tensor {name} of the output is not the source's: {how}; do not use the output, and report this with the "
+        "source's config.json",
+        code="convert.values",
+        about=name,
+    )
