@@ -98,10 +98,11 @@ class Table:
     def _check_numbers(self) -> None:
         """Raises ValueError for sizes that are no whole numbers, or more than any model has: a config.json may say
         anything, and entries are counted one by one."""
-        counts = {"layers": self.layers, "experts": self.experts, "layers of multi-token prediction": self.mtp_layers}
-        sizes = {f"the shape of {name}": size for row in self.rows for name, shape in row.sources for size in shape}
-        for what, number in (counts | sizes).items():
-            if not isinstance(number, int) or number < (what in sizes):
+        counts = (self.layers, self.experts, self.mtp_layers)
+        numbers = list(zip(("layers", "experts", "layers of multi-token prediction"), counts, (0, 0, 0), strict=True))
+        numbers += [(f"the shape of {name}", size, 1) for row in self.rows for name, of in row.sources for size in of]
+        for what, number, least in numbers:
+            if not isinstance(number, int) or number < least:
                 raise ValueError(f"{what} would be {number!r}")
         if (entries := (self.layers + self.mtp_layers) * max(1, self.experts)) > _MOST_ENTRIES:
             raise ValueError(f"{self.layers} layers of {self.experts} experts would be {entries} tensors")

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from slimx.convert import work
+from slimx.convert import run, work
 from slimx.convert.work import convert
 from slimx.errors import SlimxError
-from tests.unit.convert_stand import content
+from tests.checkpoint_stand import write_checkpoint
+from tests.unit.convert_stand import WIDE, content
 
 
 class Numbered:
@@ -117,3 +119,122 @@ def test_bytes_that_changed_on_disk_are_found_by_verification(tmp_path):
     assert not (tmp_path / "out").exists()
     convert(Numbers(), tmp_path / "out", threads=1, verify=True)
     assert content(tmp_path / "out")["f1"] == b"\1" * 2000
+
+
+def test_a_finished_file_whose_bytes_have_changed_is_written_again(tmp_path):
+    with pytest.raises(SlimxError):
+        convert(Numbers("full"), tmp_path / "out", threads=1, verify=False)
+    changed = tmp_path / "out.partial" / "f1"
+    before = changed.stat()
+    changed.write_bytes(b"x" * 2000)
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+    convert(Numbers(), tmp_path / "out", threads=1, verify=False)
+    assert content(tmp_path / "out")["f1"] == b"\1" * 2000
+
+
+# What is not the conversion's own -------------------------------------------------------------------------------------
+
+
+def put(path: Path, how: str) -> None:
+    """Something of a user's."""
+    if how == "file":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    elif how == "folder":
+        path.mkdir(parents=True)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to("nowhere")
+
+
+def tree(directory: Path) -> dict[str, Any]:
+    return {str(p.relative_to(directory)): p.lstat().st_mtime_ns for p in sorted(directory.rglob("*"))}
+
+
+FOREIGN = [
+    ("out.partial", "file"),
+    ("out.partial", "folder"),
+    ("out.partial", "link"),
+    ("out.partial/notes.txt", "file"),
+    ("out.partial/draft.writing", "file"),
+    ("out.partial/f1", "file"),
+    ("out.partial/deep/f1", "file"),
+    ("out.partial/.conversion/mine", "file"),
+    ("out.partial/.conversion/done/mine", "folder"),
+]
+
+
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize(("name", "how"), FOREIGN)
+def test_what_another_has_put_there_is_refused_by_name_and_left_as_it_is(tmp_path, monkeypatch, name, how, free):
+    put(tmp_path / name, how)
+    if not free:  # the case that once deleted everything
+        monkeypatch.setattr(os, "statvfs", full_disk(os.statvfs(tmp_path)))
+    before = tree(tmp_path)
+    with pytest.raises(SlimxError) as error:
+        convert(Numbers(), tmp_path / "out", threads=1, verify=False)
+    assert error.value.code == "convert.foreign"
+    assert str(tmp_path / name).startswith(error.value.about)
+    assert tree(tmp_path) == before
+
+
+def full_disk(real: os.statvfs_result) -> Callable[[Any], os.statvfs_result]:
+    return lambda path: os.statvfs_result([*real[:4], 10, *real[5:]])
+
+
+@pytest.mark.parametrize("name", ["draft.writing", "deep/notes", "f1.writing/mine"])
+def test_what_another_puts_beside_finished_files_stops_the_next_try(tmp_path, name):
+    with pytest.raises(SlimxError):
+        convert(Numbers("full"), tmp_path / "out", threads=1, verify=False)
+    partial = tmp_path / "out.partial"
+    put(partial / name, "file")
+    before = content(partial)
+    with pytest.raises(SlimxError) as error:
+        convert(Numbers(), tmp_path / "out", threads=1, verify=False)
+    assert error.value.code == "convert.foreign"
+    assert str(partial / name).startswith(error.value.about)
+    assert content(partial) == before
+
+
+def test_what_another_puts_there_meanwhile_stays_when_the_conversion_is_given_up(tmp_path):
+    class Given(Numbers):
+        def writing(self) -> contextlib.AbstractContextManager[None]:
+            put(tmp_path / "out.partial/mine", "file")
+            return contextlib.nullcontext()
+
+    with pytest.raises(SlimxError):
+        convert(Given("full", which=0), tmp_path / "out", threads=1, verify=False)
+    assert content(tmp_path) == {"out.partial/mine": b"mine"}
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "link"])
+def test_a_name_that_is_taken_is_found_before_any_work(tmp_path, how):
+    put(tmp_path / "out", how)
+    numbers = Numbers("full", which=0)
+    with pytest.raises(SlimxError) as error:
+        convert(numbers, tmp_path / "out", threads=1, verify=False)
+    assert (error.value.code, error.value.about) == ("convert.exists", str(tmp_path / "out"))
+    assert list(tree(tmp_path)) == ["out"]
+
+
+def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path):
+    with pytest.raises(SlimxError) as error:
+        convert(Numbers(), tmp_path / ("x" * 300), threads=1, verify=False)
+    assert error.value.code == "convert.system"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [run.hf_to_megatron, run.hf_to_fp8])
+def test_a_file_that_cannot_be_written_to_its_end_is_one_sentence(tmp_path, make):
+    """Of torch's writer too, which says of it only that a write has failed."""
+    source = write_checkpoint(tmp_path / "source", WIDE)
+    conversion, limits = make(source), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(SlimxError) as error:
+            convert(conversion, tmp_path / "out", threads=1, verify=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.code == "convert.system"
+    assert isinstance(error.value.__cause__, OSError) and error.value.__cause__.errno == errno.EFBIG
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
