@@ -12,6 +12,7 @@ import torch
 
 from slimx.convert.sources import Reading, row_blocks
 from slimx.errors import SlimxError
+from slimx.models.checkpoint_reader import bits
 
 _RELATIVE = 2.0**-4 + 2.0**-8
 """Half of e4m3's last place, and bf16's in which codes are read."""
@@ -33,7 +34,7 @@ def compare_copied(
         raise _differs(name, f"it is {found}, not {dtype}")
     for rect in row_blocks(shape, 4):
         wanted, part = source.read(name, rect).to(dtype), written.read(name, rect)
-        if not torch.equal(_bits(wanted), _bits(part)):
+        if not torch.equal(bits(wanted), bits(part)):
             raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} do not hold the source's values")
         advance(part.nbytes)
 
@@ -57,10 +58,6 @@ def compare_quantised(
         if not bool(((part - wanted).abs() <= allowed).all()):
             raise _differs(name, f"rows {rect.row} to {rect.row + rect.rows - 1} are not the source's values in fp8")
         advance(rect.rows * rect.cols)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)
 
 
 def _differs(name: str, how: str) -> SlimxError:

@@ -165,8 +165,8 @@ class CheckpointReader:
         if (copy.get_dtype(), copy.get_shape()) != (original.get_dtype(), original.get_shape()):
             return False
         step = max(1, _BLOCK_BYTES // max(1, 4 * cols))
-        pairs = ((copy[at : at + step], original[at : at + step]) for at in range(0, rows, step))
-        return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+        blocks = (slice(at, at + step) for at in range(0, rows, step))
+        return all(torch.equal(bits(copy[block]), bits(original[block])) for block in blocks)
 
     def _check_dtype(self, name: str, found: str, shape: tuple[int, ...], quantised: bool) -> None:
         """Bits of another dtype than `_DTYPES` would be read as numbers that they are not."""
@@ -273,3 +273,8 @@ class CheckpointReader:
         blocks, scales = (self._view(place.name + suffix)[window] for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))
         start = first * mxfp4.GROUP
         return mxfp4.dequantise(blocks, scales)[0, :, cols.start - start : cols.stop - start]
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """The bytes [n] of a tensor in the order of its elements: equal numbers may have several, and NaN equals nothing."""
+    return values.contiguous().flatten().view(torch.uint8)

@@ -94,9 +94,9 @@ def test_a_damaged_piece_is_named(qwen, tmp_path):
 def test_a_tensor_that_is_not_whole_is_named(qwen, tmp_path):
     megatron = go(run.hf_to_megatron(qwen, layout=LAYOUT), tmp_path / "megatron")
     metadata = FileSystemReader(megatron / "release").read_metadata()
-    del metadata.state_dict_metadata["decoder.layers.mlp.router.weight"].chunks[2]
+    del metadata.state_dict_metadata["decoder.layers.2.mlp.experts.experts.linear_fc2.weight"].chunks[2]
     (megatron / "release/.metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(SlimxError, match=r"decoder\.layers\.mlp\.router\.weight is not whole"):
+    with pytest.raises(SlimxError, match=r"decoder\.layers\.2\.mlp\.experts\.experts\.linear_fc2\.weight is not whole"):
         go(run.megatron_to_hf(megatron, qwen), tmp_path / "out")
 
 
@@ -130,13 +130,9 @@ INDICES: dict[str, tuple[Any, str, str]] = {
     "an empty weight_map": ({"weight_map": {}}, "checkpoint.index", INDEX),
     "a list as weight_map": ({"weight_map": ["a"]}, "checkpoint.index", INDEX),
     "numbers for files": ({"weight_map": {"model.norm.weight": 3}}, "checkpoint.index", INDEX),
-    "a file elsewhere": (
-        {"weight_map": {"model.norm.weight": "../x.safetensors"}},
-        "checkpoint.index",
-        "x.safetensors",
-    ),
-    "a directory": ({"weight_map": {"model.norm.weight": ".."}}, "checkpoint.index", ".."),
-    "no file": ({"weight_map": {"model.norm.weight": ""}}, "checkpoint.index", ""),
+    "a file elsewhere": ({"weight_map": {"model.norm.weight": "../x"}}, "checkpoint.index", "../x"),
+    "a directory": ({"weight_map": {"model.norm.weight": ".."}}, "checkpoint.shard", ".."),
+    "no file": ({"weight_map": {"model.norm.weight": ""}}, "checkpoint.shard", ""),
     "a missing file": ({"weight_map": {"model.norm.weight": "x.safetensors"}}, "checkpoint.shard", "x.safetensors"),
 }
 

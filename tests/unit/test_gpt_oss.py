@@ -265,12 +265,13 @@ def test_ranks_read_their_slices_of_an_mxfp4_checkpoint(tmp_path: Path, sizes):
 @pytest.mark.parametrize("suffix", ["_blocks", "_scales"])
 def test_a_damaged_mxfp4_tensor_is_refused_by_name(tmp_path: Path, whole, suffix):
     (tmp_path / "config.json").write_text(json.dumps(HF))
-    tensors, name = packed(whole), f"model.layers.0.mlp.experts.down_proj{suffix}"
-    tensors[name] = tensors[name][:, :-1].contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(SlimxError, match=f"{name} has shape"):
-        CheckpointReader(tmp_path).check(TABLE)
-    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
+    tensors = packed({name: value.float() for name, value in whole.items()})
+    name = f"model.layers.0.mlp.experts.down_proj{suffix}"
+    for code, damaged in (("shape", tensors[name][:, :-1].contiguous()), ("dtype", tensors[name].view(torch.int8))):
+        save_file(tensors | {name: damaged}, tmp_path / "model.safetensors")
+        with pytest.raises(SlimxError) as error:
+            CheckpointReader(tmp_path).check(TABLE)
+        assert (error.value.code, error.value.about) == (f"checkpoint.{code}", name)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
