@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from slimx.errors import SlimxError
 
 if TYPE_CHECKING:  # torch takes seconds to import, --help must not
     from slimx.convert.work import Conversion
@@ -53,8 +56,10 @@ DtypeOption = Annotated[Dtype, _DTYPE]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Read the output again: its checksums, and its values with the source's.")
 ]
-Threads = Annotated[int, typer.Option(min=1, help="Files written at once; each needs about 250 MB of memory.")]
-FileSize = Annotated[float, typer.Option(min=1e-6, help="About the size of a file in GB.")]
+Threads = Annotated[
+    int, typer.Option(min=1, max=1024, help="Files written at once; each needs about 250 MB of memory.")
+]
+FileSize = Annotated[float, typer.Option(min=1e-6, max=1e6, help="About the size of a file in GB.")]
 FamilyOption = Annotated[
     str, typer.Option("--family", help="Module of a family that slimx does not bring: docs/models.md.")
 ]
@@ -91,7 +96,7 @@ def hf_to_megatron(
     from slimx.convert import run
 
     _work(
-        run.hf_to_megatron(
+        lambda: run.hf_to_megatron(
             source,
             dtype=_torch(dtype),
             layout=layout,
@@ -123,7 +128,9 @@ def megatron_to_hf(
     from slimx.convert import run
 
     _work(
-        run.megatron_to_hf(source, original, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)),
+        lambda: run.megatron_to_hf(
+            source, original, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
+        ),
         out,
         threads,
         verify,
@@ -146,7 +153,7 @@ def hf_to_fp8(
     from slimx.convert import run
 
     _work(
-        run.hf_to_fp8(
+        lambda: run.hf_to_fp8(
             source, rule=rule.value, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
         ),
         out,
@@ -171,7 +178,8 @@ def _torch(dtype: Dtype):
     return None if dtype is Dtype.stored else getattr(torch, dtype.value)
 
 
-def _work(conversion: Conversion, out: Path, threads: int, verify: bool) -> None:
+def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool) -> None:
+    """Plan and run a conversion. What the system refuses of its input is said in one sentence, as of its output."""
     import torch
     from rich.console import Console
 
@@ -179,6 +187,12 @@ def _work(conversion: Conversion, out: Path, threads: int, verify: bool) -> None
     from slimx.convert.work import convert
 
     torch.set_num_threads(1)  # files are written by threads of our own
+    try:
+        conversion = plan()
+    except OSError as error:
+        raise SlimxError(
+            f"{error.filename}: cannot be read ({error.strerror})", code="convert.system", about=str(error.filename)
+        ) from error
     begin, console = time.monotonic(), Console()
     with Bar(console) as bar:
         files = convert(conversion, out, threads=threads, verify=verify, progress=bar)

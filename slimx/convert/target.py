@@ -17,6 +17,8 @@ from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.layout.table import Entry, Row, Table
 
+_MOST = 65536
+"""Of one parallel size."""
 _NAMES = ("tensor", "pipeline", "expert", "expert_tensor", "virtual")
 
 
@@ -35,16 +37,22 @@ def parse_layout(text: str) -> Sizes:
     given: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
-        if name not in _NAMES or name in given or not size.isdecimal() or int(size) < 1:
+        if name not in _NAMES or name in given or not _is_size(size):
             raise SlimxError(
-                f"--layout {text}: {part!r} is no parallel size; write {', '.join(_NAMES)} with a number from 1 on, "
-                "such as tensor=8,expert=8"
+                f"--layout {text[:80]}: {part[:40]!r} is no parallel size; write {', '.join(_NAMES)} with a number "
+                f"from 1 to {_MOST}, such as tensor=8,expert=8",
+                code="convert.layout",
+                about="--layout",
             )
         given[name] = int(size)
     # As megatron-core takes it: without a size of their own, experts are split like the rest.
     own = {"expert_tensor": given.get("tensor", 1), **given}
     experts = own["expert_tensor"] * own.get("expert", 1)
     return Sizes(**own, data=experts // gcd(own.get("tensor", 1), experts))
+
+
+def _is_size(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(_MOST)) and 1 <= int(text) <= _MOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,12 @@ class Target:
     sizes: Sizes
 
     def __post_init__(self) -> None:
+        if self.sizes.stages > self.table.layers:
+            raise SlimxError(
+                f"--layout: {self.sizes.stages} pipeline stages for {self.table.layers} layers; choose fewer",
+                code="convert.layout",
+                about="--layout",
+            )
         MegatronLayout(self.table, self.sizes)
         for row in self.table.rows:
             cut(row, self._ways(row))

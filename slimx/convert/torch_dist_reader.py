@@ -187,7 +187,9 @@ class TorchDistReader:
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             raise SlimxError(
-                f"{self.path / piece.file}: damaged at byte {piece.start} ({reason}); restore the file from its source"
+                f"{self.path / piece.file}: damaged at byte {piece.start} ({reason}); restore the file from its source",
+                code="megatron.file",
+                about=piece.file,
             ) from error
 
 

@@ -276,5 +276,5 @@ class CheckpointReader:
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """The bytes [n] of a tensor in the order of its elements: equal numbers may have several, and NaN equals nothing."""
+    """The bytes [n] of a tensor in the order of its elements: equal numbers may differ in them, NaN equals nothing."""
     return values.contiguous().flatten().view(torch.uint8)

@@ -9,7 +9,6 @@ Megatron-LM, core_r0.16.0. Nothing is loaded here; `slimx/trainer/checkpoint/loa
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,10 +20,12 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Entry, Table
+from slimx.models.checkpoint_index import read_object
 from slimx.models.megatron_common import saved_vocabulary
 from slimx.models.safe_pickle import read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"[0-9]{1,15}")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -54,23 +55,35 @@ def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` holds or is. Raises SlimxError if there is none that slimx reads."""
     tracker, found = path / TRACKER, path
     if tracker.is_file():
-        said = tracker.read_text().strip()
-        if said != "release" and not said.isdecimal():
-            raise SlimxError(f"{tracker}: says {said[:40]!r}, neither an iteration nor release; write one into it")
+        said = tracker.read_text(errors="replace").strip()
+        if said != "release" and _ITERATION.fullmatch(said) is None:
+            raise SlimxError(
+                f"{tracker}: says {said[:40]!r}, neither an iteration nor release; write one into it",
+                code="megatron.tracker",
+                about=str(tracker),
+            )
         found = path / ("release" if said == "release" else iteration_name(int(said)))
         if not found.is_dir():
-            raise SlimxError(f"{tracker}: names {found.name}, which is not there; write an iteration that is")
+            raise SlimxError(
+                f"{tracker}: names {found.name}, which is not there; write an iteration that is",
+                code="megatron.tracker",
+                about=str(tracker),
+            )
     described = found / "metadata.json"
     if not described.is_file():
         old = any(found.glob("mp_rank_*"))
         problem = "Megatron-LM's old format (mp_rank_*)" if old else "no torch_dist checkpoint (no metadata.json)"
-        raise SlimxError(f"{found}: {problem}; save it again with --ckpt-format torch_dist")
-    try:
-        backend = json.loads(described.read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SlimxError(f"{described}: damaged ({error!r}); restore the file from its source") from error
-    if backend != "torch_dist":
-        raise SlimxError(f"{found}: its format is {backend}; save it again with --ckpt-format torch_dist")
+        raise SlimxError(
+            f"{found}: {problem}; save it again with --ckpt-format torch_dist",
+            code="megatron.format",
+            about=str(found),
+        )
+    if (backend := read_object(described).get("sharded_backend")) != "torch_dist":
+        raise SlimxError(
+            f"{found}: its format is {str(backend)[:40]}; save it again with --ckpt-format torch_dist",
+            code="megatron.format",
+            about=str(described),
+        )
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, first_of, quantised_otherwise, rotary
+from slimx.models.decoder import decoder_fields, first_of, quantised_otherwise, rotary, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
@@ -39,7 +39,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
         return "attention_bias"
     if rotary(hf)[0] != "default":
         return "rope scaling (rope_parameters.rope_type)"
-    return quantised_otherwise(hf)
+    return unusual(hf, ("hidden_act", "silu")) or quantised_otherwise(hf)
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:

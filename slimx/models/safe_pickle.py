@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from slimx.errors import SlimxError
 
@@ -68,13 +75,65 @@ def read_metadata(path: Path) -> Metadata:
         with path.open("rb") as file:
             found = _Unpickler(file).load()
     except OSError as error:
-        raise SlimxError(f"{path}: cannot be read ({error.strerror}); restore the file") from error
+        raise SlimxError(
+            f"{path}: cannot be read ({error.strerror}); restore the file", code="megatron.metadata", about=str(path)
+        ) from error
     # A damaged pickle raises nearly anything.
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise SlimxError(
-            f"{path}: not the metadata of a torch_dist checkpoint ({reason}); restore the file from its source"
-        ) from error
-    if not isinstance(found, Metadata):
-        raise SlimxError(f"{path}: holds a {type(found).__name__}, not the metadata of a torch_dist checkpoint")
+        raise _no_metadata(path, " ".join(str(error).split())) from error
+    if (problem := _problem(found)) is not None:
+        raise _no_metadata(path, problem)
     return found
+
+
+def _no_metadata(path: Path, reason: str) -> SlimxError:
+    return SlimxError(
+        f"{path}: not the metadata of a torch_dist checkpoint ({reason}); restore the file from its source",
+        code="megatron.metadata",
+        about=str(path),
+    )
+
+
+def _problem(found: Any) -> str | None:
+    """What of `found` no writer of checkpoints writes, in words: classes are let in, but any of them may hold
+    anything."""
+    if not isinstance(found, Metadata):
+        return f"it holds a {type(found).__name__}"
+    tensors, places = found.state_dict_metadata, found.storage_data
+    if not isinstance(tensors, dict) or not isinstance(places, dict):
+        return "it lacks tensors, or their places"
+    for key, value in tensors.items():
+        whole = isinstance(value, BytesStorageMetadata) or (
+            isinstance(value, TensorStorageMetadata) and _is_tensor(value)
+        )
+        if not isinstance(key, str) or not whole:
+            return f"it does not describe {key} as a tensor"
+    for index, place in places.items():
+        if not isinstance(index, MetadataIndex) or not _is_place(place):
+            return f"it does not say which bytes of which file beside it {getattr(index, 'fqn', index)} is"
+    return None
+
+
+def _is_tensor(value: TensorStorageMetadata) -> bool:
+    if not _are_sizes(value.size) or not isinstance(value.chunks, list):
+        return False
+    dtype = getattr(value.properties, "dtype", None)
+    return isinstance(dtype, torch.dtype) and all(_is_inside(chunk, value.size) for chunk in value.chunks)
+
+
+def _is_inside(chunk: Any, size: torch.Size) -> bool:
+    if not isinstance(chunk, ChunkStorageMetadata) or not _are_sizes(chunk.offsets) or not _are_sizes(chunk.sizes):
+        return False
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+        return False
+    return all(at + count <= length for at, count, length in zip(chunk.offsets, chunk.sizes, size, strict=True))
+
+
+def _are_sizes(sizes: Any) -> bool:
+    return isinstance(sizes, tuple) and all(isinstance(size, int) and size >= 0 for size in sizes)
+
+
+def _is_place(place: Any) -> bool:
+    if not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
+        return False
+    return Path(place.relative_path).name == place.relative_path and _are_sizes((place.offset, place.length))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import Sizes
-from slimx.models.megatron_directory import find_checkpoint, is_megatron
-from slimx.models.safe_pickle import read_metadata
+from slimx.models.megatron_directory import find_checkpoint
 from slimx.observability.timeline import Timeline
 from slimx.orchestration import checkpoints as module
 from slimx.orchestration.checkpoints import Checkpoints, check_resume, layout_of
@@ -299,92 +294,9 @@ async def test_a_random_state_is_that_of_exactly_the_same_layout(tmp_path, chang
     assert bench.trainers.restored == [(path, False, True)]
 
 
-# Directories of Megatron-LM -------------------------------------------------------------------------------------------
-
-
-def megatron(directory: Path, name: str, backend: str = "torch_dist") -> Path:
-    (directory / name).mkdir(parents=True)
-    (directory / name / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
-    return directory
-
-
-@pytest.mark.parametrize(("said", "name"), [("release", "release"), ("12\n", "iter_0000012")])
-def test_the_tracker_says_which_checkpoint(tmp_path, said, name):
-    directory = megatron(tmp_path / "m", name)
-    (directory / "latest_checkpointed_iteration.txt").write_text(said)
-    assert is_megatron(directory) and find_checkpoint(directory) == directory / name
-    assert is_megatron(directory / name) and find_checkpoint(directory / name) == directory / name
-
-
 async def test_what_slimx_writes_is_found_as_megatrons(tmp_path):
     bench = Bench(tmp_path)
     await bench.save(7)
-    megatron(bench.saves.directory, "other")
+    (bench.saves.directory / "other").mkdir()
     (bench.saves.newest() / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     assert find_checkpoint(bench.saves.directory) == bench.saves.newest()
-
-
-def test_a_hugging_face_directory_is_not_megatrons(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert not is_megatron(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda m: (m / "latest_checkpointed_iteration.txt").write_text("x"), "neither an iteration nor release"),
-        (lambda m: (m / "latest_checkpointed_iteration.txt").write_text("13"), "names iter_0000013, which is not"),
-        (lambda m: (m / "iter_0000012" / "metadata.json").unlink(), "no torch_dist checkpoint"),
-        (lambda m: (m / "iter_0000012" / "metadata.json").write_text("{"), "metadata.json: damaged"),
-        (lambda m: (m / "iter_0000012" / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "is zarr"),
-    ],
-)
-def test_a_directory_that_holds_nothing_to_load_is_refused(tmp_path, make, told):
-    directory = megatron(tmp_path / "m", "iter_0000012")
-    (directory / "latest_checkpointed_iteration.txt").write_text("12")
-    make(directory)
-    with pytest.raises(SlimxError, match=told):
-        find_checkpoint(directory)
-
-
-def test_megatrons_old_format_is_named(tmp_path):
-    (tmp_path / "iter_0000012" / "mp_rank_00").mkdir(parents=True)
-    assert is_megatron(tmp_path / "iter_0000012")
-    with pytest.raises(SlimxError, match=r"old format \(mp_rank_\*\).*--ckpt-format torch_dist"):
-        find_checkpoint(tmp_path / "iter_0000012")
-
-
-# Pickles --------------------------------------------------------------------------------------------------------------
-
-
-class Call:
-    """Unpickled, it calls a function."""
-
-    def __init__(self, function: Any, *arguments: Any):
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self.call
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_metadata_of_torch_is_read_as_torch_reads_it(tmp_path):
-    dcp.save({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": "text"}, checkpoint_id=tmp_path, no_dist=True)
-    assert read_metadata(tmp_path / ".metadata") == pickle.loads((tmp_path / ".metadata").read_bytes())
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (lambda path: pickle.dumps(Call(Path.touch, path / "witness")), "it names pathlib.Path.touch|builtins.getattr"),
-        (lambda path: pickle.dumps(Call(eval, "1")), "it names builtins.eval"),
-        (lambda path: b"\x80\x04\x8c\x05torch\x8c\x0ahub.os.sep\x93.", "it names torch.hub.os.sep"),
-        (lambda path: pickle.dumps(torch.Size([1])), "holds a Size, not the metadata"),
-        (lambda path: b"truncated", "not the metadata of a torch_dist checkpoint"),
-    ],
-)
-def test_metadata_that_names_anything_else_is_refused_and_nothing_runs(tmp_path, content, told):
-    (tmp_path / ".metadata").write_bytes(content(tmp_path))
-    with pytest.raises(SlimxError, match=told):
-        read_metadata(tmp_path / ".metadata")
-    assert not (tmp_path / "witness").exists()

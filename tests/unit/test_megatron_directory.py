@@ -1,0 +1,161 @@
+"""Directories of Megatron-LM: which checkpoint they hold, and what of their pickles is read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from slimx.errors import SlimxError
+from slimx.models.megatron_directory import TRACKER, find_checkpoint, is_megatron
+from slimx.models.safe_pickle import read_metadata
+
+
+def megatron(directory: Path, name: str, backend: str = "torch_dist") -> Path:
+    (directory / name).mkdir(parents=True)
+    (directory / name / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
+    return directory
+
+
+@pytest.mark.parametrize(("said", "name"), [("release", "release"), ("12\n", "iter_0000012")])
+def test_the_tracker_says_which_checkpoint(tmp_path, said, name):
+    directory = megatron(tmp_path / "m", name)
+    (directory / "latest_checkpointed_iteration.txt").write_text(said)
+    assert is_megatron(directory) and find_checkpoint(directory) == directory / name
+    assert is_megatron(directory / name) and find_checkpoint(directory / name) == directory / name
+
+
+def test_a_hugging_face_directory_is_not_megatrons(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_megatron(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "code"),
+    [
+        (TRACKER, b"x", "megatron.tracker"),
+        (TRACKER, b"13", "megatron.tracker"),
+        (TRACKER, b"\xff", "megatron.tracker"),
+        (TRACKER, b"1" * 5000, "megatron.tracker"),
+        ("iter_0000012/metadata.json", None, "megatron.format"),
+        ("iter_0000012/metadata.json", b"{", "checkpoint.json"),
+        ("iter_0000012/metadata.json", b"[" * 100_000, "checkpoint.json"),
+        ("iter_0000012/metadata.json", b"[]", "checkpoint.json"),
+        ("iter_0000012/metadata.json", b"{}", "megatron.format"),
+        ("iter_0000012/metadata.json", b'{"sharded_backend": "zarr"}', "megatron.format"),
+    ],
+)
+def test_a_directory_that_holds_nothing_to_load_is_refused(tmp_path, name, said, code):
+    directory = megatron(tmp_path / "m", "iter_0000012")
+    (directory / TRACKER).write_text("12")
+    file = directory / name
+    file.unlink() if said is None else file.write_bytes(said)
+    with pytest.raises(SlimxError) as error:
+        find_checkpoint(directory)
+    assert error.value.code == code
+    assert error.value.about == str(file.parent if said is None else file)
+
+
+def test_megatrons_old_format_is_named(tmp_path):
+    (tmp_path / "iter_0000012" / "mp_rank_00").mkdir(parents=True)
+    assert is_megatron(tmp_path / "iter_0000012")
+    with pytest.raises(SlimxError, match=r"old format \(mp_rank_\*\).*--ckpt-format torch_dist"):
+        find_checkpoint(tmp_path / "iter_0000012")
+
+
+# Pickles --------------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """Unpickled, it calls a function."""
+
+    def __init__(self, function: Any, *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_of_torch_is_read_as_torch_reads_it(tmp_path):
+    dcp.save({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": "text"}, checkpoint_id=tmp_path, no_dist=True)
+    assert read_metadata(tmp_path / ".metadata") == pickle.loads((tmp_path / ".metadata").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (lambda path: pickle.dumps(Call(Path.touch, path / "witness")), "it names pathlib.Path.touch|builtins.getattr"),
+        (lambda path: pickle.dumps(Call(eval, "1")), "it names builtins.eval"),
+        (lambda path: b"\x80\x04\x8c\x05torch\x8c\x0ahub.os.sep\x93.", "it names torch.hub.os.sep"),
+        (lambda path: pickle.dumps(torch.Size([1])), "holds a Size"),
+        (lambda path: b"truncated", "not the metadata of a torch_dist checkpoint"),
+    ],
+)
+def test_metadata_that_names_anything_else_is_refused_and_nothing_runs(tmp_path, content, told):
+    (tmp_path / ".metadata").write_bytes(content(tmp_path))
+    with pytest.raises(SlimxError, match=told):
+        read_metadata(tmp_path / ".metadata")
+    assert not (tmp_path / "witness").exists()
+
+
+def described(**changed: Any) -> Metadata:
+    """The metadata of one tensor, with fields changed anywhere in it."""
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 2]))
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([4, 2]), [chunk])
+    place, metadata = _StorageInfo("__0_0.distcp", 0, 100), Metadata({"a": tensor}, {"a": ("a",)}, {})
+    metadata.storage_data = {MetadataIndex("a", torch.Size([0, 0])): place}
+    for part in (chunk, tensor, place, metadata):
+        for name in changed.keys() & vars(part).keys():
+            object.__setattr__(part, name, changed[name])
+    return metadata
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"state_dict_metadata": None},
+        {"state_dict_metadata": [1]},
+        {"state_dict_metadata": {"a": "b"}},
+        {"state_dict_metadata": {5: BytesStorageMetadata()}},
+        {"storage_data": None},
+        {"storage_data": {"a": 1}},
+        {"size": None},
+        {"size": "ab"},
+        {"size": torch.Size([3, 2])},
+        {"properties": None},
+        {"chunks": None},
+        {"chunks": [None]},
+        {"sizes": torch.Size([4])},
+        {"offsets": torch.Size([-1, 0])},
+        {"offsets": torch.Size([1, 0])},
+        {"relative_path": "/etc/passwd"},
+        {"relative_path": "../__0_0.distcp"},
+        {"relative_path": 3},
+        {"offset": -1},
+        {"length": "x"},
+    ],
+    ids=str,
+)
+def test_metadata_that_no_writer_writes_is_refused(tmp_path, changed):
+    file = tmp_path / ".metadata"
+    file.write_bytes(pickle.dumps(described()))
+    assert list(read_metadata(file).state_dict_metadata) == ["a"]
+    file.write_bytes(pickle.dumps(described(**changed)))
+    with pytest.raises(SlimxError) as error:
+        read_metadata(file)
+    assert (error.value.code, error.value.about) == ("megatron.metadata", str(file))
