@@ -1,5 +1,5 @@
-"""What several files of unit tests share: the emulated CUDA device and two checkpoints, each made once; hooks are written as
-modules."""
+"""What several files of unit tests share: the emulated CUDA device and two checkpoints, each made once; hooks are
+written as modules."""
 
 from __future__ import annotations
 
