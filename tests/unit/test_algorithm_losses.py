@@ -434,6 +434,8 @@ EVERY = {
         "teacher_coef": 0.2,
         "old_logprobs": "recompute",
         "correction": {"kind": "icepop", "level": "sequence", "low": 0.5, "high": 2.0},
+        "rejection": {"level": "geometric", "low": 0.9, "high": 1.1, "veto": 0.3},
+        "opsm_delta": 0.05,
     },
 }
 
