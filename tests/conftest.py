@@ -1,18 +1,31 @@
-"""What a test needs of the machine: `@pytest.mark.needs("chromium")` skips it, with the reason, where that is missing.
+"""What holds for every test: which programs it needs of the machine, and what it says when its time is over.
 
-In CI (CI=true) nothing may be missing, so the test fails there: a skipped test would look like a passed one.
+`@pytest.mark.needs("chromium")` skips a test, with the reason, where that is missing. In CI (CI=true) nothing may be
+missing, so the test fails there: a skipped test would look like a passed one.
+
+One deadline holds for all tests (`timeout` in pyproject.toml) and is there for what hangs. When it strikes, the report
+has the Python stack of every process that the session has started.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+from typing import Any
 
 import pytest
+
+from tests import stacks
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(program, ...): programs without which the test cannot run")
+    stacks.install()
+
+
+def pytest_unconfigure() -> None:
+    stacks.remove()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -23,3 +36,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 if os.environ.get("CI") == "true":
                     pytest.fail(reason, pytrace=False)
                 pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
+    """Ask the processes before pytest-timeout fails the test: its fixtures then end them."""
+    timer = yield
+    fail = signal.getsignal(signal.SIGALRM)
+
+    def ask_and_fail(signum: int, frame: Any) -> None:
+        item.add_report_section("call", "processes", stacks.told())
+        fail(signum, frame)
+
+    signal.signal(signal.SIGALRM, ask_and_fail)
+    return timer

@@ -23,7 +23,7 @@ from tests.integration import rank_start
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import demonstrations
 
-HELD_S = 60.0
+HELD_S = 300.0
 """Seconds after which the thread of a save that nobody lets go writes all the same."""
 MAX_TOKENS = 250
 
@@ -51,7 +51,7 @@ class Rank:
                 "trainer": {**self.job["layouts"][name], "load": load, "optimizer": {"lr": 2e-3}},
                 "rollout": {"prompts": "p", "engines": []},
                 "algorithm": {"name": "sft"},
-                "checkpoint": {"deadline": 20},
+                "checkpoint": {"deadline": 300},
             }
         )
 

@@ -31,7 +31,7 @@ def configuration(out: Path, layout: dict[str, Any], model: dict[str, Any], load
             },
             "rollout": {"prompts": "p", "engines": []},
             "algorithm": {"name": "sft"},
-            "checkpoint": {"deadline": 60},
+            "checkpoint": {"deadline": 300},
         }
     )
 

@@ -38,7 +38,6 @@ SIZES = {
     "TP2xPP2": Sizes(tensor=2, pipeline=2, expert_tensor=2),
     "TP2xPP2xEP2xETP2": Sizes(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2),
 }
-DEADLINE_S = 240
 
 
 def family_of(model: str) -> Family | None:
@@ -106,7 +105,7 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        run_ranks("tests.integration.family_rank", out, SIZES[layout].world, DEADLINE_S)
+        run_ranks("tests.integration.family_rank", out, SIZES[layout].world)
 
 
 class Ran:

@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 
 from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
 from tests.integration.saving import begin_save, finish_save
-from tests.integration.trainer_rank import Rank
+from tests.integration.trainer_rank import Rank, demonstrations
 
 FROZEN = ["model.embed_tokens.weight", "decoder.layers.[01].*"]
 """The first half of the model: a whole pipeline stage of two, a chunk of each rank where stages are interleaved."""
 UNDECAYED = ["*.mlp.router.weight", "model.layers.3.mlp.experts.5.down_proj.weight"]
 OPTIMIZER = {"lr": 2e-3, "weight_decay": 0.3, "clip_grad": 0.05, "betas": [0.9, 0.95], "eps": 1e-8}
 STEPS = 3
+SEQUENCES = 6
+"""Of each step: two micro-batches on every rank."""
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -36,6 +39,10 @@ class OptimizerRank(Rank):
         trainer.pop("algorithm", None)
         base = super().config(algorithm="sft", optimizer={**OPTIMIZER, **(optimizer or {})}, **trainer)
         return base.model_copy(update={"numerics": base.numerics.model_copy(update={"dtype": dtype})})
+
+    def demonstrated(self, step: int) -> list[MicroBatch]:
+        trajectories = demonstrations(step)[:SEQUENCES]
+        return self.shard(trajectories, [1.0] * len(trajectories))
 
     def built(self, **options: Any) -> Any:
         return self.trainer(self.config(**options))

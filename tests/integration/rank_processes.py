@@ -2,40 +2,76 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Pipe
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+from tests import stacks
 from tests.integration.conftest import ROOT
+from tests.integration.rank_server import END
+
+DEADLINE_S = 600.0
+"""Seconds for all that the ranks of one job do. The longest takes 50 s on two idle cores, five times that at a load of
+8; who is late hangs."""
 
 
-def run_ranks(module: str, out: Path, world: int, seconds: float = 120) -> None:
-    """Run `python -m module OUT/job.json RANK` for every rank; when one fails or all are late, the others are ended and
-    its words are told."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", module, str(out / "job.json")]
-    ranks: list[subprocess.Popen] = []
-    try:
-        for rank in range(world):
-            with (out / f"{rank}.log").open("wb") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [*command, str(rank)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
-                    )
-                )
+def run_ranks(module: str, out: Path, world: int, seconds: float = DEADLINE_S) -> None:
+    """Run `python -m module OUT/job.json RANK` for every rank, in processes that have imported what trainers import.
+
+    Each rank's words are in OUT/RANK.log. When one fails or all are late, the others are ended, and AssertionError has
+    its words or where each of them hangs.
+    """
+    fork_server().run([module, str(out / "job.json")], [out / f"{rank}.log" for rank in range(world)], seconds)
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The one of this test session."""
+    return ForkServer()
+
+
+class ForkServer:
+    """A process that has imported torch, megatron-core and the trainer, which takes 5 s of a core, and forks ranks.
+
+    It computes nothing itself, so that no thread is lost by the fork. It ends when this process does.
+    """
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, "-m", "tests.integration.rank_server", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def run(self, command: list[str], logs: list[Path], seconds: float) -> None:
+        """Fork one rank per log, and wait for all."""
         end = time.monotonic() + seconds
-        while any(process.poll() is None for process in ranks):
-            failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-            if failed or time.monotonic() > end:
-                rank = failed[0] if failed else 0
-                what = f"ended with {ranks[rank].poll()}" if failed else f"has not ended after {seconds} s"
-                raise AssertionError(f"rank {rank} {what}:\n{(out / f'{rank}.log').read_text()[-3000:]}")
-            time.sleep(0.05)
-        codes = [process.returncode for process in ranks]
-        assert codes == [0] * world, f"{codes}\n{(out / f'{codes.index(max(codes))}.log').read_text()[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        self._connection.send((command, logs))
+        try:
+            pids = self._receive(end)
+            assert pids is not None, f"{command}: cannot be forked after {seconds} s\n{stacks.told([self.process.pid])}"
+            for _ in pids:
+                ended = self._receive(end)
+                assert ended is not None, f"{command}: not done after {seconds} s\n{stacks.told(pids)}"
+                rank, code = pids.index(ended[0]), ended[1]
+                words = logs[rank].read_text(errors="replace")[-3000:]
+                assert code == 0, f"{command}: rank {rank} ended with {code}\n{words}"
+        finally:
+            self._connection.send(END)
+            while self._connection.recv() != END:
+                pass
+
+    def _receive(self, end: float) -> Any:
+        """What the server says next; None if it says nothing until `end`."""
+        return self._connection.recv() if self._connection.poll(max(0.0, end - time.monotonic())) else None
+
+    def children(self) -> list[psutil.Process]:
+        """The ranks that live."""
+        return psutil.Process(self.process.pid).children()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -12,8 +13,9 @@ def join(trainer: Any, rank: int, init_method: str) -> Any:
     return enter(trainer, rank, init_method)
 
 
+@functools.cache
 def prepare() -> None:
-    """Adapters first, then torch."""
+    """Adapters first, then torch; once in a process and those that are forked from it."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from slimx.trainer.worker import install_adapters
 
@@ -31,7 +33,7 @@ def enter(trainer: Any, rank: int, init_method: str) -> Any:
     from slimx.trainer.parallel import ParallelState
 
     device = torch.device("cpu")
-    return ParallelState(sizes_of(trainer), rank=rank, init_method=init_method, device=device, deadline_s=60, seed=1)
+    return ParallelState(sizes_of(trainer), rank=rank, init_method=init_method, device=device, deadline_s=300, seed=1)
 
 
 def leave(parallel: Any) -> None:

@@ -19,10 +19,14 @@ import yaml
 from slimx.data.codec import decode
 from slimx.rollout.process import shared_memory_inodes
 from slimx.rollout.tickets import SavedTicket
+from tests import stacks
 
 MARK = "SLIMX_TEST_RUN"
 """Every process of a run inherits this variable: what a run leaves behind is found by it."""
-END_S = 45
+DEADLINE_S = 600
+"""Seconds for whatever a run is waited for, and for each step of its own: who is late hangs. Starting and training for
+six steps takes 40 on two idle cores."""
+END_S = 180
 """Seconds in which everything of an ended run must be gone: a killed one takes 8 on a quiet machine."""
 
 
@@ -32,8 +36,8 @@ def write_config(directory: Path, model: Path, prompts: Path, **sections: dict[s
         "run": {"name": "test", "dir": str(directory / "run")},
         "model": {"path": str(model)},
         "numerics": {"dtype": "float32"},
-        "cluster": {"start_deadline": 180},
-        "trainer": {"world_size": 2, "expert": 2, "deadline": 120, "optimizer": {"lr": 1e-3}},
+        "cluster": {"start_deadline": DEADLINE_S},
+        "trainer": {"world_size": 2, "expert": 2, "deadline": DEADLINE_S, "optimizer": {"lr": 1e-3}},
         "rollout": {
             "prompts": str(prompts),
             "prompts_per_step": 4,
@@ -44,7 +48,7 @@ def write_config(directory: Path, model: Path, prompts: Path, **sections: dict[s
         },
         # Random weights never answer right: reward something that sampling does change.
         "reward": {"function": "tests.integration.hooks.digits"},
-        "schedule": {"steps": 4, "step_deadline": 120},
+        "schedule": {"steps": 4, "step_deadline": DEADLINE_S},
         "track": {"report": False, "tensorboard": False},
     }
     for name, section in sections.items():
@@ -70,18 +74,26 @@ class TrainProcess:
                 cwd=Path(__file__).parents[2],
             )
 
-    def wait(self, seconds: float = 240) -> int:
-        return self.process.wait(seconds)
+    def wait(self, seconds: float = DEADLINE_S) -> int:
+        """Its exit status."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not done after {seconds} s\n{self.text()}\n{self.stacks()}") from None
 
     def text(self) -> str:
         return self.output.read_text()
 
-    def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+    def stacks(self) -> str:
+        """Where each of its Python processes is."""
+        return stacks.told(process.pid for process in self.processes())
+
+    def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds while the process runs."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + DEADLINE_S
         while not condition():
             assert self.process.poll() is None, self.text()
-            assert time.monotonic() < end, self.text()
+            assert time.monotonic() < end, f"{self.text()}\n{self.stacks()}"
             time.sleep(0.02)
 
     def kill(self, signum: int = signal.SIGKILL) -> None:

@@ -17,7 +17,7 @@ def begin_save(trainer: Any, path: Path, *, step: int) -> None:
     trainer.save(str(path), step=step)
 
 
-def finish_save(trainer: Any, path: Path, deadline_s: float = 60.0) -> None:
+def finish_save(trainer: Any, path: Path, deadline_s: float = 300.0) -> None:
     """Wait until every rank has written its part; raises what a rank reports."""
     end = time.monotonic() + deadline_s
     while missing := files.unreported(path, range(trainer.parallel.sizes.world)):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,9 @@ from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.models.megatron_directory import check_fit
 from slimx.trainer.checkpoint import files
-from tests.integration.conftest import ROOT, free_port
+from tests.integration.conftest import free_port
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
+from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
 LAYOUTS = {
@@ -35,7 +33,6 @@ LAYOUTS = {
     "CP2": {"world_size": 2, "context": 2},
 }
 OTHERS = ["TP2", "PP2xVPP2", "CP2"]
-DEADLINE_S = 150
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +76,7 @@ def ranks(model: Path, config: dict[str, Any], tmp_path_factory: pytest.TempPath
     job = {"out": str(out), "model": str(model), "layouts": LAYOUTS, "megatron": megatron}
     job["ports"] = {name: free_port() for name in LAYOUTS}
     (out / "job.json").write_text(json.dumps(job))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.integration.checkpoint_rank", str(out / "job.json")]
-    logs = [(out / f"{rank}.log").open("w+b") for rank in range(2)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for rank, process in enumerate(processes):
-            assert process.wait(DEADLINE_S) == 0, (out / f"{rank}.log").read_text()[-4000:]
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
+    run_ranks("tests.integration.checkpoint_rank", out, 2)
     return Ranks(out, witness)
 
 

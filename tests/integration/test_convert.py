@@ -61,7 +61,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
         add(name, "", CASES[name].mtp, "float32", ["single"], CASES[name].family)
     job["ports"] = {name: free_port() for name in LAYOUTS}
     (out / "job.json").write_text(json.dumps(job))
-    run_ranks("tests.integration.convert_rank", out, 4, seconds=200)
+    run_ranks("tests.integration.convert_rank", out, 4)
     return out, [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -44,7 +44,6 @@ SIZES = {
 QUICK = ("single", "EP2xTP2")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 SEVERAL = ALL[1:]
-DEADLINE_S = 120
 
 
 class Ran:
@@ -93,7 +92,7 @@ class Laboratory:
         job = {"models": self.models, "layout": layout, "out": str(out), **options}
         job["init_method"] = f"tcp://127.0.0.1:{free_port()}"
         (out / "job.json").write_text(json.dumps(job))
-        run_ranks("tests.integration.critic_rank", out, sizes.world, DEADLINE_S)
+        run_ranks("tests.integration.critic_rank", out, sizes.world)
         return Ran(out, sizes)
 
 

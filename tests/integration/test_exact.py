@@ -57,7 +57,7 @@ def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of
         numerics={"mode": "exact"},
         # The pass over the old policy, which an exact run leaves out.
         algorithm={"old_logprobs": "recompute"},
-        schedule={"steps": 3, "step_deadline": 120},
+        schedule={"steps": 3},
         checkpoint={"export_hf": False},
     )
     run = TrainProcess(config)
@@ -91,7 +91,7 @@ def gaps(out: Path, groups: list[dict[str, Any]], world: int = 2) -> list[list[d
     count = sum(len(group["cases"]) for group in groups)
     meetings = [f"tcp://127.0.0.1:{free_port()}" for _ in range(count)]
     (out / "job.json").write_text(json.dumps({"groups": groups, "init_methods": meetings}))
-    run_ranks("tests.integration.exact_rank", out, world, 240)
+    run_ranks("tests.integration.exact_rank", out, world)
     ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
     return [
         [next((rank[g][c] for rank in ranks if rank[g][c]), {}) for c in range(len(group["cases"]))]

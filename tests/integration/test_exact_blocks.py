@@ -61,7 +61,7 @@ def run_config(directory: Path, prompts: Path, rule: Rule) -> Path:
         publish={"quantise": rule},
         rollout={"engines": [{"model": str(in_fp8(model, directory / "fp8", rule)), "max_total_tokens": 8192}]},
         algorithm={"reference": True, "kl_coef": 0.01, "old_logprobs": "recompute"},
-        schedule={"steps": 3, "step_deadline": 120},
+        schedule={"steps": 3},
     )
 
 

@@ -24,7 +24,6 @@ LAYOUTS = {
     "TP2xPP2xEP2": Sizes(tensor=2, pipeline=2, expert=2),
     "CP2": Sizes(context=2),
 }
-DEADLINE_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ class Laboratory:
                 "init_method": f"tcp://127.0.0.1:{free_port()}",
             }
             (out / "job.json").write_text(json.dumps(job))
-            run_ranks("tests.integration.gpt_oss_rank", out, sizes.world, DEADLINE_S)
+            run_ranks("tests.integration.gpt_oss_rank", out, sizes.world)
         return out
 
 

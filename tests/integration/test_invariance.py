@@ -166,7 +166,7 @@ class Laboratory:
             init = f"tcp://127.0.0.1:{free_port()}"
             job = {"models": self.models, "trainer": fields(case), "out": str(out), "init_method": init}
             (out / "job.json").write_text(json.dumps(job))
-            run_ranks("tests.integration.invariance_rank", out, case["world_size"], seconds=180)
+            run_ranks("tests.integration.invariance_rank", out, case["world_size"])
         return json.loads((out / f"{model}.json").read_text()), load_file(out / f"{model}.safetensors")
 
 

@@ -110,7 +110,7 @@ def test_an_algorithm_learns_the_quickstarts_task(name, warm_start):
         run = TrainProcess(config)
         run.until(lambda: arrived(curve(directory)) or completed_steps(directory) >= STEPS, 2 * 3600)
         run.kill(signal.SIGTERM)
-        run.wait(120)
+        run.wait()
     rewards = curve(directory)
     line = {"name": name, "date": time.strftime("%Y-%m-%d"), "steps": len(rewards), "reward": rewards}
     with (PLACE / "curves.jsonl").open("a") as file:

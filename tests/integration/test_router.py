@@ -111,7 +111,7 @@ class Laboratory:
         ]
         job = {"cases": cases, "layout": layout, "out": str(out), "init_method": f"tcp://127.0.0.1:{free_port()}"}
         (out / "job.json").write_text(json.dumps(job))
-        run_ranks("tests.integration.router_rank", out, layout["world_size"], 200)
+        run_ranks("tests.integration.router_rank", out, layout["world_size"])
 
     def _expected(
         self, model: str, routes: str, term: str | None = None, microbatches: tuple[tuple[int, ...], ...] = ()

@@ -29,7 +29,7 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(mo
             "prompts": str(task / "train.jsonl"),
             "engines": [{"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}],
         },
-        schedule={"steps": 2, "step_deadline": 120},
+        schedule={"steps": 2},
         checkpoint={"export_hf": True},
     )
     run = TrainProcess(config)

@@ -43,7 +43,7 @@ def directory(task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> P
             "sampling": {"max_new_tokens": 4, "stop_token_ids": list(range(4, 128, 5))},
         },
         reward={"function": "slime:examples.slime_style.right", "options": {"reward_key": "calls"}},
-        schedule={"steps": STEPS, "step_deadline": 120, "straggler_deadline": 4},
+        schedule={"steps": STEPS, "straggler_deadline": 4},
         checkpoint={"export_hf": True},
     )
     run = TrainProcess(config)

@@ -24,7 +24,7 @@ def test_trainers_build_the_family_that_the_configuration_names(tmp_path):
         rollout={"engines": [], "generate": "slimx.rollout.demonstrations.generate", "group_size": 1},
         reward={"function": None},
         algorithm={"name": "sft"},
-        schedule={"steps": 2, "step_deadline": 120},
+        schedule={"steps": 2},
     )
     run = TrainProcess(config, "model.family=examples.mixtral")
     assert run.wait() == 0, run.text()

@@ -49,7 +49,6 @@ SIZES = {
 RESTORES = {"TP2": ["DP2"], "EP2": ["DP2"], "EP2xTP2": ["EP2"]}
 """Layout -> whose checkpoints it loads."""
 SEVERAL = [name for name in LAYOUTS if name != "single"]
-DEADLINE_S = 120
 TEMPERATURE = 0.7
 CORRUPTED = 17
 """Positions of the saved rollouts whose experts are not those that the trainer chooses."""
@@ -115,7 +114,7 @@ class Laboratory:
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
         (out / "job.json").write_text(json.dumps(job))
-        run_ranks("tests.integration.trainer_rank", out, LAYOUTS[name]["world_size"], DEADLINE_S)
+        run_ranks("tests.integration.trainer_rank", out, LAYOUTS[name]["world_size"])
         return Layout(name, out)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CONFTEST = Path(__file__).parents[1] / "conftest.py"
+ROOT = Path(__file__).parents[2]
 TESTS = """
 import pytest
 
@@ -26,14 +26,14 @@ def test_runs(): ...
     ("ci", "status", "outcome"), [("true", 1, "1 passed, 1 error"), ("", 0, "1 passed, 1 skipped")]
 )
 def test_a_missing_program_is_red_in_ci_and_named_elsewhere(tmp_path, ci, status, outcome):
-    shutil.copy(CONFTEST, tmp_path)
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     (tmp_path / "test_it.py").write_text(TESTS)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "CI": ci},
+        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == status
     assert outcome in done.stdout.splitlines()[-1]

@@ -1,0 +1,40 @@
+"""What a test says whose ranks fail or hang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import free_port
+from tests.integration.rank_processes import fork_server, run_ranks
+
+pytestmark = pytest.mark.integration
+
+
+def begin(out: Path, fails: int | None) -> Path:
+    out.mkdir()
+    (out / "job.json").write_text(json.dumps({"init_method": f"tcp://127.0.0.1:{free_port()}", "fails": fails}))
+    return out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_is_named_with_its_words(tmp_path, rank):
+    out = begin(tmp_path / "out", rank)
+    with pytest.raises(AssertionError, match=rf"rank {rank} ended with 1\n(.|\n)*rank {rank} fails on purpose"):
+        run_ranks("tests.integration.hanging_rank", out, 2)
+
+
+def test_ranks_that_hang_are_ended_and_the_function_of_each_is_named(tmp_path):
+    """However long a loaded machine takes until both are there."""
+    for seconds in (2, 8, 60):
+        out = begin(tmp_path / str(seconds), None)
+        with pytest.raises(AssertionError, match=f"not done after {seconds} s") as late:
+            run_ranks("tests.integration.hanging_rank", out, 2, seconds)
+        if all("is in" in (out / f"{rank}.log").read_text() for rank in range(2)):
+            break
+    first, second = str(late.value).split("--- process ")[1:]
+    assert "in waits_in_a_collective" in first and "in barrier" in first
+    assert "in never_comes" in second
+    assert not fork_server().children()
