@@ -71,9 +71,17 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 	$(BIN)/slimx train configs/moe/quickstart.yaml
 	$(BIN)/slimx report runs/quickstart-sft runs/quickstart --out runs/quickstart/report.html --title "slimx quickstart"
 
+# Two tests at a time: many wait, for a server or a deadline. A file's tests stay together and share its fixtures.
+TESTS := $(BIN)/python -m pytest -rs --durations=20 --numprocesses=2 --dist=loadfile
+
 .PHONY: test
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
-	$(BIN)/python -m pytest -rs --durations=20 tests/unit tests/integration
+	$(TESTS) tests/unit
+	$(BIN)/python -m pytest -rs --durations=20 tests/integration
+
+.PHONY: test-unit
+test-unit: $(LIBRARY) ## unit tests alone, without what takes long: after every edit
+	$(TESTS) -m "not slow and not long" tests/unit
 
 .PHONY: test-all
 test-all: $(LIBRARY) lint ## the same and the tests marked slow

@@ -21,6 +21,8 @@ from tests import stacks
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(program, ...): programs without which the test cannot run")
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # one of so many at a time: each has its share of cores
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(workers))))
     stacks.install()
 
 

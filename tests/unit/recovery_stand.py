@@ -124,7 +124,7 @@ class Stand:
         await self.members.stop()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.001)
 

@@ -141,7 +141,7 @@ async def test_whoever_waits_for_a_lost_engine_is_told_at_once_and_its_late_answ
         await asyncio.sleep(0)
     handle.lose(SlimxError("it does not generate"))
     with pytest.raises(ReceiverLost, match="it does not generate"):
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, 60)
     if not actor.answers["publication"].done():
         actor.answers["publication"].set_result("late")
     with pytest.raises(ReceiverLost, match="it does not generate"):

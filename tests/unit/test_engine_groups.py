@@ -203,7 +203,7 @@ async def test_a_request_goes_to_a_prefill_and_a_decode_server_that_are_told_of_
     async with servers(2) as (urls, requests):
         router.start()
         try:
-            await router.wait_ready(30)
+            await router.wait_ready(300)
             await router.add(urls[0], role="prefill", bootstrap_port=8999)
             await router.add(urls[1], role="decode")
             assert {worker["url"]: worker["worker_type"] for worker in await router.workers()} == {

@@ -134,7 +134,7 @@ time.sleep(600)
 """
 
 
-def wait_for(condition, seconds: float = 15.0) -> None:
+def wait_for(condition, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -149,7 +149,7 @@ def test_stop_ends_a_stubborn_tree_with_its_orphans(tmp_path: Path) -> None:
     assert len(tree) >= 4 and process.poll() is None
     start = time.monotonic()
     process.stop(grace_s=1)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 60
     assert not [p for p in tree if p.is_running()] and process.poll() == 128 + signal.SIGKILL
     process.stop()
 
@@ -166,7 +166,7 @@ def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     tree = [guard, *guard.children(recursive=True)]
     owner.kill()
     owner.wait()
-    gone, alive = psutil.wait_procs(tree, timeout=12)
+    gone, alive = psutil.wait_procs(tree)
     assert len(gone) >= 5 and not alive
 
     process = SupervisedProcess("plain", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log2")
@@ -174,7 +174,7 @@ def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     wait_for(lambda: psutil.Process(process.pid).children())
     (command,) = psutil.Process(process.pid).children()
     os.kill(process.pid, signal.SIGKILL)
-    command.wait(5)
+    command.wait(60)
 
 
 def test_a_guard_that_was_stopped_is_continued_to_end_its_tree(tmp_path: Path) -> None:
@@ -214,6 +214,7 @@ SEMAPHORE = """
 import multiprocessing, time
 if __name__ == "__main__":
     semaphore = multiprocessing.get_context("spawn").Semaphore(1)
+    print("sem." + semaphore._semlock.name.removeprefix("/"), flush=True)
     time.sleep(60)
 """
 
@@ -221,20 +222,16 @@ if __name__ == "__main__":
 def test_a_killed_tree_leaves_no_semaphore_in_shared_memory(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(SEMAPHORE)
-    before = set(os.listdir("/dev/shm"))
     process = SupervisedProcess("tree", [sys.executable, str(program)], tmp_path / "log")
     process.start()
-    end = time.monotonic() + 20
-    while not (made := {name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-")} - before):
-        assert time.monotonic() < end and process.poll() is None, process.tail()
-        time.sleep(0.05)
+    wait_for(lambda: process.tail().startswith("sem."))
+    semaphore = Path("/dev/shm", process.tail())
+    assert semaphore.exists() and process.poll() is None
     time.sleep(LOOK_S + 1)  # the guard looks at what the tree has mapped now and then
     for child in psutil.Process(process.pid).children(recursive=True):
         child.kill()
-    while process.poll() is None:
-        assert time.monotonic() < end + 20
-        time.sleep(0.05)
-    assert not made & set(os.listdir("/dev/shm"))
+    wait_for(lambda: process.poll() is not None)
+    assert not semaphore.exists()
 
 
 # The plugin -----------------------------------------------------------------------------------------------------------

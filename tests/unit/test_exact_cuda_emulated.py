@@ -33,7 +33,7 @@ def emulator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(source, folder)
     flags = ["-O1", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread"]
     command = ["g++", *flags, "-shared", "-fPIC", "-x", "c++", "exact.cu", "-o", "emulator.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / "emulator.so"
 

@@ -135,9 +135,9 @@ async def test_a_program_ends_with_its_rollout_and_so_does_what_it_started(tmp_p
     if ends != "by itself":
         running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 29, "before the child would have ended by itself"
     for pid in map(int, pids.read_text().split()):
-        deadline = time.monotonic() + 2
+        deadline = began + 29
         while alive(pid) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         assert not alive(pid), pid

@@ -138,7 +138,7 @@ async def test_a_stream_that_waits_for_an_engine_has_its_deadline_left():
         assert not reading.done() and not bodies
         outage.end()
         with pytest.raises(DeadlineError):
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, 60)
         assert bodies
 
 
@@ -178,7 +178,7 @@ async def test_a_probe_asks_the_server_itself_once_for_what_rollouts_ask_for():
 
 
 async def test_the_deadline_of_a_request_covers_all_its_attempts():
-    async with client_of(NO_ENGINE, deadline_s=0.3) as (client, _), asyncio.timeout(2):
+    async with client_of(NO_ENGINE, deadline_s=0.3) as (client, _), asyncio.timeout(60):
         with pytest.raises(DeadlineError, match="a generation request"):
             await client.generate([1], {}, seed=1)
 

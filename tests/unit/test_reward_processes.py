@@ -115,6 +115,6 @@ def test_workers_end_when_the_driver_is_killed(tmp_path):
     worker = psutil.Process(int(driver.stdout.readline()))
     time.sleep(0.2)
     driver.send_signal(signal.SIGKILL)
-    driver.wait(10)
+    driver.wait(60)
     driver.stdout.close()
-    worker.wait(10)
+    worker.wait(60)

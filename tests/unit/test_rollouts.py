@@ -79,7 +79,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 async def test_a_broken_reward_fails_its_trajectory_and_drops_its_group_only(released, case):
     what, reason, text = BROKEN[case]
-    config = config_of(max_failed_share=1.0, reward__deadline=1, reward__workers=1)
+    config = config_of(max_failed_share=1.0, reward__deadline=3, reward__workers=1)
     reward = poisoned(second_prompt(), 1, what, released)
     async with Stand(config, reward=reward) as stand:
         batch = await stand.next_batch()
@@ -141,12 +141,12 @@ async def test_a_reward_sees_the_sampled_text_of_its_own_prompt():
 
 async def test_waiting_for_a_free_worker_does_not_count_against_the_deadline():
     async def slow(ctx: RewardContext, trajectory: Trajectory) -> float:
-        time.sleep(0.1)
+        time.sleep(0.25)
         return 1.0
 
-    config = config_of(reward__workers=1, reward__deadline=0.6)
+    config = config_of(reward__workers=1, reward__deadline=1.5)
     async with Stand(config, reward=slow) as stand:
-        batch = await stand.next_batch()  # 8 calls of 0.1 s in one thread: the last one waits for 0.7 s
+        batch = await stand.next_batch()  # 8 calls of 0.25 s in one thread: the last one waits for 1.75 s
         assert not batch.dropped
 
 
@@ -161,11 +161,11 @@ async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_m
         return set(reward_threads()) - before
 
     async def until(count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(started()) != count:
                 await asyncio.sleep(0.005)
 
-    config = config_of(max_failed_share=1.0, reward__deadline=0.5, reward__workers=2)
+    config = config_of(max_failed_share=1.0, reward__deadline=3, reward__workers=2)
     async with Stand(config, reward=poisoned(second_prompt(), 0, "blocks", released)) as stand:
         await stand.next_batch()
         assert len(started()) == 3, "2 workers and the one that hangs"
@@ -188,7 +188,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_wor
         queued.cancel()
         released.set()
         assert await running == (1.0, {})
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             assert await pool.judge(None, None) == (1.0, {})
     finally:
         pool.close()
@@ -204,7 +204,7 @@ async def test_each_reward_has_its_own_deadline_however_late_it_begins(released)
 
     pool = RewardPool(reward, workers=1, deadline_s=0.05)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             said = await asyncio.gather(
                 *(pool.judge(None, SimpleNamespace(id=name)) for name in "abc"), return_exceptions=True
             )
@@ -224,7 +224,7 @@ async def test_a_reward_that_is_asked_for_after_the_end_is_an_error_and_no_wait(
     pool = RewardPool(reward, workers=1, deadline_s=10)
     pool.close()
     with pytest.raises(SlimxError, match="the reward of trajectory t was asked for after"):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             await pool.judge(None, SimpleNamespace(id="t"))
 
 
@@ -242,7 +242,7 @@ def test_a_reward_that_ends_after_the_run_raises_nothing_in_its_thread(released,
     asyncio.run(interrupted())
     released.set()
     for thread in set(reward_threads()) - before:
-        thread.join(5)
+        thread.join(60)
     assert not raised
 
 
@@ -285,7 +285,7 @@ BROKEN_ROLLOUTS = {
 @pytest.mark.parametrize("case", BROKEN_ROLLOUTS)
 async def test_a_broken_rollout_drops_its_group_only(case):
     what, reason, text = BROKEN_ROLLOUTS[case]
-    config = config_of(max_failed_share=1.0, rollout_deadline=0.3)
+    config = config_of(max_failed_share=1.0, rollout_deadline=3)
     async with Stand(config, generate=generating(second_prompt(), what), reward=one) as stand:
         batch = await stand.next_batch()
         assert ids_of([batch]) == ["g0", "g2", "g3", "g4"]
@@ -386,5 +386,5 @@ async def test_a_filter_may_answer_with_a_numpy_bool():
     def keep(group: Group) -> Any:
         return np.std([t.reward for t in group.trajectories]) > 0
 
-    async with Stand(config_of(schedule__step_deadline=1), reward=reward, keep=keep) as stand:
+    async with Stand(config_of(schedule__step_deadline=60), reward=reward, keep=keep) as stand:
         assert not (await stand.next_batch()).dropped

@@ -33,7 +33,7 @@ class Tools:
 
 
 async def until(true: object) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.005)
 
@@ -65,13 +65,13 @@ async def test_waiting_for_a_place_at_the_engines_does_not_count_against_a_rollo
     engine = FakeEngine()
 
     async def slow(*arguments: object) -> object:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.25)
         return await FakeEngine.generate(engine, *arguments)
 
     engine.generate = slow
-    config = config_of(concurrency=1, rollout_deadline=0.75)
+    config = config_of(concurrency=1, rollout_deadline=1.75)
     async with Stand(config, engine=engine) as stand:
-        batch = await stand.next_batch()  # 8 requests of 0.1 s, one at a time
+        batch = await stand.next_batch()  # 8 requests of 0.25 s, one at a time
         assert not batch.dropped
 
 
@@ -83,7 +83,7 @@ async def test_requests_of_an_evaluation_go_first_and_a_place_that_is_not_taken_
             came.append(name)
             await hold.wait()
 
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(request("a"))
         tasks = {}
         for name in ("b", "c", "eval 1", "eval 2", "eval 3"):
@@ -100,7 +100,7 @@ async def test_requests_of_an_evaluation_go_first_and_a_place_that_is_not_taken_
 
 async def test_a_place_given_to_one_that_is_cancelled_at_that_moment_is_not_lost():
     slots = Slots(1)
-    async with asyncio.timeout(5), Clock(10) as clock:
+    async with asyncio.timeout(60), Clock(10) as clock:
         async with slots.one(clock):
             waiting = asyncio.create_task(slots.one(clock).__aenter__())
             await asyncio.sleep(0)
@@ -123,8 +123,8 @@ async def test_the_clock_goes_on_with_what_was_left_when_the_last_waiter_leaves(
         async with clock:
             await asyncio.sleep(0.1)
             await asyncio.gather(wait(0.2), wait(0.4))
-            await asyncio.sleep(5)
-    assert clock.expired and 0.65 < loop.time() - began < 4
+            await asyncio.sleep(60)
+    assert clock.expired and 0.65 < loop.time() - began < 50
 
 
 async def test_a_task_that_outlives_its_rollout_gives_its_place_back():
@@ -138,7 +138,7 @@ async def test_a_task_that_outlives_its_rollout_gives_its_place_back():
         left = asyncio.create_task(late())
         await asyncio.sleep(0.01)
     await left
-    async with asyncio.timeout(1), slots.one(clock):
+    async with asyncio.timeout(60), slots.one(clock):
         pass
 
 
@@ -155,7 +155,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_takes_no_place():
             await asyncio.sleep(0.01)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-        await asyncio.wait_for(wait(), 1)
+        await asyncio.wait_for(wait(), 60)
 
 
 @pytest.mark.parametrize(

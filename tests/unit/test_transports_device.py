@@ -87,7 +87,7 @@ def test_a_reader_that_is_killed_with_the_memory_open_leaves_it_to_the_others(pe
     memory, (first, second) = DeviceMemory(SIZE), peers(2)
     assert first.ask("hold", memory.path) == "held"
     first.process.kill()
-    first.process.join(5)
+    first.process.join(60)
     memory.bytes.fill_(9)
     assert second.ask("fetch", memory.path, 0, 3) == [9, 9, 9]
 
@@ -102,7 +102,7 @@ def test_memory_of_an_owner_that_died_is_refused_by_name(peers, emulator) -> Non
     emulator.emulator_fail(0)
     assert emulator.emulator_open() == 0, "closed after a failure too"
     os.kill(peer.process.pid, signal.SIGKILL)
-    peer.process.join(5)
+    peer.process.join(60)
     with pytest.raises(SlimxError, match=f"the bucket of process {peer.process.pid} on GPU emulated cannot be reached"):
         fetch(path, 0, 2, DEVICE)
 
@@ -140,7 +140,7 @@ def test_a_channel_brings_a_bucket_from_device_to_device(peers) -> None:
     with pytest.raises(SlimxError, match="tensor vector has another checksum"):
         check(landed, 0, fetch(landed.path, 0, landed.size, DEVICE))
     beside.process.kill()
-    beside.process.join(5)
+    beside.process.join(60)
     assert "the gloo channel of engine e0 (epoch 3): a broadcast failed" in courier.ask("send", packed)
     with bytes_of(packed) as data:
         assert len(data) == packed.size, "the publisher's memory is as it was"

@@ -40,7 +40,7 @@ class Peer:
     def tell(self, method: str, *arguments: Any) -> None:
         self.pipe.send((method, arguments))
 
-    def answer(self, seconds: float = 30) -> Any:
+    def answer(self, seconds: float = 120) -> Any:
         assert self.pipe.poll(seconds), "the peer did not answer"
         return self.pipe.recv()
 
