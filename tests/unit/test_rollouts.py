@@ -64,8 +64,8 @@ def poisoned(prompt_id: str, index: int, what: Any, released: threading.Event) -
 BROKEN = {
     "raises": (ValueError("no verdict on 1+1"), "reward failed", "raised ValueError: no verdict on 1+1"),
     "exits": (SystemExit(3), "reward failed", "SystemExit(3)"),
-    "hangs in await": ("hangs", "reward deadline", "waited 1 s for the reward of trajectory g1/1"),
-    "hangs in a blocking call": ("blocks", "reward deadline", "waited 1 s for the reward of trajectory g1/1"),
+    "hangs in await": ("hangs", "reward deadline", "waited 3 s for the reward of trajectory g1/1"),
+    "hangs in a blocking call": ("blocks", "reward deadline", "waited 3 s for the reward of trajectory g1/1"),
     "returns NaN": (float("nan"), "reward failed", "returned nan for 'reward'"),
     "returns infinity": (-math.inf, "reward failed", "returned -inf for 'reward'"),
     "returns a bool": (True, "reward failed", "returned True for 'reward'"),
