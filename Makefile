@@ -80,8 +80,8 @@ test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ran
 	$(BIN)/python -m pytest -rs --durations=20 tests/integration
 
 .PHONY: test-unit
-test-unit: $(LIBRARY) ## unit tests alone, without what takes long: after every edit
-	$(TESTS) -m "not slow and not long" tests/unit
+test-unit: $(LIBRARY) ## unit tests alone
+	$(TESTS) tests/unit
 
 .PHONY: test-all
 test-all: $(LIBRARY) lint ## the same and the tests marked slow
