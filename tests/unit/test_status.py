@@ -51,7 +51,8 @@ def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
     with (run / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         text = status(run, monkeypatch, capsys)
-    assert "r: running, step 3 of 9, written 0 s ago, last phase train" in text and "reward/mean 0.3\n" in text
+    assert re.search(r"r: running, step 3 of 9, written \d+ s ago, last phase train", text)
+    assert "reward/mean 0.3\n" in text
     assert "actor-0 (regular): member at http://h:1, 2 machines, started again 1 times" in text
 
 
