@@ -275,7 +275,7 @@ class Membership:
             "engines/quarantined": float(out),
             "engines/lost": float(self.lost),
             "engines/restarted": float(self.restarted),
-            "router/restarted": float(sum(not each.error for each in self.keeper.restarts.history)),
+            "engines/router_restarts": float(sum(not each.error for each in self.keeper.restarts.history)),
             "engines/outage_seconds": self.outage.seconds,
         }
 

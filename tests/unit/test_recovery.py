@@ -42,7 +42,7 @@ async def test_a_lost_engine_leaves_the_router_first_then_is_ended_and_started_a
             "engines/quarantined": 0,
             "engines/lost": 1,
             "engines/restarted": 1,
-            "router/restarted": 0,
+            "engines/router_restarts": 0,
             "engines/outage_seconds": 0,
         }
         assert stand.notes == [
@@ -172,7 +172,7 @@ async def test_a_router_that_ends_or_falls_silent_is_started_again_and_told_the_
         assert stand.router.urls == {"http://e0/0"}, "the member alone"
         assert stand.members.failure() is None and stand.members.lost == 1, "no engine is blamed"
         assert [restart.part for restart in stand.restarts if restart.part == "router"] == ["router"]
-        assert stand.members.metrics()["router/restarted"] == 1
+        assert stand.members.metrics()["engines/router_restarts"] == 1
 
 
 async def test_a_router_that_forgot_an_engine_is_told_again():

@@ -1,0 +1,68 @@
+"""A courier that is killed or stopped is replaced by another one, and its process is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from slimx.config.schema import Config
+from slimx.orchestration.cluster import start_ray, stop_ray
+from slimx.orchestration.courier import CourierHandle
+from slimx.orchestration.restarts import Restarts
+from slimx.reshard.parties import TransportLost
+
+pytestmark = pytest.mark.integration
+GONE_S = 60
+
+
+class Publisher:
+    """An actor on this machine: where it runs, the courier runs."""
+
+
+def couriers() -> list[psutil.Process]:
+    """Those of this process's own Ray."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "ray::Courier" in f"{process.name()} {' '.join(process.cmdline())}":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
+async def test_a_courier_that_is_killed_or_stopped_is_replaced_and_gone(signum: signal.Signals, tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path)},
+            "model": {"path": "none"},
+            "cluster": {"device": "cpu", "start_deadline": 240},
+            "rollout": {"prompts": "none", "health": {"restarts": 1}},
+            "publish": {"transport": "gloo", "step_deadline": 4},
+        }
+    )
+    start_ray(config, "cpu")
+    try:
+        publisher = ray.remote(Publisher).options(num_cpus=0).remote()
+        restarts = Restarts("courier", config.rollout.health, note=print)
+        handle = CourierHandle(publisher, config, tmp_path / "publish", tmp_path / "courier.log", restarts)
+        await handle.start()
+        (first,) = couriers()
+        os.kill(first.pid, signum)
+        with pytest.raises(TransportLost):
+            await handle.ask("ready")
+        first.wait(GONE_S)
+        await handle.start()
+        assert handle.incarnation == 2 and first not in couriers()
+        await handle.ask("ready", deadline_s=240)
+        (restart,) = restarts.history
+        assert restart.part == "courier" and restart.reason and not restart.error
+        await handle.stop()
+    finally:
+        stop_ray()
