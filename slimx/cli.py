@@ -14,6 +14,7 @@ from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.convert.command import app as convert
 from slimx.errors import Interrupted, Preempted, SlimxError
+from slimx.observability.terminal import one_line, visible
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,7 +78,7 @@ def evaluate(
 
     found = run_evaluation(config, checkpoint, lambda text: print(text, file=sys.stderr))
     for line in [json.dumps(found, indent=1)] if as_json else table(found):
-        print(line)
+        print(visible(line))
 
 
 @app.command()
@@ -98,9 +99,9 @@ def plan(
     from slimx.preflight.plan_command import run_plan
 
     for line in (done := run_plan(config, predict=predict, suggest=suggest, as_json=as_json)).lines:
-        print(line)
+        print(visible(line))
     for sentence in done.violations:
-        print(f"slimx: {sentence}", file=sys.stderr)
+        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
     if done.violations:
         raise typer.Exit(2)
 
@@ -184,9 +185,9 @@ def _show_hooks(file: Path, config: Config) -> bool:
     found = examine_hooks(config)
     print(f"{file}: hooks, tried on one prompt with scripted engines")
     for line in [*found.lines, *(f"  note     {note}" for note in found.notes)]:
-        print(line)
+        print(visible(line))
     for sentence in found.problems:
-        print(f"  problem  {sentence}")
+        print(f"  problem  {one_line(sentence)}")
     return not found.problems
 
 
@@ -223,7 +224,7 @@ def status(
     from slimx.observability.status import describe_status, run_status
 
     found = run_status(directory)
-    print(json.dumps(found, indent=1) if as_json else "\n".join(describe_status(found)))
+    print(json.dumps(found, indent=1) if as_json else visible("\n".join(describe_status(found))))
 
 
 @app.command()
@@ -246,7 +247,7 @@ def rollouts(
 
     choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)
     for line in show_rollouts(directory, step, choice, buffer=buffer, dropped=dropped, as_json=as_json):
-        print(line)
+        print(visible(line))
 
 
 @app.command()
@@ -272,7 +273,7 @@ def main() -> None:
     except SlimxError as error:
         if "--debug" in sys.argv:
             raise
-        print(f"slimx: {error}", file=sys.stderr)
+        print(f"slimx: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except Preempted as left:
         print(f"slimx: stopped by {left}", file=sys.stderr)

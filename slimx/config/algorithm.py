@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
 from slimx.config.correction import Correction, Rejection, renamed
 from slimx.config.presets import PRESETS, Name
-from slimx.config.section import Count, Section, Share
+from slimx.config.section import Count, Positive, Real, Section, Share, Weight
 
 ADVANTAGES = (
     "grpo",
@@ -46,19 +46,20 @@ class Algorithm(Section):
         description=f"objective of a token: {', '.join(LOSSES)}; or the dotted path of a hook: loss(inputs) -> "
         "(loss, metrics), which is then the whole loss",
     )
-    clip_low: PositiveFloat = Field(0.2, description="ratio clipped below 1 - clip_low")
-    clip_high: PositiveFloat = Field(0.2, description="ratio clipped above 1 + clip_high")
+    clip_low: Positive = Field(0.2, description="ratio clipped below 1 - clip_low")
+    clip_high: Positive = Field(0.2, description="ratio clipped above 1 + clip_high")
     dual_clip: float | None = Field(
         None,
         gt=1,
+        le=1_000_000,
         description="loss clip: a ratio above this pushes a token with a negative advantage no further; null: no bound",
     )
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
-    advantage_eps: PositiveFloat = Field(1e-6, description="added to the standard deviation")
-    reward_weights: dict[str, float] = Field(
+    advantage_eps: Positive = Field(1e-6, description="added to the standard deviation")
+    reward_weights: dict[str, Real] = Field(
         {}, description="gdpo: weight of each reward part's normalised advantage; parts not named have 1"
     )
-    step_coef: float = Field(1.0, ge=0, description="gigpo: weight of the advantage among equal states")
+    step_coef: Weight = Field(1.0, description="gigpo: weight of the advantage among equal states")
     gamma: Share = Field(1.0, description="discount: per trained token (gae, reinforce), or per turn (gigpo)")
     gae_lambda: Share = Field(
         1.0, description="gae: decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic"
@@ -80,20 +81,18 @@ class Algorithm(Section):
         description="steps after which the reference becomes the present weights, again and again, which are also "
         "kept in RUN/reference-NNNNNN for a run that is resumed; 0: never",
     )
-    kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
+    kl_coef: Weight = Field(0.0, description="weight of KL(policy || reference) in the loss")
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
         "k3", description="of the KL in the loss; low_variance: k3 with bounds"
     )
     kl_unbiased: bool = Field(
         False, description="multiply the KL in the loss by the ratio, so that its gradient is unbiased"
     )
-    kl_reward_coef: float = Field(
-        0.0, ge=0, description="weight of KL(policy || reference) in each trained token's reward"
-    )
+    kl_reward_coef: Weight = Field(0.0, description="weight of KL(policy || reference) in each trained token's reward")
     kl_reward_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
         "k1", description="of the KL in the reward; k1: log policy - log reference"
     )
-    entropy_coef: float = Field(0.0, description="weight of the policy's entropy, which is raised where it is positive")
+    entropy_coef: Real = Field(0.0, description="weight of the policy's entropy, which is raised where it is positive")
     teacher: str | None = Field(
         None,
         description="Hugging Face directory of a model of the same architecture, whose log-probs of the rollouts are "
@@ -104,8 +103,8 @@ class Algorithm(Section):
         description="in place of `teacher`, a frozen group of rollout.engines that serves it, by name: a model of any "
         "architecture with the policy's vocabulary; null: none",
     )
-    teacher_coef: float = Field(
-        0.0, ge=0, description="on-policy distillation: weight of log teacher - log engine in each token's advantage"
+    teacher_coef: Weight = Field(
+        0.0, description="on-policy distillation: weight of log teacher - log engine in each token's advantage"
     )
     old_logprobs: Literal["rollout", "recompute"] = Field(
         "rollout",
@@ -114,7 +113,7 @@ class Algorithm(Section):
     )
     correction: Correction = Correction()
     rejection: Rejection = Rejection()
-    opsm_delta: PositiveFloat | None = Field(
+    opsm_delta: Positive | None = Field(
         None,
         description="off-policy sequence masking: tokens with a negative advantage do not count where the mean of "
         "log engine - log policy over their sequence is above this (slime's default: 1e-4); null: all count",
@@ -124,13 +123,13 @@ class Algorithm(Section):
         description="of a trajectory that several weight versions sampled, train only the tokens of the newest; the "
         "older ones are context",
     )
-    sapo_tau_positive: PositiveFloat = Field(1.0, description="sapo: temperature where the advantage is positive")
-    sapo_tau_negative: PositiveFloat = Field(1.05, description="sapo: temperature where it is not")
+    sapo_tau_positive: Positive = Field(1.0, description="sapo: temperature where the advantage is positive")
+    sapo_tau_negative: Positive = Field(1.05, description="sapo: temperature where it is not")
     cov_share: Share = Field(2e-4, description="clip_cov, kl_cov: share of an update's trained tokens that is selected")
-    cov_low: float = Field(1.0, description="clip_cov: selected tokens have a covariance above this")
-    cov_high: float = Field(5.0, description="clip_cov: and below this")
-    cov_kl_coef: PositiveFloat = Field(1.0, description="kl_cov: weight of |log ratio| at selected tokens")
-    dpo_beta: PositiveFloat = Field(0.1, description="dpo: inverse temperature of the preference")
+    cov_low: Real = Field(1.0, description="clip_cov: selected tokens have a covariance above this")
+    cov_high: Real = Field(5.0, description="clip_cov: and below this")
+    cov_kl_coef: Positive = Field(1.0, description="kl_cov: weight of |log ratio| at selected tokens")
+    dpo_beta: Positive = Field(0.1, description="dpo: inverse temperature of the preference")
 
     @model_validator(mode="before")
     @classmethod

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
-from slimx.config.section import Section
+from slimx.config.section import Positive, Section, Weight
 
 
 def _hold_one(key: str, low: float, high: float) -> None:
@@ -31,8 +31,8 @@ class Correction(Section):
         "token",
         description="w of each token, of its whole sequence (the product), or the geometric mean of the sequence's",
     )
-    low: float = Field(0.0, ge=0, description="lower bound of w; 0: none")
-    high: PositiveFloat = Field(2.0, description="upper bound of w")
+    low: Weight = Field(0.0, description="lower bound of w; 0: none")
+    high: Positive = Field(2.0, description="upper bound of w")
 
     @model_validator(mode="after")
     def _bounds(self) -> Correction:
@@ -59,8 +59,8 @@ class Rejection(Section):
         description="whose w must lie within [low, high]: each token's own, its whole sequence's (the product), or the "
         "geometric mean of the sequence's; none: no bounds",
     )
-    low: float = Field(0.0, ge=0, description="lower bound of w; 0: none")
-    high: PositiveFloat = Field(2.0, description="upper bound of w")
+    low: Weight = Field(0.0, description="lower bound of w; 0: none")
+    high: Positive = Field(2.0, description="upper bound of w")
     veto: float = Field(
         0.0, ge=0, lt=1, description="a sequence in which any token's w is below this is left out whole; 0: none is"
     )

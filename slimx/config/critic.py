@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from slimx.config.section import Count, Section
+from slimx.config.section import Count, Positive, Section, Size, Weight
 from slimx.config.trainer import Optimizer
 
 
 class CriticOptimizer(Optimizer):
     """As `trainer.optimizer`, with a larger default."""
 
-    lr: PositiveFloat = Field(1e-5, description="peak learning rate")
+    lr: Positive = Field(1e-5, description="peak learning rate")
 
 
 class CriticLayout(Section):
     """Sizes of a critic on ranks of its own; each key means what the trainer's key of that name means."""
 
-    world_size: PositiveInt = Field(1, description="number of the critic's ranks, beside those of the trainer")
-    tensor: PositiveInt = Field(1, description="tensor parallel size (TP)")
-    pipeline: PositiveInt = Field(1, description="pipeline parallel size (PP)")
-    virtual_pipeline: PositiveInt = Field(1, description="model chunks of each pipeline rank (VPP)")
+    world_size: Size = Field(1, description="number of the critic's ranks, beside those of the trainer")
+    tensor: Size = Field(1, description="tensor parallel size (TP)")
+    pipeline: Size = Field(1, description="pipeline parallel size (PP)")
+    virtual_pipeline: Size = Field(1, description="model chunks of each pipeline rank (VPP)")
     layers_per_stage: tuple[Count, ...] | None = Field(
         None, description="decoder layers of each stage, in the order of the forward pass; null: equal"
     )
-    context: PositiveInt = Field(1, description="context parallel size (CP)")
-    data: PositiveInt | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
-    expert: PositiveInt = Field(1, description="expert parallel size (EP)")
-    expert_tensor: PositiveInt | None = Field(
+    context: Size = Field(1, description="context parallel size (CP)")
+    data: Size | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
+    expert: Size = Field(1, description="expert parallel size (EP)")
+    expert_tensor: Size | None = Field(
         None, description="tensor parallel size inside an expert (ETP); null: the critic's TP"
     )
 
@@ -49,8 +49,8 @@ class Critic(Section):
     )
     layout: CriticLayout | None = Field(None, description="placement own: sizes of the critic; null: one rank")
     optimizer: CriticOptimizer = CriticOptimizer()
-    value_clip: float = Field(
-        0.2, ge=0, description="a value that moved further than this in a step gains nothing by it; 0: no clipping"
+    value_clip: Weight = Field(
+        0.2, description="a value that moved further than this in a step gains nothing by it; 0: no clipping"
     )
     warmup_steps: Count = Field(
         0, description="first steps of the run that train the critic only; the policy stays as it is"

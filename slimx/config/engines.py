@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from slimx.config.section import Count, Section
+from slimx.config.section import GPUS, LARGEST, Amount, Count, Seconds, Section, Size, shortened
 
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
 """Of a server: IPv6 addresses in brackets."""
+_READ: dict[str, TypeAdapter[Any]] = {
+    "mem_fraction_static": TypeAdapter(Annotated[float, Field(gt=0, lt=1)]),
+    "max_running_requests": TypeAdapter(Amount),
+    "chunked_prefill_size": TypeAdapter(Annotated[int, Field(ge=-1, le=LARGEST)]),
+    "kv_cache_dtype": TypeAdapter(str),
+}
+"""Fields of SGLang's ServerArgs that `slimx plan` computes with, and what they may be; null: SGLang's default."""
 
 
 class Engines(Section):
@@ -33,7 +40,7 @@ class Engines(Section):
         description="Hugging Face directory that the servers start from, such as an fp8 copy of model.path; null: "
         "model.path",
     )
-    count: PositiveInt = Field(1, description="number of servers in the group")
+    count: Size = Field(1, description="number of servers in the group")
     urls: tuple[str, ...] = Field(
         (),
         description="addresses of servers that run already, http://HOST:PORT each, in place of `count`; slimx never "
@@ -49,15 +56,13 @@ class Engines(Section):
         description="environment variable of the driver with the key that they ask for control calls "
         "(--admin-api-key); null: api_key_env's",
     )
-    nodes: PositiveInt = Field(
-        1, description="machines that one server spans (nnodes), each with an equal share of its ranks"
-    )
-    max_total_tokens: PositiveInt | None = Field(None, description="KV-cache room in tokens; null: SGLang decides")
-    threads: PositiveInt = Field(1, description="CPU threads of each rank of a server (CPU only)")
-    tensor: PositiveInt = Field(1, description="tensor parallel size of a server (SGLang's tp_size)")
-    expert: PositiveInt = Field(1, description="expert parallel size of a server (ep_size); divides tensor")
-    pipeline: PositiveInt = Field(1, description="pipeline parallel size of a server (pp_size)")
-    dp_attention: PositiveInt = Field(
+    nodes: Size = Field(1, description="machines that one server spans (nnodes), each with an equal share of its ranks")
+    max_total_tokens: Amount | None = Field(None, description="KV-cache room in tokens; null: SGLang decides")
+    threads: Size = Field(1, description="CPU threads of each rank of a server (CPU only)")
+    tensor: Size = Field(1, description="tensor parallel size of a server (SGLang's tp_size)")
+    expert: Size = Field(1, description="expert parallel size of a server (ep_size); divides tensor")
+    pipeline: Size = Field(1, description="pipeline parallel size of a server (pp_size)")
+    dp_attention: Size = Field(
         1, description="copies of the attention in a server (dp_size with enable_dp_attention); divides tensor"
     )
     sglang: dict[str, Any] = Field(
@@ -97,6 +102,21 @@ class Engines(Section):
                 f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
                 "each machine has the same share of them"
             )
+        if self.started * self.ranks > GPUS:
+            raise ValueError(
+                f"{where} is {self.started} servers of {self.ranks} ranks, more than the {GPUS:,} ranks that a group "
+                "may have; lower count, tensor or pipeline"
+            )
+        for key, kind in _READ.items():
+            if (value := self.sglang.get(key)) is None:
+                continue
+            try:
+                kind.validate_python(value, strict=True)
+            except ValidationError as error:
+                message = error.errors()[0]["msg"]
+                raise ValueError(
+                    f"{where}: sglang.{key} is {shortened(value)}: {message[0].lower()}{message[1:]}"
+                ) from None
         if self.urls:
             self._external(where)
         elif self.api_key_env or self.admin_api_key_env:
@@ -153,9 +173,9 @@ def check_groups(groups: Sequence[Engines]) -> None:
 
 
 class Health(Section):
-    interval: PositiveFloat = Field(5, description="seconds between two checks of /health_generate, and of the router")
-    timeout: PositiveFloat = Field(30, description="seconds that one check may take")
-    threshold: PositiveInt = Field(
+    interval: Seconds = Field(5, description="seconds between two checks of /health_generate, and of the router")
+    timeout: Seconds = Field(30, description="seconds that one check may take")
+    threshold: Amount = Field(
         3, description="failed checks in a row after which an engine, or the router, is started again"
     )
     restarts: Count = Field(
@@ -163,10 +183,10 @@ class Health(Section):
         description="times in a row that each engine, each router and the courier of a transport may be started again; "
         "0: never",
     )
-    stable_after: PositiveFloat = Field(
+    stable_after: Seconds = Field(
         600, description="seconds that a part must have served for its earlier restarts to count no more"
     )
-    outage_deadline: PositiveFloat = Field(
+    outage_deadline: Seconds = Field(
         3600,
         description="seconds that a run waits for an engine while none runs, before it ends; rollouts wait meanwhile, "
         "and their deadlines stand still",

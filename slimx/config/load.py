@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from slimx.config.schema import Config
+from slimx.config.section import shortened
 from slimx.errors import SlimxError
 
 
@@ -83,7 +84,11 @@ def _problem(item: Any) -> str:
     if kind == "missing":
         return f"{where} is missing; set it in the file or with {where}=VALUE"
     message = item["msg"].removeprefix("Value error, ")
-    return message if kind == "value_error" else f"{where} is {item['input']!r}: {message[0].lower()}{message[1:]}"
+    return (
+        message
+        if kind == "value_error"
+        else f"{where} is {shortened(item['input'])}: {message[0].lower()}{message[1:]}"
+    )
 
 
 def _keys_at(location: Sequence[Any]) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from slimx.config.section import Section
+from slimx.config.section import Label, Real, Seconds, Section, Size
 
 
 class RewardPart(Section):
@@ -14,8 +14,8 @@ class RewardPart(Section):
 
     name: str = Field(description="name of the part in metrics and samples")
     function: str = Field(description="dotted path of the reward hook")
-    weight: float = Field(1.0, description="factor of everything that the hook returns")
-    where: dict[str, str | int | float | bool] = Field(
+    weight: Real = Field(1.0, description="factor of everything that the hook returns")
+    where: dict[str, str | Label | Real | bool] = Field(
         default_factory=dict,
         description="metadata that a prompt must have for this part to judge it, such as {dataset: gsm8k}; {}: any",
     )
@@ -38,8 +38,8 @@ class Reward(Section):
         description="where reward calls run. thread: in the driver; process: in processes that are killed at the "
         "deadline; auto: process where a hook asks for it (math does)",
     )
-    deadline: PositiveFloat = Field(60, description="seconds for one reward call, all parts together")
-    workers: PositiveInt = Field(8, description="reward calls that run at once (threads or processes)")
+    deadline: Seconds = Field(60, description="seconds for one reward call, all parts together")
+    workers: Size = Field(8, description="reward calls that run at once (threads or processes)")
 
     @property
     def given(self) -> bool:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from slimx.config.engines import Engines, Health, check_groups
-from slimx.config.section import Count, Section, Share
+from slimx.config.section import LARGEST, Amount, Count, Real, Seconds, Section, Share, Weight
 
 MAX_SUPPORT = 4096
 """Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
 
 
 class Sampling(Section):
-    temperature: float = Field(1.0, ge=0, description="softmax temperature; 0 is greedy")
+    temperature: Weight = Field(1.0, description="softmax temperature; 0 is greedy")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description=f"nucleus mass kept, of at most {MAX_SUPPORT} candidates"
     )
-    top_k: int = Field(-1, ge=-1, description=f"candidates kept, at most {MAX_SUPPORT}; -1: all")
-    max_new_tokens: PositiveInt = Field(1024, description="tokens sampled per turn, at most")
-    stop_token_ids: tuple[int, ...] = Field((), description="extra ids that end a turn (the model's eos always does)")
+    top_k: int = Field(-1, ge=-1, le=LARGEST, description=f"candidates kept, at most {MAX_SUPPORT}; -1: all")
+    max_new_tokens: Amount = Field(1024, description="tokens sampled per turn, at most")
+    stop_token_ids: tuple[Count, ...] = Field((), description="extra ids that end a turn (the model's eos always does)")
 
     @model_validator(mode="after")
     def _supported(self) -> Sampling:
@@ -52,10 +52,11 @@ class Proxy(Section):
 
 class Rollout(Section):
     prompts: str = Field(description="JSONL file of prompts: {messages | token_ids, answer, metadata}")
-    prompts_per_step: PositiveInt = Field(32, description="prompts (groups) trained per step")
+    prompts_per_step: Amount = Field(32, description="prompts (groups) trained per step")
     over_sampling: float | None = Field(
         None,
         ge=1,
+        le=1_000_000,
         description="groups in flight while a step waits for its own, over prompts_per_step, rounded up; null: "
         "max_staleness + 1 - window, as many as can be trained in time. Those that cannot are generated anew",
     )
@@ -64,7 +65,7 @@ class Rollout(Section):
         description="engines rest while trainers train: unfinished rollouts are interrupted, keep their tokens, and go "
         "on in the next step; needs schedule.max_staleness",
     )
-    group_size: PositiveInt = Field(8, description="rollouts per prompt")
+    group_size: Amount = Field(8, description="rollouts per prompt")
     generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `generate`")
     keep: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
@@ -76,21 +77,21 @@ class Rollout(Section):
     engines: tuple[Engines, ...] = Field((Engines(),), description="groups of servers; empty: no generation (SFT)")
     sampling: Sampling = Sampling()
     proxy: Proxy = Proxy()
-    max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are refused before the run starts")
-    concurrency: PositiveInt = Field(256, description="requests of rollouts to the engines in flight, at most")
-    max_rollouts: PositiveInt = Field(4096, description="rollouts in flight, at most, those whose tools run included")
+    max_prompt_tokens: Amount = Field(1024, description="longer prompts are refused before the run starts")
+    concurrency: Amount = Field(256, description="requests of rollouts to the engines in flight, at most")
+    max_rollouts: Amount = Field(4096, description="rollouts in flight, at most, those whose tools run included")
     affinity: Literal["prefix", "group", "rollout"] = Field(
         "prefix",
         description="requests that go to one engine: those that share a long prefix (unless it is far busier than the "
         "others), all of a prompt's rollouts, or all of one rollout",
     )
-    request_deadline: PositiveFloat = Field(600, description="seconds for one request to an engine")
+    request_deadline: Seconds = Field(600, description="seconds for one request to an engine")
     request_retries: Count = Field(2, description="times that a request is sent again when its engine was lost")
-    rollout_deadline: PositiveFloat = Field(
+    rollout_deadline: Seconds = Field(
         1800,
         description="seconds for one rollout; its waits for `concurrency` and for engines that rest are not counted",
     )
-    interrupt_deadline: PositiveFloat = Field(
+    interrupt_deadline: Seconds = Field(
         30,
         description="seconds for interrupted requests (between the steps of engines that rest, and before a run that "
         "leaves is saved) to come back with their tokens; those that do not are asked for again, and lose what they "
@@ -142,12 +143,12 @@ class Eval(Section):
         None, description="JSONL file of held-out prompts, or several by name; null: no evaluation"
     )
     every: Count = Field(0, description="steps between evaluations; 0: only before and after")
-    samples: PositiveInt = Field(
+    samples: Amount = Field(
         1, description="answers per prompt: eval/accuracy is their mean reward (avg@k), eval/pass@k is for k up to this"
     )
-    temperature: float = Field(0.0, ge=0, description="softmax temperature of the answers; 0: greedy")
+    temperature: Weight = Field(0.0, description="softmax temperature of the answers; 0: greedy")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus mass kept where it is not greedy")
-    passing: float = Field(1.0, description="reward from which an answer counts as right in pass@k")
+    passing: Real = Field(1.0, description="reward from which an answer counts as right in pass@k")
 
     @property
     def files(self) -> dict[str, str]:

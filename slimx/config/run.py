@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
-from slimx.config.section import Count, Section
+from slimx.config.section import Amount, Count, Positive, Seconds, Section, Size
 
 
 class Run(Section):
     name: str = Field("run", description="name of the run in trackers and the report")
     dir: str = Field(description="directory that holds everything the run writes")
-    seed: int = Field(1, ge=0, description="seed of prompt order, sampling and initialisation")
+    seed: int = Field(1, ge=0, le=2**63 - 1, description="seed of prompt order, sampling and initialisation")
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto: continue from the newest complete checkpoint in `run.dir` if there is one"
     )
@@ -38,7 +38,7 @@ class Numerics(Section):
         description="fast: stock kernels on both sides, the gap is measured; exact: the same operations in the same "
         "order on both sides, so that log-probs are equal to the last bit (docs/numerics.md says what is covered)",
     )
-    leaves: PositiveInt | None = Field(
+    leaves: Size | None = Field(
         None,
         description="exact: parts, a power of two, into which the sums of row-parallel products are cut on both sides, "
         "so that every tensor parallel size of trainer and engines divides them; null: the largest of those sizes",
@@ -50,7 +50,7 @@ class Numerics(Section):
 class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU, else cpu")
     ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts a local one")
-    start_deadline: PositiveFloat = Field(300, description="seconds until Ray, trainers and engines must be up")
+    start_deadline: Seconds = Field(300, description="seconds until Ray, trainers and engines must be up")
     affinity: Literal["auto", "none"] = Field(
         "auto", description="auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere"
     )
@@ -59,14 +59,12 @@ class Cluster(Section):
         description="GPUs that `slimx plan` plans for; it knows memory, links and GPUs per node of each. null: whether "
         "memory suffices is not judged",
     )
-    gpu_memory_gib: PositiveFloat | None = Field(None, description="GiB of one GPU for `slimx plan`; null: by `gpu`")
-    gpus_per_node: PositiveInt | None = Field(
+    gpu_memory_gib: Positive | None = Field(None, description="GiB of one GPU for `slimx plan`; null: by `gpu`")
+    gpus_per_node: Size | None = Field(
         None, description="GPUs of a node for `slimx plan`; null: by `gpu`, 8 without one"
     )
-    nodes: PositiveInt | None = Field(
-        None, description="nodes that the run gets, for `slimx plan`; null: as many as it needs"
-    )
-    host_memory_gib: PositiveFloat | None = Field(
+    nodes: Size | None = Field(None, description="nodes that the run gets, for `slimx plan`; null: as many as it needs")
+    host_memory_gib: Positive | None = Field(
         None, description="GiB of a node's host memory for `slimx plan`; null: not judged"
     )
 
@@ -89,5 +87,5 @@ class Track(Section):
     project: str = Field("slimx", description="project name for wandb")
     rollouts: SavedRollouts = SavedRollouts()
     samples: Count = Field(8, description="rollouts written to RUN/samples.jsonl per recorded step")
-    samples_every: PositiveInt = Field(10, description="steps between recorded samples")
+    samples_every: Amount = Field(10, description="steps between recorded samples")
     report: bool = Field(True, description="write RUN/report.html when the run ends")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from slimx.config.section import Count, Section
+from slimx.config.section import Amount, Count, Positive, Seconds, Section
 
 
 class Schedule(Section):
-    steps: PositiveInt = Field(
+    steps: Amount = Field(
         100, description="steps of the run: one trains prompts_per_step x group_size rollouts and publishes once"
     )
-    updates_per_step: PositiveInt = Field(
+    updates_per_step: Amount = Field(
         1,
         description="optimizer updates per step, each on prompts_per_step / updates_per_step whole groups; the ratio "
         "of the loss stays that to the policy that sampled",
@@ -28,13 +28,13 @@ class Schedule(Section):
         description="batches of groups by which a finished group may overtake an unfinished older one, at most "
         "max_staleness; 0: groups are trained in the order of their prompts",
     )
-    straggler_deadline: PositiveFloat | None = Field(
+    straggler_deadline: Seconds | None = Field(
         None,
         description="seconds that a batch waits for unfinished groups that may not be overtaken, once enough others "
         "are done; then they are given up and counted as dropped/straggler; null: they are waited for",
     )
     colocate: bool = Field(False, description="trainers and engines share devices: sleep and wake in turns")
-    step_deadline: PositiveFloat = Field(3600, description="seconds to wait for a step's rollouts")
+    step_deadline: Seconds = Field(3600, description="seconds to wait for a step's rollouts")
 
     @property
     def updates(self) -> int:
@@ -43,7 +43,7 @@ class Schedule(Section):
 
 
 class Publish(Section):
-    bucket_mib: PositiveFloat = Field(512, description="size of one bucket of weights in MiB")
+    bucket_mib: Positive = Field(512, description="size of one bucket of weights in MiB")
     encoding: Literal["auto", "hf", "local"] = Field(
         "auto",
         description="hf: tensors with Hugging Face names, which any engine loads; local: each engine rank's own bytes "
@@ -67,8 +67,8 @@ class Publish(Section):
         "cuda_ipc and nccl the engine's GPUs hold it twice); bucket: they are paused and copy each bucket as it comes, "
         "in memory for two buckets",
     )
-    deadline: PositiveFloat = Field(300, description="seconds for one publication")
-    step_deadline: PositiveFloat = Field(
+    deadline: Seconds = Field(300, description="seconds for one publication")
+    step_deadline: Seconds = Field(
         120, description="seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined"
     )
 
@@ -85,12 +85,12 @@ class Publish(Section):
 
 class Checkpoint(Section):
     every: Count = Field(0, description="steps between checkpoints; 0: only at the end")
-    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep: Amount = Field(2, description="newest checkpoints kept")
     keep_every: Count = Field(0, description="checkpoints of every so many steps are kept for good; 0: none is")
     asynchronous: bool = Field(
         True, description="write files in the background from a copy in host memory, while the run goes on"
     )
-    deadline: PositiveFloat = Field(1800, description="seconds until all files of a checkpoint must be on disk")
+    deadline: Seconds = Field(1800, description="seconds until all files of a checkpoint must be on disk")
     verify: Literal["size", "full"] = Field(
         "full", description="before a checkpoint is loaded, compare its files' sizes only, or their digests too"
     )

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from slimx.config.section import Count, Section, Share
+from slimx.config.section import Amount, Count, Positive, Seconds, Section, Share, Size, Weight
 
 
 class Optimizer(Section):
-    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    lr: Positive = Field(1e-6, description="peak learning rate")
+    min_lr: Weight = Field(0.0, description="learning rate at the end of the decay")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape from lr to min_lr")
     warmup_steps: Count = Field(0, description="optimizer updates of linear warm-up from 0")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (not on norms and biases)")
+    weight_decay: Weight = Field(0.0, description="decoupled weight decay (not on norms and biases)")
     no_weight_decay: tuple[str, ...] = Field(
         (), description="globs over Megatron or Hugging Face names of further parameters without weight decay"
     )
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="Adam's moment decay rates")
-    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
-    clip_grad: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled; 0: never")
+    eps: Positive = Field(1e-8, description="Adam's epsilon")
+    clip_grad: Weight = Field(1.0, description="global gradient norm above which gradients are scaled; 0: never")
     max_skipped: Count = Field(
         3,
         description="optimizer steps in a row that may be skipped because a gradient is infinite or not a number; the "
@@ -48,7 +48,7 @@ class Recompute(Section):
         "uniform",
         description="full: uniform covers all layers, in units of `layers`; block only the first `layers` of a stage",
     )
-    layers: PositiveInt = Field(1, description="full: layers of a unit (uniform) or layers covered (block)")
+    layers: Amount = Field(1, description="full: layers of a unit (uniform) or layers covered (block)")
 
 
 class Moe(Section):
@@ -65,17 +65,17 @@ class Moe(Section):
         description="experts of a training pass. none: the router's own choice; R2: what it chose under the weights "
         "before the step's first update (one more forward pass); R3: what the engine chose",
     )
-    aux_loss_coef: float = Field(0.0, ge=0, description="weight of each MoE layer's load-balancing loss; 0: none")
+    aux_loss_coef: Weight = Field(0.0, description="weight of each MoE layer's load-balancing loss; 0: none")
     aux_loss_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
         "seq_aux_loss",
         description="tokens over which load is balanced: aux_loss a micro-batch, seq_aux_loss each sequence, "
         "global_aux_loss all micro-batches of the update so far",
     )
-    z_loss_coef: float = Field(
-        0.0, ge=0, description="weight of each MoE layer's mean squared logsumexp of the router's logits; 0: none"
+    z_loss_coef: Weight = Field(
+        0.0, description="weight of each MoE layer's mean squared logsumexp of the router's logits; 0: none"
     )
-    bias_update_rate: float = Field(
-        0.0, ge=0, description="step of each expert's selection bias towards equal load, after every update; 0: none"
+    bias_update_rate: Weight = Field(
+        0.0, description="step of each expert's selection bias towards equal load, after every update; 0: none"
     )
 
     @model_validator(mode="after")
@@ -109,10 +109,10 @@ class Trainer(Section):
         description="initial weights: a Hugging Face directory, or a Megatron-LM checkpoint (torch_dist) such as those "
         "of slime, Miles and slimx itself; null: model.path",
     )
-    world_size: PositiveInt = Field(1, description="number of trainer ranks (processes; one GPU each on CUDA)")
-    tensor: PositiveInt = Field(1, description="tensor parallel size (TP); sequence parallel follows it")
-    pipeline: PositiveInt = Field(1, description="pipeline parallel size (PP)")
-    virtual_pipeline: PositiveInt = Field(
+    world_size: Size = Field(1, description="number of trainer ranks (processes; one GPU each on CUDA)")
+    tensor: Size = Field(1, description="tensor parallel size (TP); sequence parallel follows it")
+    pipeline: Size = Field(1, description="pipeline parallel size (PP)")
+    virtual_pipeline: Size = Field(
         1, description="model chunks of each pipeline rank, interleaved (VPP): smaller bubbles, more messages"
     )
     layers_per_stage: tuple[Count, ...] | None = Field(
@@ -120,22 +120,20 @@ class Trainer(Section):
         description="decoder layers of each stage, pipeline x virtual_pipeline numbers in the order of the forward "
         "pass; null: equal",
     )
-    context: PositiveInt = Field(
-        1, description="context parallel size (CP): ranks that share each sequence, in zigzag halves"
-    )
-    data: PositiveInt | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
-    expert: PositiveInt = Field(1, description="expert parallel size (EP)")
-    expert_tensor: PositiveInt | None = Field(
+    context: Size = Field(1, description="context parallel size (CP): ranks that share each sequence, in zigzag halves")
+    data: Size | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
+    expert: Size = Field(1, description="expert parallel size (EP)")
+    expert_tensor: Size | None = Field(
         None, description="tensor parallel size inside an expert (ETP); null: trainer.tensor, as in Megatron-LM"
     )
     distributed_optimizer: bool = Field(True, description="shard the optimizer's state over DP ranks")
-    max_tokens_per_microbatch: PositiveInt = Field(8192, description="tokens packed into one forward pass, at most")
+    max_tokens_per_microbatch: Amount = Field(8192, description="tokens packed into one forward pass, at most")
     balance: Literal["tokens", "flops"] = Field(
         "flops",
         description="what DP ranks and micro-batches get equal amounts of: tokens, or FLOPs by the model's sizes "
         "(a n + b n^2 for a sequence of n tokens)",
     )
-    logprob_chunk_tokens: PositiveInt | None = Field(
+    logprob_chunk_tokens: Amount | None = Field(
         None,
         description="tokens of a rank whose logits exist at once, in forward and backward; null: as many as make 256 "
         "MiB of fp32 logits, at least 128",
@@ -147,8 +145,8 @@ class Trainer(Section):
     )
     moe: Moe = Moe()
     recompute: Recompute = Recompute()
-    threads: PositiveInt = Field(1, description="CPU threads of one trainer rank")
-    deadline: PositiveFloat = Field(1800, description="seconds that one call to all trainer ranks may take")
+    threads: Size = Field(1, description="CPU threads of one trainer rank")
+    deadline: Seconds = Field(1800, description="seconds that one call to all trainer ranks may take")
     offload: bool = Field(
         True,
         description="with schedule.colocate: weights, gradients and optimizer state leave the device for (pinned) host "

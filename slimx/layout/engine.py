@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Entry, Row, Table
+
+
+class Shard(NamedTuple):
+    """One shard of one row, which is the same in every layer that has it."""
+
+    row: Row
+    shape: tuple[int, ...]
+    ranks: Sequence[int]
+    """Tensor-parallel ranks of a pipeline stage that hold it."""
+    layers: tuple[int, ...]
+    """Tensors of each pipeline stage: one per layer, of a row with an expert in its name one per layer and expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +57,11 @@ class EngineLayout:
 
     def parts(self) -> Iterator[Part]:
         """Every distinct local tensor of the engine, with the ranks that hold it."""
-        # SGLang gives the layers that do not divide to the last stages.
-        base, more = divmod(self.table.layers, self.sizes.pipeline)
-        layers = [base + (stage >= self.sizes.pipeline - more) for stage in range(self.sizes.pipeline)]
-        stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
+        stage_of = self._stage_of()
         geometry: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Rect, ...]]] = {}
         for entry in self.table.entries():
             row = entry.row
-            last = self.sizes.pipeline - 1
-            stage = {"first": 0, "last": last, "mtp": last}.get(row.stage, stage_of[entry.layer % self.table.layers])
+            stage = self._home(row, entry.layer, stage_of)
             for shard, size, owner, ranks in self._shards(row):
                 key = id(row), shard  # every expert rank has the same, from other experts
                 if key not in geometry:
@@ -69,7 +78,35 @@ class EngineLayout:
                     column=row.stacked and len(shape) == 2,
                 )
 
-    def _shards(self, row: Row) -> Iterator[tuple[int, int, int, list[int]]]:
+    def shards(self) -> Iterator[Shard]:
+        """Every row's shards, with as many layers as have them: what `parts` lists layer by layer."""
+        table, stage_of = self.table, self._stage_of()
+        for row in table.rows:
+            numbers = {"layer": range(table.layers), "mtp": range(table.layers, table.layers + table.mtp_layers)}
+            counts = Counter(
+                self._home(row, layer, stage_of)
+                for layer in numbers.get(row.stage, (0,))
+                if row.layers is None or layer in row.layers
+            )
+            times = table.experts if row.per_expert and not row.stacked else 1
+            layers = tuple(counts[stage] * times for stage in range(self.sizes.pipeline))
+            shapes: dict[int, tuple[int, ...]] = {}
+            for shard, size, _, ranks in self._shards(row):
+                if shard not in shapes:
+                    shapes[shard] = self._geometry(row, shard, size)[0]
+                yield Shard(row, shapes[shard], ranks, layers)
+
+    def _stage_of(self) -> list[int]:
+        """The pipeline stage of every layer: SGLang gives the layers that do not divide to the last stages."""
+        base, more = divmod(self.table.layers, self.sizes.pipeline)
+        layers = [base + (stage >= self.sizes.pipeline - more) for stage in range(self.sizes.pipeline)]
+        return [stage for stage, count in enumerate(layers) for _ in range(count)]
+
+    def _home(self, row: Row, layer: int, stage_of: list[int]) -> int:
+        last = self.sizes.pipeline - 1
+        return {"first": 0, "last": last, "mtp": last}.get(row.stage, stage_of[layer % self.table.layers])
+
+    def _shards(self, row: Row) -> Iterator[tuple[int, int, int, Sequence[int]]]:
         """(shard, of how many, expert rank, tensor-parallel ranks that hold it) of every shard of the row."""
         ranks = range(self.sizes.tensor)
         if row.stacked:
@@ -80,10 +117,10 @@ class EngineLayout:
             return
         size = self.sizes.attention_tensor if row.group == "attention" else self.sizes.tensor
         if row.axis is None:
-            yield 0, 1, 0, list(ranks)
+            yield 0, 1, 0, ranks
         else:
             for shard in range(size):
-                yield shard, size, 0, [rank for rank in ranks if rank % size == shard]
+                yield shard, size, 0, ranks[shard::size]
 
     @property
     def _slots(self) -> int:
@@ -96,7 +133,7 @@ class EngineLayout:
             return entry.sources
         first = owner * self._slots
         experts = (physical % self.table.experts for physical in range(first, first + self._slots))
-        names = [replace(entry, expert=expert).sources for expert in experts]
+        names = [Entry(row, entry.layer, expert).sources for expert in experts]
         names += [tuple(name.format(layer=entry.layer) for name, _ in sources) for sources in row.appended]
         return tuple(name for per_slot in names for name in per_slot)
 

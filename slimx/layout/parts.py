@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,16 +87,13 @@ def check_boxes(what: str, shape: Shape, boxes: np.ndarray) -> None:
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):
         raise SlimxError(f"{what}: a rectangle reaches beyond its {shape[0]} x {shape[1]} elements")
-    rows, cols = (sorted({0, shape[k], *boxes[:, k].tolist(), *ends[:, k].tolist()}) for k in (0, 1))
+    rows, cols = (np.unique(np.concatenate([[0, shape[k]], boxes[:, k], ends[:, k]])) for k in (0, 1))
     # Each box adds 1 to its cells by four corners of a two-dimensional difference.
     count = np.zeros((len(rows), len(cols)), dtype=np.int32)
-    for (top, left), (bottom, right) in zip(boxes[:, :2].tolist(), ends.tolist(), strict=True):
-        t, b = bisect_left(rows, top), bisect_left(rows, bottom)
-        x, y = bisect_left(cols, left), bisect_left(cols, right)
-        count[t, x] += 1
-        count[b, x] -= 1
-        count[t, y] -= 1
-        count[b, y] += 1
+    top, bottom = np.searchsorted(rows, boxes[:, 0]), np.searchsorted(rows, ends[:, 0])
+    left, right = np.searchsorted(cols, boxes[:, 1]), np.searchsorted(cols, ends[:, 1])
+    for row, col, sign in ((top, left, 1), (bottom, left, -1), (top, right, -1), (bottom, right, 1)):
+        np.add.at(count, (row, col), sign)
     count = count.cumsum(0).cumsum(1)[:-1, :-1]
     for wrong, problem in ((count > 1, "covered twice"), (count == 0, "not covered")):
         if wrong.any():

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from slimx.observability.terminal import visible
+
 SHOWN_STEPS = 12
 HEADER_EVERY = 20
 """Lines between two headers where there is no terminal."""
@@ -157,7 +159,7 @@ class LiveTable:
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the display on a terminal."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
     def _end_phase(self) -> None:
         if self._phase is not None:

@@ -14,13 +14,14 @@ are equal to it. The seconds are predictions that nothing has measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import sequence_flops
+from slimx.preflight.batch_plan import batch_plan
 from slimx.preflight.hardware import Machine
-from slimx.preflight.plan_record import BatchPlan, TrainerMemory
 from slimx.preflight.routing import route_shape
 from slimx.reshard.precision import ITEMSIZE
 
@@ -52,14 +53,23 @@ class Cost:
 
 
 def update_cost(
-    config: Config, spec: ModelSpec, sizes: Sizes, batch: BatchPlan, memory: TrainerMemory, machine: Machine
+    config: Config,
+    spec: ModelSpec,
+    sizes: Sizes,
+    machine: Machine,
+    *,
+    recompute: Literal["none", "selective", "full"],
+    exchanged: int,
+    hosted: int = 0,
 ) -> Cost:
-    """Of the layout `sizes`; `memory`: of its fullest rank. `machine` must name a GPU."""
+    """Seconds of an update in the layout `sizes`. `exchanged`: bytes of gradients and weights of its fullest rank;
+    `hosted`: bytes of its moments on the host. `machine` must name a GPU."""
+    batch = batch_plan(config, sizes)
     gpu, model, itemsize = machine.gpu, spec.transformer, ITEMSIZE[config.numerics.dtype]
     flops = batch.rollouts_per_update * sequence_flops(model, spec.vocab_size)(batch.tokens_per_rollout)
     # All wait for the stage with most layers.
     uneven = max(sizes.split, default=0) * sizes.stages / model["num_layers"] or 1.0
-    compute = uneven * flops * RECOMPUTED[config.trainer.recompute.granularity]
+    compute = uneven * flops * RECOMPUTED[recompute]
     compute /= sizes.world * gpu.flops * EFFICIENCY
 
     def link(span: int) -> float:
@@ -80,11 +90,11 @@ def update_cost(
     else:
         key = 2 * max(1, model["num_query_groups"] / t) * model["kv_channels"]
     moved["context"] = 3 * layers * tokens * (c - 1) * key * itemsize / link(t * c)
-    moved["data"] = (memory.gradients + memory.weights if sizes.stage > t else 0) / link(sizes.stage)
+    moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
     if sizes.pipeline > 1:
         moved["pipeline"] = 2 * sizes.virtual * width / t / link(sizes.world)
-    if memory.host_optimizer:
-        moved["moments on the host"] = 2 * memory.host_optimizer / gpu.host
+    if hosted:
+        moved["moments on the host"] = 2 * hosted / gpu.host
     busy = compute + sum(moved.values())
     bubble = busy * batch.bubble / (1 - batch.bubble)
     return Cost(compute=compute, bubble=bubble, moved=moved)

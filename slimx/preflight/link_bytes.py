@@ -20,29 +20,33 @@ def link_bytes(
     A publication of Hugging Face names goes to each rank of an engine whole, from its first rank on over the engine's
     own links, which are not counted."""
     plan = published.plan
-    sent = wire_bytes(plan, sources=len(places.trainer))  # [sources, targets of one engine]
+    wire = wire_bytes(plan)
     gpu = machine.gpu
     if config.publish.transport in ("memory", "disk"):
-        total = int(sent.sum()) * sum(group.count for group in groups)
+        total = int(wire.nbytes.sum()) * sum(group.count for group in groups)
         link, rate = ("host memory (PCIe)", gpu.host if gpu else None)
         if config.publish.transport == "disk":
             link, rate = "files", None
-        busiest = int(sent.sum(axis=0).max())
+        busiest = int(wire.received(plan.targets).max())
         return (LinkBytes(link=link, nbytes=total, busiest=busiest, seconds=busiest / rate if rate else None),)
     traffic: dict[str, np.ndarray] = {
         name: np.zeros((2, places.nodes * places.per_node), dtype=np.int64) for name in ("one GPU", "NVLink", "network")
     }
+    domain, trainers = machine.domain, len(places.trainer)
+    network, received = traffic["network"], wire.received(plan.targets)
+    network[0, :trainers] = wire.sent(trainers) * len(places.engines)  # trainers fill the GPUs in order
     for place in places.engines:
-        for target in range(sent.shape[1]):
-            there = place.gpus[target]
-            for source, nbytes in enumerate(sent[:, target].tolist()):
-                here = source  # trainers fill the GPUs in order
-                if not nbytes:
-                    continue
-                link = "one GPU" if here == there else "NVLink" if _joined(here, there, machine) else "network"
-                link = "network" if config.publish.transport == "gloo" else link
-                traffic[link][0, here] += nbytes
-                traffic[link][1, there] += nbytes
+        gpus = np.array(place.gpus)
+        network[1, gpus[: plan.targets]] += received
+        if config.publish.transport == "gloo":
+            continue
+        for joined in np.unique(gpus // domain):  # what NVLink, or the GPU itself, spares the network
+            pairs = slice(*np.searchsorted(wire.sources, [joined * domain, (joined + 1) * domain]))
+            here, there, nbytes = wire.sources[pairs], gpus[wire.targets[pairs]], wire.nbytes[pairs]
+            for link, taken in (("one GPU", here == there), ("NVLink", (there // domain == joined) & (here != there))):
+                for side, at in enumerate((here[taken], there[taken])):
+                    np.add.at(traffic[link][side], at, nbytes[taken])
+                    np.subtract.at(network[side], at, nbytes[taken])
     rates = {
         "one GPU": gpu.bandwidth / 2 if gpu else None,
         "NVLink": gpu.nvlink if gpu else None,
@@ -55,7 +59,3 @@ def link_bytes(
             rate = rates[name]
             out.append(LinkBytes(link=name, nbytes=total, busiest=busiest, seconds=busiest / rate if rate else None))
     return tuple(out)
-
-
-def _joined(here: int, there: int, machine: Machine) -> bool:
-    return here // machine.domain == there // machine.domain

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -159,11 +160,28 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
     )
 
 
-def wire_bytes(plan: Plan, *, sources: int) -> np.ndarray:
-    """[sources, targets] bytes that each trainer rank sends each rank of one engine."""
+class WireBytes(NamedTuple):
+    """Bytes that trainer ranks send ranks of one engine: a number for each pair that has anything to send."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+    nbytes: np.ndarray
+
+    def sent(self, ranks: int) -> np.ndarray:
+        """[ranks] bytes that leave each trainer rank."""
+        return _sum((ranks,), (self.sources,), self.nbytes)
+
+    def received(self, ranks: int) -> np.ndarray:
+        """[ranks] bytes that enter each rank of the engine."""
+        return _sum((ranks,), (self.targets,), self.nbytes)
+
+
+def wire_bytes(plan: Plan) -> WireBytes:
+    """What each trainer rank sends each rank of one engine."""
     moved = plan.moved
     elements = moved["rows"].astype(np.int64) * moved["cols"]
-    return _sum((sources, plan.targets), (moved["source"], moved["target"]), _wire(plan, elements))
+    pairs, pair = np.unique(moved["source"].astype(np.int64) * plan.targets + moved["target"], return_inverse=True)
+    return WireBytes(*divmod(pairs, plan.targets), _sum((len(pairs),), (pair,), _wire(plan, elements)))
 
 
 def _sum(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:

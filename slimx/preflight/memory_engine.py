@@ -11,6 +11,7 @@ from slimx.config.schema import Config
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
+from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import Machine
 from slimx.preflight.plan_record import EngineMemory
@@ -21,11 +22,14 @@ MIB = 2**20
 _FP8_CACHE = ("fp8_e4m3", "fp8_e5m2")
 
 
-def engine_memory(config: Config, spec: ModelSpec, group: Engines, machine: Machine, *, staged: int) -> EngineMemory:
-    """Of the fullest rank of a server of `group`; `staged`: bytes that a publication needs beside the weights."""
+def engine_memory(
+    config: Config, spec: ModelSpec, group: Engines, machine: Machine, *, staged: int, table: Table | None = None
+) -> EngineMemory:
+    """Of the fullest rank of a server of `group`; `staged`: bytes that a publication needs beside the weights; `table`:
+    as `engine_table` makes it, where it is known already."""
     sizes = engine_sizes(group)
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
-    weights = engine_weights(config, spec, group, sizes, quantisation)
+    weights = engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation)
     per_token = kv_bytes(spec.transformer, sizes, ITEMSIZE[config.numerics.dtype], group.sglang.get("kv_cache_dtype"))
     fraction = static = room = tokens = concurrency = None
     if machine.memory is not None:
@@ -55,20 +59,23 @@ def engine_memory(config: Config, spec: ModelSpec, group: Engines, machine: Mach
     )
 
 
-def engine_weights(
-    config: Config, spec: ModelSpec, group: Engines, sizes: EngineSizes, quantisation: Quantisation | None
-) -> int:
-    """Bytes of the weights of the fullest rank; quantised ones with their block scales."""
-    table = spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
+def engine_table(spec: ModelSpec, group: Engines) -> Table:
+    """Where a server of `group` holds every checkpoint tensor."""
+    return spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
+
+
+def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Quantisation | None) -> int:
+    """Bytes of the weights of the fullest rank; quantised ones with their block scales. `dtype`: of the others."""
     held = np.zeros(sizes.world, dtype=np.int64)
-    for part in EngineLayout(table, sizes).parts():
-        rows, cols = matrix(part.shape)
-        nbytes = rows * cols * ITEMSIZE[part.dtype or config.numerics.dtype]
-        if part.quantised and quantisation is not None:
+    for shard in EngineLayout(table, sizes).shards():
+        rows, cols = matrix(shard.shape)
+        nbytes = rows * cols * ITEMSIZE[shard.row.dtype or dtype]
+        if shard.row.quantised and quantisation is not None:
             high, wide = quantisation.block
             blocks = -(-rows // high) * -(-cols // wide)
             nbytes = rows * cols + blocks * ITEMSIZE[quantisation.scale_dtype]
-        held[list(part.ranks)] += nbytes
+        for stage, layers in enumerate(shard.layers):
+            held[[stage * sizes.tensor + rank for rank in shard.ranks]] += nbytes * layers
     return int(held.max())
 
 

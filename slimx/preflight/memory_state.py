@@ -14,85 +14,21 @@ and of the ranks that share it (`param_and_grad_buffer.py`), so the figures hold
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from math import lcm
 
 import numpy as np
 
 from slimx.config.trainer import Trainer
-from slimx.layout.parts import matrix
-from slimx.layout.patterns import Sources
-from slimx.layout.ranks import Coordinates, Sizes, coordinates
-from slimx.layout.table import Entry, Row, Table
+from slimx.layout.ranks import Sizes
+from slimx.preflight.parameter_runs import ParameterRun
 from slimx.reshard.precision import ITEMSIZE
 
 FP32 = 4
 ALIGN, BUCKET_ALIGN = 64, 128
 """Elements: of the start of a parameter, and of the end of a bucket."""
-_BUFFER = "mlp.router.expert_bias"
-"""A module's buffer, not a parameter: it is not trained, and moves with no optimizer."""
-_ORDER = (
-    "embedding.",
-    "enorm.",
-    "hnorm.",
-    "eh_proj.",
-    "input_layernorm.",
-    "self_attention.core_attention.",
-    "self_attention.linear_proj.weight",
-    "self_attention.linear_proj.bias",
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.linear_qkv.layer_norm_weight",
-    "self_attention.linear_q_proj.",
-    "self_attention.linear_q_down_proj.",
-    "self_attention.linear_q_up_proj.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.linear_kv_down_proj.",
-    "self_attention.linear_kv_up_proj.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight",
-    "self_attention.q_layernorm.",
-    "self_attention.k_layernorm.",
-    "pre_mlp_layernorm.",
-    "mlp.router.",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc1.layer_norm_weight",
-    "mlp.linear_fc2.",
-    "mlp.experts.linear_fc1.weight",
-    "mlp.experts.linear_fc1.bias",
-    "mlp.experts.linear_fc2.weight",
-    "mlp.experts.linear_fc2.bias",
-    "mlp.shared_experts.linear_fc1.",
-    "mlp.shared_experts.linear_fc2.",
-    "mlp.shared_experts.",
-    "final_layernorm.",
-    "output_layer.",
-)
-"""Beginnings of names within a layer, in the order in which megatron-core's modules register their parameters (with
-torch's layers; Transformer Engine's have a norm before its weight). It decides which rank's share an aligned gap falls
-in, and nothing else: a name that is not here comes last."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRun:
-    """`count` parameters of `elements` elements each, one behind the other in one buffer."""
-
-    name: str
-    """As in the weight table, with the layer filled in."""
-    chunk: int
-    elements: int
-    count: int
-    dtype: str
-    expert: bool
-    """Whether its gradients are summed over the expert groups."""
-    tied: bool
-    """Whether another pipeline stage holds the same parameter: megatron-core gives it a bucket of its own."""
-    trained: bool
-    parameter: bool
-    """False: a buffer of its module."""
-    quantised: bool = False
-    """Whether a publication in fp8 makes blocks of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,132 +49,74 @@ class StateBytes:
     """Elements of what a publication in fp8 makes blocks of."""
 
 
-def parameter_runs(
-    table: Table, sizes: Sizes, rank: int, dtype: str, frozen: Collection[Sources] = ()
-) -> list[ParameterRun]:
-    """What trainer rank `rank` holds, in the order of its modules; `dtype`: of the model's parameters."""
-    place = coordinates(rank, sizes)
-    counts = sizes.split or (table.layers // sizes.stages,) * sizes.stages
-    held = _Held(table, sizes, place, dtype, frozen)
-    out: list[ParameterRun] = []
-    for chunk in range(sizes.virtual):
-        stage = chunk * sizes.pipeline + place.pipeline
-        first = sum(counts[:stage])
-        layers = range(first, first + counts[stage])
-        if stage == 0:
-            out += held.runs("first", (0,), chunk)
-        out += held.runs("layer", layers, chunk)
-        if stage == sizes.stages - 1:
-            # megatron-core's order: the decoder's last norm, the layers of multi-token prediction, the output layer.
-            last = held.runs("last", (0,), chunk) + (held.copies(chunk) if stage else [])
-            output = [run for run in last if run.name.startswith("output_layer.")]
-            mtp = held.runs("mtp", range(table.layers, table.layers + table.mtp_layers), chunk)
-            embedding = [run for run in last if run.name.startswith("embedding.")]
-            out += embedding + [run for run in last if run not in output + embedding] + mtp + output
-    return out
+class Buffers:
+    """The buffers of gradients and optimizer state in which a rank's trained parameters lie, and every rank's share."""
+
+    def __init__(self, runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes):
+        self.runs, self.sizes, self.distributed = runs, sizes, trainer.distributed_optimizer
+        dense, experts = sizes.data * sizes.context, sizes.stage // (sizes.expert * sizes.expert_tensor)
+        trained = sorted((run for run in runs if run.trained), key=_buffer)
+        self._buffers: list[tuple[bool, str, int, np.ndarray]] = []
+        """(of experts, dtype, length, elements of parameters in each rank's share)"""
+        for (_, expert, dtype), group in groupby(trained, key=_buffer):
+            if self.distributed:
+                length, owned = _shares(list(group), experts if expert else dense)
+            else:
+                length = sum(run.elements * run.count for run in group)
+                owned = np.array([length])
+            self._buffers.append((expert, dtype, length, owned))
+
+    def owned(self, ranks: np.ndarray) -> np.ndarray:
+        """Bytes of optimizer state of each of `ranks`."""
+        return sum(
+            (self._owned(ranks, at) * self._each(at) for at in range(len(self._buffers))),
+            np.zeros(len(ranks), dtype=np.int64),
+        )
+
+    def of(self, rank: int) -> StateBytes:
+        """Of `rank`, after its first optimizer step."""
+        runs, weights, gradients, optimizer, moments = self.runs, 0, 0, 0, 0
+        for run in runs:
+            if run.parameter and not (run.trained and self.distributed):
+                weights += run.elements * run.count * ITEMSIZE[run.dtype]
+        for at, (_, dtype, length, _) in enumerate(self._buffers):
+            owned = int(self._owned(np.array([rank]), at)[0])
+            weights += length * ITEMSIZE[dtype] if self.distributed else 0
+            gradients += length * FP32
+            optimizer += owned * self._each(at)
+            moments += owned * 2 * FP32
+        return StateBytes(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            moments=moments,
+            elements=sum(run.elements * run.count for run in runs),
+            largest=max(run.elements for run in runs),
+            quantised=sum(run.elements * run.count for run in runs if run.quantised),
+        )
+
+    def _each(self, at: int) -> int:
+        """Bytes of optimizer state per element: two moments, and main weights of what is not fp32 itself."""
+        return (2 if self._buffers[at][1] == "float32" else 3) * FP32
+
+    def _owned(self, ranks: np.ndarray, at: int) -> np.ndarray:
+        expert, _, _, owned = self._buffers[at]
+        inside, sizes = ranks % self.sizes.stage, self.sizes
+        number = inside // (sizes.expert * sizes.expert_tensor if expert else sizes.tensor)
+        return owned[number if self.distributed else np.zeros_like(ranks)]
 
 
-class _Held:
-    """The rows of a table as one rank holds them; layers repeat the same sizes, which are computed once."""
-
-    def __init__(self, table: Table, sizes: Sizes, place: Coordinates, dtype: str, frozen: Collection[Sources]):
-        self.table, self.sizes, self.dtype, self.frozen = table, sizes, dtype, frozen
-        experts = max(1, table.experts // sizes.expert)
-        self._experts = range(place.expert * experts, (place.expert + 1) * experts)
-        self._rows: dict[str, list[tuple[Row, int]]] = {}
-
-    def runs(self, stage: str, layers: range | tuple[int, ...], chunk: int) -> list[ParameterRun]:
-        """Of the rows of `stage`, layer by layer."""
-        if stage not in self._rows:
-            rows = sorted((row for row in self.table.rows if row.stage == stage), key=_order)
-            self._rows[stage] = [(row, self._elements(row)) for row in rows]
-        return [
-            run
-            for layer in layers
-            for row, elements in self._rows[stage]
-            if row.layers is None or layer in row.layers
-            for run in self._of(row, elements, layer, chunk)
-        ]
-
-    def copies(self, chunk: int) -> list[ParameterRun]:
-        """Parameters of the first stage that the last one holds once more."""
-        rows = [(row, name) for row in self.table.rows for stage, name in row.copies if stage == "last"]
-        return [replace(run, name=name) for row, name in rows for run in self._of(row, self._elements(row), 0, chunk)]
-
-    def _elements(self, row: Row) -> int:
-        size = (self.sizes.expert_tensor if row.per_expert else self.sizes.tensor) if row.axis is not None else 1
-        (rows, cols), _ = row.map.local([matrix(shape) for _, shape in row.sources], row.axis, 0, size)
-        return rows * cols
-
-    def _of(self, row: Row, elements: int, layer: int, chunk: int) -> Iterator[ParameterRun]:
-        parameter = not row.name.endswith(_BUFFER)
-        number = layer - self.table.layers if row.stage == "mtp" else layer
-        for frozen, count in self._counts(row, layer):
-            yield ParameterRun(
-                name=row.name.replace("{layer}", str(number)),
-                chunk=chunk,
-                elements=elements,
-                count=count,
-                dtype=row.dtype or self.dtype,
-                expert=row.per_expert and self.sizes.expert > 1,
-                tied=bool(row.copies) and self.sizes.pipeline > 1,
-                trained=parameter and not frozen,
-                parameter=parameter,
-                quantised=row.quantised,
-            )
-
-    def _counts(self, row: Row, layer: int) -> list[tuple[bool, int]]:
-        """Whether frozen, and how many of them, in the order of the rank's experts."""
-        own = self._experts if row.per_expert else range(1)
-        if not self.frozen:
-            return [(False, len(own))]
-        frozen = [Entry(row, layer, expert).sources in self.frozen for expert in own]
-        return [(which, len(list(group))) for which, group in groupby(frozen)]
-
-
-def _order(row: Row) -> int:
-    name = row.name.split("{layer}.", 1)[-1].removeprefix("transformer_layer.").removeprefix("decoder.")
-    return next((number for number, head in enumerate(_ORDER) if name.startswith(head)), len(_ORDER))
-
-
-def state_bytes(runs: list[ParameterRun], trainer: Trainer, sizes: Sizes, rank: int) -> StateBytes:
+def state_bytes(runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes, rank: int) -> StateBytes:
     """Of the rank that holds `runs`, after its first optimizer step."""
-    place = coordinates(rank, sizes)
-    dense = place.data * sizes.context + place.context, sizes.data * sizes.context
-    experts = place.expert_data, sizes.stage // (sizes.expert * sizes.expert_tensor)
-    weights = gradients = main = moments = 0
-    for run in runs:
-        if run.parameter and not (run.trained and trainer.distributed_optimizer):
-            weights += run.elements * run.count * ITEMSIZE[run.dtype]
-    trained = sorted((run for run in runs if run.trained), key=_buffer)
-    for (_, expert, dtype), group in groupby(trained, key=_buffer):
-        number, ranks = experts if expert else dense
-        if trainer.distributed_optimizer:
-            length, owned = _shard(list(group), number, ranks)
-            weights += length * ITEMSIZE[dtype]
-        else:
-            length = owned = sum(run.elements * run.count for run in group)
-        gradients += length * FP32
-        main += owned * FP32 if dtype != "float32" else 0
-        moments += owned * 2 * FP32
-    return StateBytes(
-        weights=weights,
-        gradients=gradients,
-        optimizer=main + moments,
-        moments=moments,
-        elements=sum(run.elements * run.count for run in runs),
-        largest=max(run.elements for run in runs),
-        quantised=sum(run.elements * run.count for run in runs if run.quantised),
-    )
+    return Buffers(runs, trainer, sizes).of(rank)
 
 
 def _buffer(run: ParameterRun) -> tuple[int, bool, str]:
     return run.chunk, run.expert, run.dtype
 
 
-def _shard(runs: list[ParameterRun], number: int, ranks: int) -> tuple[int, int]:
-    """Length of a buffer in elements, and how many elements of parameters are in the share of rank `number` of
-    `ranks`."""
+def _shares(runs: list[ParameterRun], ranks: int) -> tuple[int, np.ndarray]:
+    """Length of a buffer in elements, and how many elements of parameters are in the share of each of `ranks` ranks."""
     buckets: list[list[ParameterRun]] = [[]]
     for run in reversed(runs):  # buffers are filled in the order of the backward pass
         if run.tied and buckets[-1]:
@@ -246,14 +124,16 @@ def _shard(runs: list[ParameterRun], number: int, ranks: int) -> tuple[int, int]
         buckets[-1].append(run)
         if run.tied:
             buckets.append([])
-    length = owned = 0
+    length, owned = 0, np.zeros(ranks, dtype=np.int64)
     for bucket in filter(None, buckets):
         elements = np.repeat([run.elements for run in bucket], [run.count for run in bucket]).astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(-(-elements // ALIGN) * ALIGN)])
         end = int(starts[-2] + elements[-1])
         multiple = lcm(ranks, BUCKET_ALIGN)
         size = -(-end // multiple) * multiple
-        first, last = number * (size // ranks), (number + 1) * (size // ranks)
-        inside = np.minimum(starts[:-1] + elements, last) - np.maximum(starts[:-1], first)
-        length, owned = length + size, owned + int(inside.clip(min=0).sum())
+        edges = np.arange(ranks + 1) * (size // ranks)
+        # Elements of parameters before each edge: of all that begin before it, less what the last one has beyond it.
+        last = np.searchsorted(starts[:-1], edges, side="right") - 1
+        before = np.concatenate([[0], np.cumsum(elements)])[last] + np.minimum(edges - starts[last], elements[last])
+        length, owned = length + size, owned + np.diff(before)
     return length, owned

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from slimx.config.schema import Config
-from slimx.layout.patterns import Sources, select
+from slimx.layout.patterns import select
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.preflight.batch_plan import batch_plan
 from slimx.preflight.memory_activations import Setting
 from slimx.preflight.memory_pipeline import ActivationBytes, activation_bytes
-from slimx.preflight.memory_state import ParameterRun, StateBytes, parameter_runs, state_bytes
+from slimx.preflight.memory_state import Buffers, StateBytes, state_bytes
+from slimx.preflight.parameter_runs import Holdings, ParameterRun
 from slimx.preflight.plan_record import TrainerMemory
 from slimx.reshard.precision import ITEMSIZE
 
@@ -24,13 +28,12 @@ MOMENT_PIECE = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
-    """The fullest rank of a stage."""
+class StageState:
+    """The fullest rank of a pipeline stage and what it holds whatever it computes."""
 
     stage: int
     rank: int
     state: StateBytes
-    activations: ActivationBytes
 
 
 def trainer_memory(
@@ -41,25 +44,54 @@ def trainer_memory(
     *,
     model: Literal["trainer", "critic"] = "trainer",
     publication: int = 0,
-    quick: bool = False,
+    states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
-    """Of one rank per pipeline stage. `config`: with the `trainer` section that its ranks follow (a critic's own);
-    `publication`: bytes of buckets on the GPU of rank 0. `quick`: of the first two stages and the last only, one of
-    which is the fullest, and of the first rank of each."""
-    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
+    """Memory of one rank per pipeline stage, the fullest. `config`: with the `trainer` section that its ranks follow (a
+    critic's own); `publication`: bytes of buckets on the GPU of rank 0. `states`: as `stage_states` gives them for the
+    same sizes, where they are known already; only their stages are looked at."""
+    if states is None:
+        states = stage_states(config, holdings(config, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)
     microbatches = batch_plan(config, sizes).microbatches_per_update
+    out = []
+    for found in states:
+        activations = activation_bytes(
+            spec, config.trainer, sizes, setting, place=found.stage, microbatches=microbatches
+        )
+        if model == "critic":  # one value per token in the place of logits
+            activations = replace(activations, head=0)
+        buckets = publication if found.rank == 0 and model == "trainer" else 0
+        out.append(_record(config, spec, setting, found, activations, model, device, buckets))
+    return tuple(out)
+
+
+def holdings(config: Config, spec: ModelSpec) -> Holdings:
+    """What ranks hold of the model with the configured dtype and `trainer.freeze`, under any layout."""
+    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
+    return Holdings(spec.table, config.numerics.dtype, frozen)
+
+
+def stage_states(
+    config: Config,
+    held: Holdings,
+    spec: ModelSpec,
+    sizes: Sizes,
+    *,
+    model: Literal["trainer", "critic"] = "trainer",
+    quick: bool = False,
+) -> tuple[StageState, ...]:
+    """State of the fullest rank of each pipeline stage. `quick`: of the first two stages and the last only, one of
+    which is the fullest, and of the first rank of each."""
     stages = range(sizes.pipeline)
     out = []
     for stage in sorted({*stages[:2], *stages[-1:]}) if quick else stages:
         head = _value_head(spec, sizes, stage) if model == "critic" else []
-        rank, state = _fullest(spec, config, sizes, stage, frozen, head, quick=quick)
-        activations = activation_bytes(spec, config.trainer, sizes, setting, place=stage, microbatches=microbatches)
-        if model == "critic":  # one value per token in the place of logits
-            activations = replace(activations, head=0)
-        found = _Rank(stage=stage, rank=rank, state=state, activations=activations)
-        buckets = publication if rank == 0 and model == "trainer" else 0
-        out.append(_record(config, spec, setting, found, model, device, buckets))
+        first = stage * sizes.stage
+        if quick:
+            state = state_bytes(held.runs(sizes, first) + head, config.trainer, sizes, first)
+            out.append(StageState(stage=stage, rank=first, state=state))
+        else:
+            out.append(_fullest(held, config, sizes, stage, head))
     return tuple(out)
 
 
@@ -90,38 +122,32 @@ def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]
     return [ParameterRun(name=f"value_head.{n}", elements=e, **alike) for n, e in (("weight", hidden), ("bias", 1))]
 
 
-def _fullest(
-    spec: ModelSpec,
-    config: Config,
-    sizes: Sizes,
-    stage: int,
-    frozen: frozenset[Sources],
-    head: list[ParameterRun],
-    *,
-    quick: bool,
-) -> tuple[int, StateBytes]:
+def _fullest(held: Holdings, config: Config, sizes: Sizes, stage: int, head: list[ParameterRun]) -> StageState:
     """The rank of a stage with most state. Ranks differ in gaps of their shares and, frozen experts aside, in nothing
-    else: the first of each data-parallel row is asked."""
-    first, dtype = stage * sizes.stage, config.numerics.dtype
-    runs = parameter_runs(spec.table, sizes, first, dtype, frozen)
-    states = {}
-    for rank in range(first, first + (1 if quick else sizes.stage), 1 if frozen else sizes.tensor):
-        own = parameter_runs(spec.table, sizes, rank, dtype, frozen) if frozen else runs
-        states[rank] = state_bytes(own + head, config.trainer, sizes, rank)
-    rank = max(states, key=lambda rank: states[rank].optimizer)
-    return rank, states[rank]
+    else."""
+    ranks = stage * sizes.stage + np.arange(sizes.stage)
+    own = ranks // sizes.expert_tensor % sizes.expert  # frozen experts make a difference between expert ranks
+    found: dict[int, tuple[int, Buffers]] = {}
+    for expert in range(sizes.expert) if held.frozen else (None,):
+        alike = ranks if expert is None else ranks[own == expert]
+        buffers = Buffers(held.runs(sizes, int(alike[0])) + head, config.trainer, sizes)
+        owned = buffers.owned(alike)
+        found[int(alike[owned.argmax()])] = int(owned.max()), buffers
+    rank = max(sorted(found), key=lambda rank: found[rank][0])
+    return StageState(stage=stage, rank=rank, state=found[rank][1].of(rank))
 
 
 def _record(
     config: Config,
     spec: ModelSpec,
     setting: Setting,
-    found: _Rank,
+    found: StageState,
+    activations: ActivationBytes,
     model: Literal["trainer", "critic"],
     device: str,
     buckets: int,
 ) -> TrainerMemory:
-    state, activations = found.state, found.activations
+    state = found.state
     hosted = round(state.moments * config.trainer.optimizer.offload)
     step = min(MOMENT_PIECE, hosted)
     dispatched = _dispatched(spec, setting)

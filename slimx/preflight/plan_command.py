@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.config.schema import Config
-from slimx.preflight.link_model import Traffic
 from slimx.preflight.plan_record import Predicted
 from slimx.preflight.plan_report import Planned, plan_report, predictions
 from slimx.preflight.plan_text import describe, describe_predictions, describe_suggestions
-from slimx.preflight.suggest import nearest_layout, suggest_engines, suggest_layouts
+from slimx.preflight.suggest import nearest_layout, suggest_layouts
+from slimx.preflight.suggest_engines import suggest_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
     planned = plan_report(config)
     report = planned.report
     report = report.model_copy(update=_suggestions(config, planned, suggest=suggest))
-    if predict and planned.traffic is not None:
-        report = report.model_copy(update={"predicted": _predicted(planned.traffic)})
+    if predict and planned.published is not None:
+        report = report.model_copy(update={"predicted": _predicted(planned)})
     if as_json:
         return Said([report.model_dump_json(indent=1)], report.violations)
     lines = describe(report) if report.complete else []
@@ -41,22 +41,21 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
 def _suggestions(config: Config, planned: Planned, *, suggest: bool) -> dict[str, Any]:
     spec, machine, device = planned.spec, planned.machine, planned.report.device
     if suggest:
-        return {
-            "suggestions": suggest_layouts(config, spec, machine, device),
-            "suggested_engines": suggest_engines(config, spec, machine),
-        }
+        suggestions, searched = suggest_layouts(config, spec, machine, device)
+        engines = suggest_engines(config, spec, machine)
+        return {"suggestions": suggestions, "searched": searched, "suggested_engines": engines}
     out: dict[str, Any] = {}
     if machine.gpu is not None and device == "cuda":
         if planned.report.refits:
-            out["nearest"] = nearest_layout(config, spec, machine, device)
+            out["nearest"], out["searched"] = nearest_layout(config, spec, machine, device)
         if not all(engine.fits for engine in planned.report.engine_memory):
             out["suggested_engines"] = suggest_engines(config, spec, machine)
     return out
 
 
-def _predicted(traffic: Traffic) -> Predicted:
+def _predicted(planned: Planned) -> Predicted:
     from slimx.preflight.rehearsal import rehearse  # imports torch
 
     trial = rehearse()
-    shown = predictions(traffic) if trial.holds else None
+    shown = predictions(planned) if trial.holds else None
     return Predicted(model_off_here=trial.off, shown=trial.holds, publications=shown)

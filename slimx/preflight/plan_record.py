@@ -213,6 +213,14 @@ class Suggestion(Record):
     why: str
 
 
+class Searched(Record):
+    """How far the search for layouts went."""
+
+    layouts: int = Field(description="splits of up to 64 times as many ranks that the model's layers and experts allow")
+    tried: int = Field(description="of these, layouts whose memory was computed; arithmetic ruled others out")
+    complete: bool = Field(description="false: the search ended at its limit, with layouts that might fit left over")
+
+
 class EngineSuggestion(Record):
     """Servers of a group, on as many GPUs, that hold most rollouts at once."""
 
@@ -256,6 +264,7 @@ class PlanReport(Record):
     refits: bool = Field(False, description="whether another layout of the trainer's ranks could lift a violation")
     warnings: tuple[str, ...] = ()
     nearest: Suggestion | None = Field(None, description="where a layout is refused: the nearest that fits cluster.gpu")
+    searched: Searched | None = Field(None, description="null: nothing was searched")
     suggestions: tuple[Suggestion, ...] = Field((), description="with --suggest: layouts that fit, cheapest first")
     suggested_engines: tuple[EngineSuggestion, ...] = Field((), description="with --suggest")
 

@@ -28,7 +28,7 @@ from slimx.preflight.exact import check_exact
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.layout import check_critic_layout, layout_problems
 from slimx.preflight.link_bytes import link_bytes
-from slimx.preflight.link_model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
+from slimx.preflight.link_model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of, wire_bytes
 from slimx.preflight.memory_engine import engine_memory
 from slimx.preflight.memory_trainer import trainer_memory
 from slimx.preflight.plan_record import EngineGroup, PlanReport, Prediction, PublicationFigures, RankMap, TrainerMemory
@@ -43,11 +43,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A report, and the bytes of a publication by rank and bucket that predictions need (None: no engines, or
-    refused)."""
+    """A report, and what more can be asked of it: predictions of a publication (None: no engines, or refused), other
+    layouts."""
 
     report: PlanReport
-    traffic: Traffic | None
+    published: PublicationPlan | None
     spec: ModelSpec
     machine: Machine
 
@@ -105,8 +105,7 @@ def plan_report(config: Config) -> Planned:
     began = time.perf_counter()
     published = found.attempt(lambda: publication_plan(config, spec, sizes, device))
     seconds = time.perf_counter() - began
-    traffic = _traffic(published, sizes, report.engines) if published else None
-    figures = _figures(config, published, traffic, seconds) if published else None
+    figures = _figures(config, published, sizes, report.engines, seconds) if published else None
     known = _of_layout(config, spec, sizes, critic, device, machine, figures)
     places: RankMap = known["rank_map"]
     found.problems += machine_problems(config, machine, places)
@@ -121,7 +120,7 @@ def plan_report(config: Config) -> Planned:
         "refits": any(memory_problems(config, machine, trainers, (), known["colocated"])),
         "warnings": tuple(machine_warnings(config, machine)),
     }
-    return Planned(report.model_copy(update=update), traffic, spec, machine)
+    return Planned(report.model_copy(update=update), published, spec, machine)
 
 
 def _of_layout(
@@ -181,12 +180,15 @@ def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup
     return replace(traffic, engine_ranks=sum(group.count * group.sizes.world for group in groups))
 
 
-def _figures(config: Config, published: PublicationPlan, traffic: Traffic, seconds: float) -> PublicationFigures:
+def _figures(
+    config: Config, published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup, ...], seconds: float
+) -> PublicationFigures:
     plan = published.plan
     tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
-    sent = traffic.sent.sum(axis=0)
-    received = traffic.received.sum(axis=0)
-    copies = traffic.engine_ranks // plan.targets
+    wire = wire_bytes(plan)
+    sent = wire.sent(sizes.world) * sum(group.count for group in groups)
+    received = wire.received(plan.targets)
+    copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
     publisher_bytes, staged_bytes = _memory(config, plan, int(received.max()))
     return PublicationFigures(
         encoding=published.encoding,
@@ -221,8 +223,9 @@ def _memory(config: Config, plan: Plan, received: int) -> tuple[int, int]:
     return min(two, sum(whole)), staged + (max(whole) if options.transport == "nccl" else 0)
 
 
-def predictions(traffic: Traffic) -> tuple[Prediction, ...]:
+def predictions(planned: Planned) -> tuple[Prediction, ...]:
     """The publication on every cluster that the link model knows."""
+    traffic = _traffic(planned.published, planned.report.trainer, planned.report.engines)
     return tuple(_prediction(traffic, links) for links in (h100_infiniband(), gb300_nvlink()))
 
 

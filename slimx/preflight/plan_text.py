@@ -186,7 +186,9 @@ def describe_suggestions(report: PlanReport) -> list[str]:
             f"            {' '.join(nearest.overrides)}",
         ]
     elif report.refits and report.gpu and not report.suggestions:
-        lines.append("nearest     none: no layout of up to 64 times as many ranks fits")
+        lines.append(f"nearest     none: no layout of up to 64 times as many ranks fits{_searched(report)}")
+    elif report.searched is not None and not report.searched.complete and not report.suggestions:
+        lines.append(f"suggested   none{_searched(report)}")
     if report.suggestions:
         lines.append("suggested   layouts that fit, cheapest first; seconds of an update predicted, for ranking only")
     for number, one in enumerate(report.suggestions, 1):
@@ -202,6 +204,13 @@ def describe_suggestions(report: PlanReport) -> list[str]:
             f"length at once, weights {_gib(engine.weights)} GiB a rank"
         )
     return lines
+
+
+def _searched(report: PlanReport) -> str:
+    """How far a search went that ended at its limit."""
+    if (searched := report.searched) is None or searched.complete:
+        return ""
+    return f", of the {searched.tried} most promising that were tried of {searched.layouts:,}"
 
 
 def _stages(stages: Stages) -> str:

@@ -200,7 +200,8 @@ class _Compiler:
         }
         self.met: dict[tuple[int, Rect, bool], tuple[Move, ...]] = {}
         self.checked: set[tuple[tuple[int, ...], tuple[Rect, ...]]] = set()
-        self.load: list[int] = [0] * (1 + max((rank for _, held in self.holders for rank in held), default=0))
+        self.load = np.zeros(1 + max((max(held) for _, held in self.holders), default=0), dtype=np.int64)
+        self.indices: dict[int, np.ndarray] = {}
         self.tensors: list[list[list[BucketTensor]]] = [[[]] for _ in range(ranks)]
         self.ends = [0] * ranks
         self.placed: list[set[str]] = [set() for _ in range(ranks)]
@@ -257,9 +258,17 @@ class _Compiler:
             bucket, tensor = self._place(part, rank)
             for holder, m in found:
                 parameter, ranks = self.holders[holder]
-                sender = ranks[0] if len(ranks) == 1 else min(ranks, key=self.load.__getitem__)
+                sender = self._least_busy(ranks)
                 self.load[sender] += m.rows * m.cols * itemsize
                 self.rows.append((sender, parameter, rank, bucket, tensor, *m[1:]))
+
+    def _least_busy(self, ranks: tuple[int, ...]) -> int:
+        """Which of `ranks` sends least so far; the first of those that do."""
+        if len(ranks) == 1:
+            return ranks[0]
+        if id(ranks) not in self.indices:  # parts of one kind share the tuple, which `holders` keeps
+            self.indices[id(ranks)] = np.array(ranks)
+        return ranks[int(self.load[self.indices[id(ranks)]].argmin())]
 
     def _check_filled(self, part: Part) -> None:
         """Each element of the target tensor is in one rectangle; rows without any may only be padding at the end."""

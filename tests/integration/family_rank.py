@@ -86,10 +86,11 @@ class Rank:
 
     def compare_plan(self, trainer: Any) -> None:
         """`slimx plan` knows the bytes that this rank holds now, of every family."""
-        from slimx.preflight.memory_state import parameter_runs, state_bytes
+        from slimx.preflight.memory_state import state_bytes
+        from slimx.preflight.parameter_runs import Holdings
 
         config, sizes = trainer.config, self.parallel.sizes
-        runs = parameter_runs(trainer.weights.spec.table, sizes, self.rank, config.numerics.dtype)
+        runs = Holdings(trainer.weights.spec.table, config.numerics.dtype).runs(sizes, self.rank)
         planned = state_bytes(runs, config.trainer, sizes, self.rank)
         held = tuple(trainer.offloading.sizes().values())
         assert (planned.weights, planned.gradients, planned.optimizer) == held, (planned, held)

@@ -19,8 +19,9 @@ from slimx.models.families import read_model
 from slimx.models.trunk import read_trunk
 from slimx.ports import free_port
 from slimx.preflight.batch_plan import batch_plan
-from slimx.preflight.memory_state import parameter_runs, state_bytes
+from slimx.preflight.memory_state import state_bytes
 from slimx.preflight.memory_trainer import trainer_memory
+from slimx.preflight.parameter_runs import Holdings
 from tests.integration.memory_rank import config
 from tests.integration.rank_processes import run_ranks
 from tests.integration.test_invariance import DEEPSEEK, QWEN
@@ -158,7 +159,7 @@ def check_case(job: dict[str, Any], model: str, case: dict[str, Any], said: list
     assert batch_plan(settings, sizes).microbatches_per_update == said[0]["micro_batches"], (model, case)
     off = []
     for rank, held in enumerate(said):
-        runs = parameter_runs(spec.table, sizes, rank, settings.numerics.dtype)
+        runs = Holdings(spec.table, settings.numerics.dtype).runs(sizes, rank)
         state = state_bytes(runs, settings.trainer, sizes, rank)
         found = held["weights"], held["gradients"], held["optimizer state"]
         assert (state.weights, state.gradients, state.optimizer) == found, (model, case, rank)

@@ -23,8 +23,9 @@ from slimx.models.families import read_model
 from slimx.preflight.memory_activations import Setting, layer_bytes
 from slimx.preflight.memory_engine import kv_bytes
 from slimx.preflight.memory_pipeline import _layers, in_flight
-from slimx.preflight.memory_state import parameter_runs, state_bytes
+from slimx.preflight.memory_state import state_bytes
 from slimx.preflight.memory_trainer import trainer_memory
+from slimx.preflight.parameter_runs import Holdings
 from slimx.reshard.precision import Quantisation
 from slimx.reshard.served import ServedWeights
 from tests.unit.test_plan_command import DEEPSEEK_V3, QWEN3_30B
@@ -67,7 +68,7 @@ def test_every_rank_holds_what_its_layout_says(name: str, sizes: Sizes):
     for rank in range(sizes.world):
         held = Counter((part.dtype or "bfloat16", math.prod(part.shape)) for part in layout.held(rank))
         counted: Counter[tuple[str, int]] = Counter()
-        for run in parameter_runs(TABLES[name], sizes, rank, "bfloat16"):
+        for run in Holdings(TABLES[name], "bfloat16").runs(sizes, rank):
             counted[run.dtype, run.elements] += run.count
         assert counted == held
 
@@ -79,7 +80,7 @@ def test_shares_of_the_optimizer_hold_every_parameter_once(name: str, sizes: Siz
     table, trainer = TABLES[name], Trainer()
     states = wanted = 0
     for rank in range(sizes.world):
-        runs = parameter_runs(table, sizes, rank, "bfloat16")
+        runs = Holdings(table, "bfloat16").runs(sizes, rank)
         states += state_bytes(runs, trainer, sizes, rank).optimizer
         place = coordinates(rank, sizes)
         for run in runs:
@@ -93,7 +94,7 @@ def test_bytes_per_parameter_are_those_of_megatron_lm():
     (gaps between parameters come on top)."""
     sizes = Sizes(data=4)
     wide = qwen3_moe.weight_table(QWEN | {"hidden_size": 512})
-    runs = parameter_runs(wide, sizes, 0, "bfloat16")
+    runs = Holdings(wide, "bfloat16").runs(sizes, 0)
     count = sum(run.elements * run.count for run in runs)
     for distributed, each in ((False, 18), (True, 6 + 12 / 4)):
         state = state_bytes(runs, Trainer(world_size=4, distributed_optimizer=distributed), sizes, 0)
@@ -146,7 +147,7 @@ def test_exact_mode_in_fp8_costs_what_the_rounded_weights_take(tmp_path: Path) -
 
 
 def elements(table: Table) -> int:
-    return sum(run.elements * run.count for run in parameter_runs(table, Sizes(), 0, "bfloat16"))
+    return sum(run.elements * run.count for run in Holdings(table, "bfloat16").runs(Sizes(), 0))
 
 
 def test_frozen_experts_have_neither_gradients_nor_moments():
@@ -155,7 +156,7 @@ def test_frozen_experts_have_neither_gradients_nor_moments():
         entry.sources for entry in table.entries() if entry.row.per_expert and entry.expert == 5 and entry.layer == 1
     )
     whole, less = (
-        [state_bytes(parameter_runs(table, sizes, rank, "float32", f), Trainer(), sizes, rank) for rank in (0, 1)]
+        [state_bytes(Holdings(table, "float32", f).runs(sizes, rank), Trainer(), sizes, rank) for rank in (0, 1)]
         for f in (frozenset(), frozen)
     )
     assert less[0] == whole[0], "expert 5 is on the second rank"

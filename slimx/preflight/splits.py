@@ -1,0 +1,88 @@
+"""Splits of a trainer's ranks that a model allows, and the least memory that each of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.layout.megatron import nearly_equal
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.preflight.hardware import Machine
+
+SPLIT_TOKENS = 4096
+"""Of the longest sequence on each rank, below which context parallelism is not suggested."""
+Fields = dict[str, Any]
+"""Of the section trainer, or of an engine group."""
+
+
+def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Iterator[Fields]:
+    """Every split of `world` ranks into sizes that are powers of 2, or those that divide world and model."""
+    layers, experts = spec.table.layers, max(1, spec.experts)
+    for tensor in _divisors(world, min(machine.domain, spec.transformer["num_query_groups"])):
+        for pipeline in _divisors(world // tensor, layers):
+            for context in _contexts(config, world // tensor // pipeline):
+                data = world // tensor // pipeline // context
+                stage = tensor * context * data
+                for expert in _divisors(experts, stage):
+                    for expert_tensor in sorted({1, tensor}) if expert > 1 else (tensor,):
+                        if stage % (expert * expert_tensor):
+                            continue
+                        for virtual in _virtual(layers, pipeline):
+                            split = nearly_equal(layers, pipeline * virtual) if layers % (pipeline * virtual) else None
+                            yield {
+                                "world_size": world,
+                                "tensor": tensor,
+                                "pipeline": pipeline,
+                                "virtual_pipeline": virtual,
+                                "layers_per_stage": split,
+                                "context": context,
+                                "data": None,
+                                "expert": expert,
+                                "expert_tensor": expert_tensor,
+                            }
+
+
+def _contexts(config: Config, ranks: int) -> list[int]:
+    """The configured size, and those that leave each rank a sequence worth splitting."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    worth = [n for n in powers_of_two(ranks, 64) if n == 1 or longest >= n * SPLIT_TOKENS]
+    return sorted({*worth, *(n for n in [config.trainer.context] if ranks % n == 0)})
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
+
+
+def powers_of_two(number: int, largest: int) -> list[int]:
+    return [n for n in (2**k for k in range(10)) if n <= largest and number % n == 0]
+
+
+def _virtual(layers: int, pipeline: int) -> tuple[int, ...]:
+    return (1, 2) if pipeline > 1 and layers >= 2 * pipeline else (1,)
+
+
+def sizes_of_split(fields: Fields) -> Sizes:
+    """Parallel sizes of a split, as `slimx.layout.ranks.sizes_of` gives them of the section that has these fields."""
+    stage = fields["world_size"] // fields["pipeline"]
+    return Sizes(
+        tensor=fields["tensor"],
+        pipeline=fields["pipeline"],
+        data=stage // (fields["tensor"] * fields["context"]),
+        expert=fields["expert"],
+        expert_tensor=fields["expert_tensor"] or fields["tensor"],
+        context=fields["context"],
+        virtual=fields["virtual_pipeline"],
+        split=tuple(fields["layers_per_stage"] or ()),
+    )
+
+
+def divides(sizes: Sizes, spec: ModelSpec, rollouts: int) -> bool:
+    """Say that the model's tensors and an update's `rollouts` can be shared as `sizes` want it, at no cost: what
+    `divisor_problems` and `batch_problems` find wrong, with words for a user, is found wrong here too."""
+    model = spec.transformer
+    shared = [(spec.vocab_size, sizes.tensor), (model["num_query_groups"], sizes.tensor), (spec.experts, sizes.expert)]
+    if spec.experts:
+        shared.append((model["moe_ffn_hidden_size"], sizes.expert_tensor))
+    return all(count % size == 0 for count, size in shared) and rollouts >= sizes.data
