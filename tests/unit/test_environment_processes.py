@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +65,17 @@ async def test_what_one_does_fails_its_own_rollout_alone(environments):
         await world.close()
     assert not psutil.pid_exists(good_pid) or psutil.Process(good_pid).status() == psutil.STATUS_ZOMBIE
     assert not psutil.pid_exists(late_pid) or psutil.Process(late_pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("signum", "kind"), [(signal.SIGKILL, SlimxError), (signal.SIGSTOP, DeadlineError)])
+async def test_one_that_is_killed_or_stopped_from_outside_fails_its_own_rollout_and_is_gone(environments, signum, kind):
+    world, pid = await begin(environments, deadline_s=5.0)
+    other, _ = await begin(environments)
+    os.kill(pid, signum)
+    with pytest.raises(kind):
+        await world.step("a")
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert (await other.step("b")).info["turns"] == 1
 
 
 async def test_what_a_killed_environment_started_is_killed_with_it(environments, tmp_path):
