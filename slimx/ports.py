@@ -6,8 +6,12 @@ import ipaddress
 import random
 import socket
 
+import psutil
+
 from slimx.errors import SlimxError
 
+LOOPBACK = "127.0.0.0/8"
+"""The network of a run on one machine."""
 LISTENING = range(20000, 32000)
 """Below the range from which Linux draws the ports of outgoing connections (32768 and up): one drawn from there would
 often be taken again before a server that takes 20 s to start listens on it."""
@@ -28,6 +32,31 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise SlimxError(
         f"none of {TRIES} ports from {LISTENING.start} to {LISTENING.stop} on {host} is free; end what listens there"
     )
+
+
+def own_address(network: str | None) -> str:
+    """This machine's address in `network`, a CIDR; None: the one by which Ray knows it. Raises SlimxError if it has
+    none."""
+    if network is None:
+        import ray
+
+        return ray.util.get_node_ip_address()
+    wanted = ipaddress.ip_network(network, strict=False)
+    found = [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+        and ipaddress.ip_address(each.address.partition("%")[0]) in wanted
+    ]
+    if not found:
+        raise SlimxError(
+            f"{socket.gethostname()} has no address in {network} (cluster.trusted_network); name a network that every "
+            "machine of the run is in",
+            code="cluster.network",
+            about=network,
+        )
+    return found[0]
 
 
 def address(host: str, port: int) -> str:

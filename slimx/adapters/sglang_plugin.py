@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 import slimx
-from slimx.adapters import sglang_cpu, sglang_numerics, sglang_trace
+from slimx.adapters import sglang_cpu, sglang_meeting, sglang_numerics, sglang_trace
 from slimx.adapters.sglang_receiver import receiver_of
 from slimx.errors import SlimxError
 
@@ -60,6 +60,7 @@ def register() -> None:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
         HookRegistry.register(LOADS_PATH, loads_path, HookType.REPLACE)
         HookRegistry.register(RESOLVED, without_keys, HookType.AROUND)
+        HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
         if is_cpu():
             sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)
             sglang_cpu.close_gaps()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from slimx.config.section import Amount, Count, Positive, Seconds, Section, Size
+from slimx.ports import LOOPBACK
 
 
 class Run(Section):
@@ -50,6 +52,12 @@ class Numerics(Section):
 class Cluster(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU, else cpu")
     ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts a local one")
+    trusted_network: bool | str | None = Field(
+        None,
+        description="network on which nobody but this run's users sends anything: true, or its CIDR, in which every "
+        "machine's servers then take their address (without it: the one by which Ray knows the machine). Engines with "
+        "`dp_attention` over several `nodes` need it (docs/engines.md)",
+    )
     start_deadline: Seconds = Field(300, description="seconds until Ray, trainers and engines must be up")
     affinity: Literal["auto", "none"] = Field(
         "auto", description="auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere"
@@ -67,6 +75,25 @@ class Cluster(Section):
     host_memory_gib: Positive | None = Field(
         None, description="GiB of a node's host memory for `slimx plan`; null: not judged"
     )
+
+    @property
+    def network(self) -> str | None:
+        """CIDR in which servers take their address; None: it is the one by which Ray knows their machine."""
+        if self.ray_address is None:
+            return LOOPBACK
+        return self.trusted_network if isinstance(self.trusted_network, str) else None
+
+    @field_validator("trusted_network")
+    @classmethod
+    def _cidr(cls, value: bool | str | None) -> bool | str | None:
+        if isinstance(value, str):
+            try:
+                ipaddress.ip_network(value, strict=False)
+            except ValueError:
+                raise ValueError(
+                    f"cluster.trusted_network is {value!r}; give true or a network such as 10.0.0.0/16"
+                ) from None
+        return value
 
 
 class SavedRollouts(Section):

@@ -25,7 +25,7 @@ from slimx.config.rollout import Eval, Rollout
 from slimx.config.run import Cluster, Model, Numerics, Run, Track
 from slimx.config.schedule import Checkpoint, Publish, Schedule
 from slimx.config.section import Section
-from slimx.config.serving import check_served_teacher, check_serving
+from slimx.config.serving import check_network, check_served_teacher, check_serving
 from slimx.config.trainer import Trainer
 
 
@@ -75,6 +75,7 @@ class Config(Section):
             lambda: self.critic and self.as_critic(),
             lambda: check_serving(self.rollout, self.schedule, self.publish),
             lambda: check_served_teacher(self.algorithm.teacher_engine, self.rollout),
+            lambda: check_network(self.rollout, self.cluster.trusted_network),
         ):
             try:
                 check()

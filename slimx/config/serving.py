@@ -59,3 +59,15 @@ def check_served_teacher(name: str | None, rollout: Rollout) -> None:
                 f"tokens at temperature 1 over the whole vocabulary; set {key} to {value:g}, or algorithm.teacher, "
                 "which trainers score as the policy samples"
             )
+
+
+def check_network(rollout: Rollout, trusted: bool | str | None) -> None:
+    """Raise ValueError for servers that run what is sent to them over a network, unless the network is `trusted`."""
+    for group in rollout.served:
+        if group.nodes > 1 and group.dp_attention > 1 and not group.urls and not trusted:
+            raise ValueError(
+                f"rollout.engines group {group.name} has dp_attention {group.dp_attention} over {group.nodes} nodes, "
+                "where SGLang unpickles what arrives at its sockets: whoever can send from one of these machines runs "
+                "programs on all of them; set cluster.trusted_network to true, or to the CIDR of a network that only "
+                "this run's users reach"
+            )

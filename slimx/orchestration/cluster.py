@@ -1,6 +1,6 @@
 """Ray for one run: joined if an address is configured, else a local cluster that ends with the run.
 
-Ray's own services listen on every interface; its token authentication, on by default, keeps strangers out and stays on.
+Ray's own services listen on every interface; its tokens keep strangers out (slimx.orchestration.ray_access).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.orchestration.ray_access import SYSTEM_CONFIG, local_options
 
 
 def device_of(config: Config) -> str:
@@ -38,6 +39,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             ray.init(config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         else:
             ray.init(
+                **local_options(),
                 num_cpus=cpus,
                 # Shards of a batch are a few MB; weights do not travel through the object store.
                 object_store_memory=max(256 * 2**20, int(0.02 * _memory())),
@@ -46,7 +48,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
                 logging_level=logging.ERROR,
                 # A dying worker would kill its children at once, the guard of an engine among them, which must live to
                 # end the engine in order and to remove what it leaves (slimx.rollout.process).
-                _system_config={"kill_child_processes_on_worker_exit": False},
+                _system_config={"kill_child_processes_on_worker_exit": False, **SYSTEM_CONFIG},
             )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = config.cluster.ray_address or "on this machine"

@@ -19,6 +19,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.engine_nodes import DEVICES, place_of
 from slimx.orchestration.restarts import Restarts, told_of
 from slimx.orchestration.waiting import ActorDied, first_line, gather
+from slimx.ports import own_address
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import TransportLost
@@ -31,8 +32,8 @@ from slimx.reshard.transports.memory import open_memory
 class Courier:
     """A Ray actor whose calls run in threads."""
 
-    def __init__(self, directory: str, host: str | None, deadline_s: float, log_path: str, gpus: str | None):
-        """`directory`: of versions on disk; `host`: where meetings are held, None for this machine's address;
+    def __init__(self, directory: str, network: str | None, deadline_s: float, log_path: str, gpus: str | None):
+        """`directory`: of versions on disk; `network`: where meetings are held (`slimx.ports.own_address`);
         `deadline_s`: seconds for one step of a channel; what the process prints goes to `log_path`; `gpus`: those of
         the publisher, of which it shares the first."""
         with open(log_path, "ab", buffering=0) as log:
@@ -41,7 +42,7 @@ class Courier:
         if gpus is not None:
             os.environ[DEVICES] = gpus
         self.shelf, self.deadline_s = Shelf(directory), deadline_s
-        self.host = host or ray.util.get_node_ip_address()
+        self.host = own_address(network)
         self.openings: dict[str, Opening] = {}
         self.channels: dict[str, Sending] = {}
 
@@ -119,9 +120,9 @@ class CourierHandle:
             max_concurrency=sum(group.servers for group in self.config.rollout.policy_engines) + 1,
             **place.options(cpus=0),
         )
-        host = "127.0.0.1" if self.config.cluster.ray_address is None else None
+        network = self.config.cluster.network
         gpus = None if place.gpus is None else ",".join(place.gpus)
-        courier = actor.remote(str(self.directory), host, self.config.publish.step_deadline, str(self.log), gpus)
+        courier = actor.remote(str(self.directory), network, self.config.publish.step_deadline, str(self.log), gpus)
         await self._answer(courier.ready.remote(), "the start", limit)
         self._actor = courier
         self.incarnation += 1

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration.engine_nodes import ChannelEnd, OtherNodes, Place, own_host
-from slimx.ports import free_port
+from slimx.orchestration.engine_nodes import ChannelEnd, OtherNodes, Place
+from slimx.ports import LOOPBACK, free_port, own_address
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import ReceiverLost, Staging
@@ -34,15 +34,15 @@ class EngineActor:
         values: dict[str, Any],
         log_path: str,
         call_deadline_s: float,
-        loopback: bool = True,
+        network: str | None = LOOPBACK,
         others: tuple[Place, ...] = (),
         url: str | None = None,
     ):
         """`values`: an EngineSpec without what differs between starts. `call_deadline_s`: seconds for one call to the
-        server. `loopback`: it listens for this machine only. `others`: of a server on several machines, all but the
-        first. `url`: of a server that runs already and is not ours."""
+        server. `network`: in which it takes its address (`slimx.ports.own_address`). `others`: of a server on several
+        machines, all but the first. `url`: of a server that runs already and is not ours."""
         self.values, self.log_path, self.call_deadline_s = values, log_path, call_deadline_s
-        self.loopback, self.host, self.places, self.url = loopback, own_host(loopback), others, url
+        self.network, self.host, self.places, self.url = network, own_address(network), others, url
         self.engine = Engine(self._spec(), log_path)
         self.epoch = -1
         """Membership epoch of the publication that was begun last."""
@@ -67,7 +67,7 @@ class EngineActor:
         if self.places:
             spec = self.engine.spec
             cpus = spec.threads * spec.sizes.world / (len(self.places) + 1)
-            self.others = OtherNodes(self.values, self.log_path, self.loopback, self.places, cpus)
+            self.others = OtherNodes(self.values, self.log_path, self.network, self.places, cpus)
             node = await self.others.start(self.host, deadline_s)
         self.engine = Engine(self._spec(node), self.log_path)
         self.engine.control.deadline_s = self.call_deadline_s

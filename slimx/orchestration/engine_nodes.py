@@ -18,12 +18,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimx.errors import DeadlineError, SlimxError
-from slimx.ports import address, free_port
+from slimx.ports import address, free_port, own_address
 from slimx.reshard.packed import PackedBucket
 from slimx.rollout.process import SupervisedProcess
 from slimx.rollout.spec import EngineSpec, NodeShare, server_argv, server_env
 
-LOOPBACK = "127.0.0.1"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """CUDA's own variable: the GPUs of a process."""
 
@@ -65,11 +64,6 @@ def share_of(ranks: Sequence[Place], name: str) -> Place:
     return Place(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
 
 
-def own_host(loopback: bool) -> str:
-    """The address at which this machine's servers listen; `loopback`: for this machine only."""
-    return LOOPBACK if loopback else ray.util.get_node_ip_address()
-
-
 class ChannelEnd:
     """Where buckets arrive on this machine, if they come over a network."""
 
@@ -100,12 +94,16 @@ class ChannelEnd:
 class NodeActor:
     """The process that owns a server's share on a machine other than its first."""
 
-    def __init__(self, values: dict[str, Any], log_path: str, loopback: bool):
-        """`values`: an EngineSpec without what differs between starts."""
-        self.values, self.log_path, self.host = values, log_path, own_host(loopback)
+    def __init__(self, values: dict[str, Any], log_path: str, network: str | None):
+        """`values`: an EngineSpec without what differs between starts. `network`: in which it takes its address."""
+        self.values, self.log_path, self.host = values, log_path, own_address(network)
         self.end = ChannelEnd()
         self.process: SupervisedProcess | None = None
         self._held = AsyncExitStack()
+
+    async def address(self) -> str:
+        """At which this machine's share listens, and from which it connects."""
+        return self.host
 
     async def start(self, share: NodeShare) -> None:
         spec = EngineSpec(port=free_port(self.host), host=self.host, node=share, **self.values)
@@ -138,12 +136,14 @@ class NodeActor:
 class OtherNodes:
     """The actors of a server's machines other than the first, called together."""
 
-    def __init__(self, values: dict[str, Any], log_path: str, loopback: bool, places: Sequence[Place], cpus: float):
+    def __init__(
+        self, values: dict[str, Any], log_path: str, network: str | None, places: Sequence[Place], cpus: float
+    ):
         self.name = values["name"]
         self._actors = [
             ray.remote(NodeActor)
             .options(**place.options(cpus))
-            .remote(values | {"gpus": place.gpus}, str(node_log(log_path, number)), loopback)
+            .remote(values | {"gpus": place.gpus}, str(node_log(log_path, number)), network)
             for number, place in enumerate(places, 1)
         ]
 
@@ -155,10 +155,10 @@ class OtherNodes:
         """Start their processes; the first machine's share, None where it is the only one."""
         if not self._actors:
             return None
-        nodes, meeting = self.count + 1, address(host, free_port(host))
-        shares = [(NodeShare(rank, nodes, meeting),) for rank in range(1, nodes)]
-        await self._call("start", shares, deadline_s)
-        return NodeShare(0, nodes, meeting)
+        others = await self._call("address", [()] * self.count, deadline_s)
+        shares = shares_of((host, *others), address(host, free_port(host)))
+        await self._call("start", [(share,) for share in shares[1:]], deadline_s)
+        return shares[0]
 
     async def ended(self, deadline_s: float) -> str | None:
         """How the first of them that ended did."""
@@ -202,6 +202,11 @@ class OtherNodes:
             raise DeadlineError(what, deadline_s, f"engine {self.name}") from None
         except ray.exceptions.RayError as error:
             raise SlimxError(f"{what} failed: {' '.join(str(error).split())[:300]}") from None
+
+
+def shares_of(hosts: tuple[str, ...], meeting: str) -> list[NodeShare]:
+    """The share of each of `hosts`, the addresses of a server's machines."""
+    return [NodeShare(rank, len(hosts), meeting, hosts) for rank in range(len(hosts))]
 
 
 def node_log(log_path: str | Path, number: int) -> Path:

@@ -102,7 +102,7 @@ class EngineGroup:
             values | {"gpus": first.gpus},
             str(log),
             deadline,
-            loopback=config.cluster.ray_address is None,
+            network=config.cluster.network,
             others=tuple(others),
             url=group.urls[number] if group.urls else None,
         )

@@ -28,6 +28,8 @@ class NodeShare:
     count: int
     meeting: str
     """host:port on machine 0 at which the ranks meet."""
+    peers: tuple[str, ...]
+    """Addresses of all its machines: others are not heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,10 @@ def server_argv(spec: EngineSpec) -> list[str]:
 def server_env(spec: EngineSpec) -> dict[str, str]:
     """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
     environment = {"HF_HUB_OFFLINE": "1"}
+    if spec.node is not None:
+        # SGLang unpickles what comes to its sockets; with these it drops connections from anywhere else.
+        environment["SGLANG_ZMQ_ALLOWED_PEERS"] = ",".join(dict.fromkeys(spec.node.peers))
+        environment["SGLANG_ZMQ_SOURCE_IP"] = spec.host
     if spec.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     if spec.device == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Coordinates, Sizes, coordinates
+from slimx.reshard.transports.meeting import meet
 
 
 class ParallelState:
@@ -23,7 +25,9 @@ class ParallelState:
         self.place: Coordinates = coordinates(rank, sizes)
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=deadline_s)
-        dist.init_process_group(backend, init_method=init_method, world_size=sizes.world, rank=rank, timeout=timeout)
+        where = urlsplit(init_method)
+        store = meet(where.hostname or "", where.port or 0, rank=rank, size=sizes.world, timeout=timeout)
+        dist.init_process_group(backend, store=store, world_size=sizes.world, rank=rank, timeout=timeout)
         # Weights that leave through host memory are gathered by gloo on every device.
         self.host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         if backend == "nccl":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from slimx.ports import address, free_port, is_loopback
+from slimx.ports import address, free_port, is_loopback, own_address
 
 PROBE = b"slimx publisher"
 
@@ -34,12 +34,9 @@ class TrainerWorker:
 
     def rendezvous(self) -> str:
         """Where the ranks meet, on this rank's node: an init_method for torch.distributed."""
-        if self._values["cluster"]["ray_address"] is None:
-            host = "127.0.0.1"  # a Ray of the run's own is one machine
-        else:
-            import ray
+        from slimx.config.run import Cluster
 
-            host = ray.util.get_node_ip_address()
+        host = own_address(Cluster.model_validate(self._values["cluster"]).network)
         return f"tcp://{address(host, free_port(host))}"
 
     def start(self, init_method: str) -> dict[str, Any]:
@@ -278,10 +275,10 @@ class CriticWorker(TrainerWorker):
 def prepare_process(device: str, *, shares_layers: bool, local: bool) -> None:
     """Set the variables of gloo and CUDA that a rank needs; call before torch is imported. `shares_layers`: whether
     several ranks compute one layer together (tensor or context parallelism); `local`: whether they meet on loopback."""
+    if local:
+        # gloo would look up the host's name, which need not resolve, and listen at an address that others reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cpu":
-        if local:
-            # gloo would look up the host's name, which need not resolve.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # The adapters go by what torch sees: a rank configured for the CPU must not see the machine's GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif shares_layers:

@@ -133,7 +133,9 @@ def test_roles_machines_and_turns_become_arguments_of_the_server() -> None:
     assert prefill["disaggregation_mode"] == "prefill" and prefill["disaggregation_bootstrap_port"] == 31001
     decode = server_args(replace(GPU, role="decode"))
     assert decode["disaggregation_mode"] == "decode" and "disaggregation_bootstrap_port" not in decode
-    wide = server_args(replace(GPU, sizes=EngineSizes(tensor=16), node=NodeShare(1, 2, "10.0.0.1:31002")))
+    wide = server_args(
+        replace(GPU, sizes=EngineSizes(tensor=16), node=NodeShare(1, 2, "10.0.0.1:31002", ("10.0.0.1", "10.0.0.2")))
+    )
     assert (wide["nnodes"], wide["node_rank"], wide["dist_init_addr"]) == (2, 1, "10.0.0.1:31002")
     assert server_args(replace(GPU, sleeps=True))["enable_memory_saver"] is True
     assert "enable_memory_saver" not in server_args(replace(GPU, sleeps=True, device="cpu"))
@@ -141,7 +143,7 @@ def test_roles_machines_and_turns_become_arguments_of_the_server() -> None:
     frozen = server_args(replace(GPU, frozen=True))
     assert not {"custom_weight_loader", "enable_deterministic_inference"} & frozen.keys()
     with pytest.raises(SlimxError, match="rollout.engines.sglang.nnodes is set by slimx"):
-        server_args(replace(GPU, node=NodeShare(0, 2, "a:1"), sglang={"nnodes": 3}))
+        server_args(replace(GPU, node=NodeShare(0, 2, "a:1", ()), sglang={"nnodes": 3}))
     assert replace(GPU, host="fd00::1").url == "http://[fd00::1]:31000"
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from slimx.errors import SlimxError
 from slimx.ports import family
+from slimx.reshard.transports.meeting import listen, serve
 
 Backend = Literal["gloo", "nccl"]
 PUBLISHER = 0
@@ -97,19 +98,9 @@ class Sending(_Channel):
     @staticmethod
     def open(engine: str, epoch: int, *, ranks: int, host: str, backend: Backend, deadline_s: float) -> Opening:
         """Open a meeting at `host`, an address of this machine; its ranks join next, on both sides at once."""
-        listener = socket.socket(family(host))
-        listener.bind((host, 0))
-        listener.listen()
+        listener = listen(host)
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=deadline_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store would listen on every interface
-            use_libuv=False,
-        )
+        store = serve(listener, timedelta(seconds=deadline_s))
         return Opening(Meeting(engine, epoch, host, port, ranks, backend, deadline_s), store)
 
     def broadcast(self, data: torch.Tensor) -> None:
@@ -150,7 +141,6 @@ class Receiving(_Channel):
                 is_master=False,
                 timeout=timedelta(seconds=meeting.deadline_s),
                 wait_for_workers=False,
-                use_libuv=False,
             )
         except RuntimeError as error:
             first = str(error).partition("\n")[0][:300]

@@ -1,0 +1,53 @@
+"""Who reaches the Ray of a run on one machine: Ray's own settings, for ray 2.60.
+
+GCS, raylet and every worker listen on all interfaces, which cannot be changed, and ask for a token. The rest of Ray
+asks nobody, and is kept on the loopback interface or switched off here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from slimx.errors import SlimxError
+
+ADDRESS = "127.0.0.2"
+"""Of the node. Ray's agents listen at it; 127.0.0.1 it would replace by an address that others reach."""
+SYSTEM_CONFIG = {"enable_metrics_collection": False}
+"""Each node's agent would offer Ray's counters to everybody; slimx keeps its own."""
+COUNTERS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
+"""Ray's variables of two more such ports, at which it has no address to choose: -1 is no port."""
+MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+
+
+def local_options() -> dict[str, Any]:
+    """What `ray.init` is given for a Ray on this machine. Sets Ray's variables, which its processes inherit.
+
+    Raises SlimxError where RAY_AUTH_MODE switches the token off."""
+    # Ray's default for a new cluster; set after Ray's import, the variable would be heard by its processes alone.
+    if os.environ.get(MODE, "token").lower() != "token":
+        raise SlimxError(
+            f"{MODE} is {os.environ[MODE]}: whoever reaches this machine could run programs through Ray; unset it",
+            code="ray.no_token",
+            about=MODE,
+        )
+    if TOKEN not in os.environ:
+        keep_to_owner(Path(os.environ.get(TOKEN_FILE) or Path.home() / ".ray" / "auth_token"))
+    for name in COUNTERS:
+        os.environ.setdefault(name, "-1")
+    return {"_node_ip_address": ADDRESS}
+
+
+def keep_to_owner(file: Path) -> None:
+    """Have a token in `file` that its owner alone can read: Ray would write one that everybody can."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        if file.stat().st_mode & 0o077:
+            file.chmod(0o600)
+    else:
+        with os.fdopen(descriptor, "w") as token:
+            token.write(secrets.token_hex(32))

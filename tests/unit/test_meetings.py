@@ -1,0 +1,153 @@
+"""Where processes meet: at one address, which nobody else's machine reaches in a run on one machine."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from slimx.adapters import sglang_meeting
+from slimx.config.run import Cluster
+from slimx.errors import SlimxError
+from slimx.orchestration.engine_nodes import shares_of
+from slimx.orchestration.ray_access import ADDRESS, keep_to_owner, local_options
+from slimx.ports import LOOPBACK, free_port, own_address
+from slimx.reshard.transports.meeting import meet
+from slimx.rollout.spec import EngineSpec, server_env
+
+LIMIT = timedelta(seconds=60)
+
+
+def listening() -> set[tuple[str, int]]:
+    return {tuple(c.laddr) for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("how", ["meet", "sglang"])
+def test_ranks_meet_at_one_address_only(how: str) -> None:
+    port, stores = free_port(), {}
+
+    def join(rank: int) -> None:
+        if how == "meet":
+            stores[rank] = meet("127.0.0.1", port, rank=rank, size=2, timeout=LIMIT)
+        else:
+            stores[rank] = sglang_meeting.at_one_address("127.0.0.1", port, rank, 2, LIMIT, use_libuv=True)
+
+    threads = [Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    stores[1].set("key", "value")
+    assert stores[0].get("key") == b"value"
+    assert {where for where in listening() if where[1] == port} == {("127.0.0.1", port)}
+
+
+def test_torch_still_meets_where_the_adapter_stands_in() -> None:
+    """What the adapter replaces is still what torch's own rendezvous calls, with these arguments."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    asked: list[Any] = []
+    original = rendezvous._create_c10d_store
+    rendezvous._create_c10d_store = lambda *given, **named: asked.append((given, named)) or dist.HashStore()
+    try:
+        next(dist.rendezvous("tcp://127.0.0.1:1", rank=0, world_size=3, timeout=LIMIT))
+    finally:
+        rendezvous._create_c10d_store = original
+    ((given, _),) = asked
+    assert given[:4] == ("127.0.0.1", 1, 0, 3) and sglang_meeting.CREATE.rpartition(".")[2] == original.__name__
+
+
+def test_servers_take_their_address_in_the_named_network() -> None:
+    assert Cluster().network == LOOPBACK and own_address(LOOPBACK) == "127.0.0.1"
+    assert Cluster(trusted_network="10.0.0.0/8").network == LOOPBACK, "one machine needs no network"
+    assert Cluster(ray_address="auto", trusted_network=True).network is None
+    assert Cluster(ray_address="auto", trusted_network="10.0.0.0/8").network == "10.0.0.0/8"
+    with pytest.raises(SlimxError) as error:
+        own_address("203.0.113.0/24")
+    assert (error.value.code, error.value.about) == ("cluster.network", "203.0.113.0/24")
+    with pytest.raises(ValueError, match=r"cluster\.trusted_network"):
+        Cluster(trusted_network="office")
+
+
+def test_servers_of_several_machines_hear_these_machines_only() -> None:
+    first, second = shares_of(("10.0.0.1", "10.0.0.2"), "10.0.0.1:31000")
+    assert (first.rank, second.rank, second.count, second.meeting) == (0, 1, 2, "10.0.0.1:31000")
+    spec = EngineSpec("e", "/model", "bfloat16", "cuda", 31000, host="10.0.0.2", node=second)
+    environment = server_env(spec)
+    assert environment["SGLANG_ZMQ_ALLOWED_PEERS"] == "10.0.0.1,10.0.0.2"
+    assert environment["SGLANG_ZMQ_SOURCE_IP"] == "10.0.0.2"
+    assert not {"SGLANG_ZMQ_ALLOWED_PEERS"} & server_env(EngineSpec("e", "/m", "float32", "cpu", 31000)).keys()
+
+
+STRANGER = """
+import os, pickle, sys, zmq
+from sglang.srt.managers.io_struct import sock_recv
+from sglang.srt.utils.network import get_zmq_socket
+
+class Program:
+    def __reduce__(self):
+        return os.mkdir, (sys.argv[2],)
+
+context, port, sent = zmq.Context(), sys.argv[1], sys.argv[3]
+receiver = get_zmq_socket(context, zmq.PULL, f"tcp://127.0.0.1:{port}", True)
+sender = context.socket(zmq.PUSH)
+sender.setsockopt(zmq.LINGER, 0)
+sender.connect(f"tcp://{sent}:0;127.0.0.1:{port}")
+sender.send(pickle.dumps(Program()))
+if receiver.poll(5000):
+    try:
+        sock_recv(receiver)
+    except Exception:
+        pass
+    print("heard")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("sender", "heard"), [("127.0.0.1", True), ("127.0.0.9", False)])
+def test_a_strangers_pickle_does_not_reach_sglangs_sockets(sender: str, heard: bool, tmp_path: Path) -> None:
+    """By SGLang's own functions, with the variables that its servers get. A machine of the server itself is heard, and
+    what it sends is run: this is what `cluster.trusted_network` is about."""
+    share = shares_of(("127.0.0.1", "127.0.0.1"), "127.0.0.1:31000")[0]
+    environment = server_env(EngineSpec("e", "/model", "float32", "cpu", 31000, node=share))
+    program = tmp_path / "stranger.py"
+    program.write_text("from slimx.adapters import sglang_absent\nsglang_absent.install()\n" + STRANGER)
+    arguments = [str(free_port()), str(tmp_path / "executed"), sender]
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        env={**os.environ, **environment, "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_USE_PICKLE_IPC": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ("heard" in done.stdout) == heard, done.stdout + done.stderr
+    assert (tmp_path / "executed").exists() == heard
+
+
+def test_rays_token_is_its_owners_and_stays_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ray" / "token"
+    for _ in range(2):
+        keep_to_owner(file)
+        token = file.read_text()
+        assert file.stat().st_mode & 0o777 == 0o600 and len(token) == 64
+        file.chmod(0o644)  # as Ray leaves it
+    keep_to_owner(file)
+    assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == token
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    for name in ("RAY_AUTH_MODE", "AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert local_options() == {"_node_ip_address": ADDRESS} and os.environ["AUTOSCALER_METRIC_PORT"] == "-1"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(SlimxError) as error:
+        local_options()
+    assert (error.value.code, error.value.about) == ("ray.no_token", "RAY_AUTH_MODE")

@@ -1,0 +1,76 @@
+"""A Ray of the run's own: clients without its token are refused, and what asks nobody listens for this machine only."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from slimx.config.schema import Config
+from slimx.orchestration.cluster import start_ray, stop_ray
+
+CLIENT = """
+import sys, ray
+try:
+    ray.init(sys.argv[1], log_to_driver=False)
+except Exception as error:
+    print("refused", type(error).__name__)
+    sys.exit(3)
+print("joined", ray.get(ray.remote(lambda: 7).options(num_cpus=0).remote()))
+"""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its address."""
+    run = {"run": {"dir": "none"}, "model": {"path": "none"}, "rollout": {"prompts": "none", "engines": []}}
+    config = Config.model_validate(run | {"algorithm": {"name": "sft"}, "cluster": {"device": "cpu"}})
+    start_ray(config, "cpu")
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        stop_ray()
+
+
+def join(address: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | variables
+    return subprocess.run(
+        [sys.executable, "-c", CLIENT, address], env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_client_without_the_token_is_refused(started: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("0" * 64)
+    for variables in (
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)},
+    ):
+        done = join(started, **variables)
+        assert done.returncode == 3 and done.stdout.startswith("refused"), done.stdout + done.stderr
+    done = join(started, RAY_AUTH_MODE="token")
+    assert done.stdout == "joined 7\n", done.stdout + done.stderr
+
+
+def test_only_what_asks_for_the_token_listens_beyond_loopback(started: str) -> None:
+    session = ray._private.worker._global_node.get_session_dir_path()
+    beyond: dict[str, int] = {}
+    for process in psutil.process_iter():
+        try:
+            line, environment = process.cmdline(), process.environ()
+        except psutil.Error:
+            continue
+        ours = session in " ".join(line) or environment.get("RAY_SESSION_DIR") == session or process.pid == os.getpid()
+        for connection in process.net_connections("inet") if ours else ():
+            address = ipaddress.ip_address(connection.laddr.ip)
+            if connection.status == psutil.CONN_LISTEN and not address.is_loopback:
+                beyond[str(address)] = beyond.get(str(address), 0) + 1
+    # "::" is gRPC's, whose calls need the token; counters of Ray were at 0.0.0.0, its agents at the machine's address.
+    assert beyond.keys() == {"::"}
