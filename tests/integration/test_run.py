@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from slimx.observability.status import run_status
+from tests.integration.open_ports import documented, opened
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
 from tests.integration.test_resume import task  # noqa: F401
 
@@ -55,6 +56,8 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
         ("actor-0", False, "member"),
         ("judge-0", True, "member"),
     ]
+    absent = {"courier", "engine actor", "prefill engine"}  # it publishes by memory
+    assert opened(run) == {(process, address) for process, address in documented() if process not in absent}
     _ends_in_order(run, signal.SIGTERM, 143)
     assert not run_status(tmp_path / "run")["running"]
     rows = steps(tmp_path / "run")

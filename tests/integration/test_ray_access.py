@@ -16,6 +16,8 @@ import ray
 from slimx.config.schema import Config
 from slimx.orchestration.cluster import start_ray, stop_ray
 
+pytestmark = pytest.mark.integration
+
 CLIENT = """
 import sys, ray
 try:

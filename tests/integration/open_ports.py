@@ -1,0 +1,57 @@
+"""What a run listens on, and what the table in docs/operations.md says of it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import psutil
+
+from tests.integration.conftest import ROOT
+from tests.integration.runs import TrainProcess
+
+TITLE = "## Ports and keys"
+ADDRESSES = {"all": "all", "own": "loopback", "loopback": "loopback"}
+"""By the table's word the kind of address that it means in a run on one machine."""
+Port = tuple[str, str]
+"""Process and kind of address."""
+
+
+def documented() -> set[Port]:
+    """The rows of the table."""
+    section = (ROOT / "docs/operations.md").read_text().partition(TITLE)[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {(process, ADDRESSES[address]) for process, _, address, _ in rows[2:] if address in ADDRESSES}
+
+
+def opened(run: TrainProcess) -> set[Port]:
+    """All TCP sockets on which a process of `run` listens now."""
+    tree = {process.pid: process for process in run.processes()}
+    for process in list(tree.values()):
+        tree |= {child.pid: child for child in process.children(recursive=True)}  # the router clears its environment
+    found = set()
+    for process in tree.values():
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                loopback = ipaddress.ip_address(connection.laddr.ip).is_loopback
+                found.add((_kind(process, loopback), "loopback" if loopback else "all"))
+    return found
+
+
+def _kind(process: psutil.Process, loopback: bool) -> str:
+    """The table's name of a process; a Ray worker's is that of its actor where the port is not Ray's."""
+    line = " ".join(process.cmdline())
+    if line.startswith("ray::"):
+        if not loopback:
+            return "Ray's workers and agents"
+        actors = {"Agent": "Ray's agents", "TrainerWorker": "trainer", "Courier": "courier", "Engine": "engine actor"}
+    else:
+        actors = {
+            "slimx.cli": "driver",
+            "ray/gcs/gcs_server": "gcs_server, raylet",
+            "raylet/raylet": "gcs_server, raylet",
+            "sglang::router": "router",
+            "slimx.rollout.router_server": "router",
+            "sglang::scheduler": "engine's scheduler",
+            "slimx.rollout.server": "engine",
+        }
+    return next((kind for part, kind in actors.items() if part in line), line)
