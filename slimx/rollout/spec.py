@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
-from slimx.ports import address
+from slimx.ports import address, is_loopback
 from slimx.rollout.arguments import check_server_args, command_line
 from slimx.rollout.control import RECEIVER
 from slimx.rollout.keys import STDIN, Keys
@@ -173,6 +173,8 @@ def server_argv(spec: EngineSpec) -> list[str]:
 def server_env(spec: EngineSpec) -> dict[str, str]:
     """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
     environment = {"HF_HUB_OFFLINE": "1"}
+    if is_loopback(spec.host):
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens at the address that the machine's name stands for
     if spec.node is not None:
         # SGLang unpickles what comes to its sockets; with these it drops connections from anywhere else.
         environment["SGLANG_ZMQ_ALLOWED_PEERS"] = ",".join(dict.fromkeys(spec.node.peers))

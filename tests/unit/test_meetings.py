@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 from slimx.adapters import sglang_meeting
 from slimx.config.run import Cluster
@@ -51,18 +48,28 @@ def test_ranks_meet_at_one_address_only(how: str) -> None:
     assert {where for where in listening() if where[1] == port} == {("127.0.0.1", port)}
 
 
-def test_torch_still_meets_where_the_adapter_stands_in() -> None:
-    """What the adapter replaces is still what torch's own rendezvous calls, with these arguments."""
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    asked: list[Any] = []
-    original = rendezvous._create_c10d_store
-    rendezvous._create_c10d_store = lambda *given, **named: asked.append((given, named)) or dist.HashStore()
-    try:
-        next(dist.rendezvous("tcp://127.0.0.1:1", rank=0, world_size=3, timeout=LIMIT))
-    finally:
-        rendezvous._create_c10d_store = original
-    ((given, _),) = asked
-    assert given[:4] == ("127.0.0.1", 1, 0, 3) and sglang_meeting.CREATE.rpartition(".")[2] == original.__name__
+HOOKED = """
+import sys
+from datetime import timedelta
+import psutil, torch.distributed as dist
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from slimx.adapters import sglang_meeting
+HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
+HookRegistry.apply_hooks()
+where = f"tcp://127.0.0.1:{sys.argv[1]}"
+dist.init_process_group("gloo", init_method=where, rank=0, world_size=1, timeout=timedelta(seconds=60))
+print(sorted({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}))
+print(int(sys.argv[1]) in {c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"})
+"""
+
+
+def test_a_process_of_sglang_listens_on_loopback_only() -> None:
+    """By SGLang's own hooks, through torch's own rendezvous."""
+    program = "from slimx.adapters import sglang_absent\nsglang_absent.install()\n" + HOOKED
+    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [sys.executable, "-c", program, str(free_port())]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines() == ["['127.0.0.1']", "True"], done.stdout + done.stderr
 
 
 def test_servers_take_their_address_in_the_named_network() -> None:
@@ -84,7 +91,9 @@ def test_servers_of_several_machines_hear_these_machines_only() -> None:
     environment = server_env(spec)
     assert environment["SGLANG_ZMQ_ALLOWED_PEERS"] == "10.0.0.1,10.0.0.2"
     assert environment["SGLANG_ZMQ_SOURCE_IP"] == "10.0.0.2"
-    assert not {"SGLANG_ZMQ_ALLOWED_PEERS"} & server_env(EngineSpec("e", "/m", "float32", "cpu", 31000)).keys()
+    assert "GLOO_SOCKET_IFNAME" not in environment
+    alone = server_env(EngineSpec("e", "/model", "float32", "cpu", 31000))
+    assert alone["GLOO_SOCKET_IFNAME"] == "lo" and "SGLANG_ZMQ_ALLOWED_PEERS" not in alone
 
 
 STRANGER = """
