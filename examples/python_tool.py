@@ -4,12 +4,17 @@
         rollout.options.environment=examples.python_tool.Solver reward.function=slimx.rollout.multi_turn.reward
 
 A turn that ends in a fenced program is met by what the program printed; it runs in slimx's sandbox, without network or
-files. Any other turn is the answer: worth 1 if the prompt's stands in it, less a little for every program.
+files. Any other turn is the last: worth 1 if what it marks as its answer is the prompt's, less a little for every
+program. An answer that is only somewhere in the text earns nothing: a model would learn to list numbers, or to repeat
+what its programs printed.
 """
 
 from slimx.data.records import Prompt
+from slimx.environments.answers import marked_answer
 from slimx.environments.base import Step
 from slimx.environments.python_tool import PythonTool
+
+ASK = "Put your answer between <answer> and </answer>."
 
 
 class Solver(PythonTool):
@@ -21,14 +26,14 @@ class Solver(PythonTool):
         self.price = price
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
-        """Remember the right answer; nothing is said to the model."""
-        self.answer = prompt.answer or ""
-        return ""
+        """Remember the right answer, and tell the model how to give its own."""
+        self.answer = (prompt.answer or "").strip()
+        return ASK
 
     async def step(self, text: str) -> Step:
         """Run the program, or grade the answer."""
         step = await super().step(text)
         if not step.done:
             return step
-        right = float(self.answer in text)
+        right = float(marked_answer(text) == self.answer)
         return Step(done=True, reward=right - self.price * self.runs, info={"runs": self.runs, "right": right})

@@ -4,7 +4,8 @@
         rollout.options.environment=examples.search.Search rollout.options.environment_options.corpus=corpus.jsonl
 
 The corpus has one {"title": ..., "text": ...} a line. A turn with <search>words</search> is met by the best passages
-(BM25); any other turn is the answer, worth 1 if it contains the prompt's.
+(BM25); any other turn is the last, worth 1 if what it marks as its answer has the words of the prompt's, and no others:
+a passage repeated in whole is no answer.
 """
 
 import json
@@ -14,10 +15,12 @@ from collections import Counter
 from pathlib import Path
 
 from slimx.data.records import Prompt
+from slimx.environments.answers import marked_answer
 from slimx.environments.base import Step
 
 K1, B = 1.2, 0.75
 """Of BM25: how fast repeated words saturate, and how much long passages are discounted."""
+ASK = "Search with <search>words</search>, and put your answer between <answer> and </answer>."
 
 
 class Search:
@@ -29,12 +32,13 @@ class Search:
 
     async def reset(self, prompt: Prompt, seed: int) -> str:
         self.answer = prompt.answer or ""
-        return ""
+        return ASK
 
     async def step(self, text: str) -> Step:
         asked = re.findall(r"<search>(.*?)</search>", text, re.DOTALL)
         if not asked:
-            return Step(done=True, reward=float(self.answer.lower() in text.lower()))
+            right = words(marked_answer(text) or "") == words(self.answer)
+            return Step(done=True, reward=float(right and self.answer != ""))
         return Step(text="\n".join(self.best(words(asked[-1]))) or "Nothing found.")
 
     async def close(self) -> None:

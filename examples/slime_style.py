@@ -14,6 +14,8 @@ from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
+BETWEEN_TURNS = re.compile(r" = \?\n|Go on\.|<[^<>]*>")
+"""What the two hooks put there, and tokens such as the one that ends a turn."""
 FACTS = {"sum": "A sum is what two numbers make together.", "12": "12 is a dozen."}
 
 
@@ -76,8 +78,11 @@ async def calculate(args, sample: Sample, sampling_params, evaluation=False) -> 
 
 
 async def right(args, sample, **kwargs):
-    """A reward of several entries; `reward.options.reward_key` says which one counts."""
-    return {"score": float(str(sample.label) in sample.response), "calls": getattr(sample, "tool_calls", 0)}
+    """A reward of several entries; `reward.options.reward_key` says which one counts. The answer is all
+    that was said in the last turn: a label somewhere in the response would be found by whoever lists enough numbers."""
+    turns = [turn.strip() for turn in BETWEEN_TURNS.split(sample.response)]
+    answer = next((turn for turn in reversed(turns) if turn), "")
+    return {"score": float(answer == str(sample.label)), "calls": getattr(sample, "tool_calls", 0)}
 
 
 def differ(args, samples, **kwargs) -> DynamicFilterOutput:

@@ -27,6 +27,7 @@ from slimx.data.records import Prompt
 from slimx.dotted import imported
 from slimx.environments.base import Environment, Step
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.exchange import exchange
 from slimx.rollout.process import kill_descendants
 
 KEY = "rollout.options.environment"
@@ -145,18 +146,18 @@ class InProcess:
         if self._ended:  # meanwhile
             self.kill()
         try:
-            self._connection.send((name, arguments))
-            if not self._connection.poll(seconds):
-                self.kill()
-                raise DeadlineError(f"a step of rollout {self._rollout}", seconds, self._path)
-            went_well, answer = self._connection.recv()
+            went_well, answer = exchange(self._connection, (name, arguments), seconds, self.kill)
             if name == "close":
                 self._process.join(CLOSE_S)
+        except TimeoutError:
+            raise DeadlineError(f"a step of rollout {self._rollout}", seconds, self._path) from None
         except (EOFError, OSError):
             self._process.join(CLOSE_S)
             raise SlimxError(
                 f"the environment {self._path} of rollout {self._rollout} ended its process in {name} (exit status "
-                f"{self._process.exitcode}); run it on this prompt alone to see why"
+                f"{self._process.exitcode}); run it on this prompt alone to see why",
+                code="environment.crash",
+                about=self._rollout,
             ) from None
         if not went_well:
             raise SlimxError(f"the environment {self._path} of rollout {self._rollout} raised {answer} in {name}")

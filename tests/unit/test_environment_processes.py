@@ -67,13 +67,26 @@ async def test_what_one_does_fails_its_own_rollout_alone(environments):
     assert not psutil.pid_exists(late_pid) or psutil.Process(late_pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(("signum", "kind"), [(signal.SIGKILL, SlimxError), (signal.SIGSTOP, DeadlineError)])
-async def test_one_that_is_killed_or_stopped_from_outside_fails_its_own_rollout_and_is_gone(environments, signum, kind):
+@pytest.mark.parametrize(
+    ("signum", "text", "code"),
+    [
+        (signal.SIGKILL, "a", "environment.crash"),
+        (signal.SIGSTOP, "a", "deadline"),
+        (signal.SIGSTOP, "x" * 2**20, "deadline"),
+    ],
+    ids=["killed", "stopped", "stopped, and sent more than a pipe holds"],
+)
+async def test_one_that_is_killed_or_stopped_from_outside_fails_its_own_rollout_and_is_gone(
+    environments, signum, text, code
+):
     world, pid = await begin(environments, deadline_s=5.0)
     other, _ = await begin(environments)
     os.kill(pid, signum)
-    with pytest.raises(kind):
-        await world.step("a")
+    async with asyncio.timeout(120):
+        with pytest.raises(SlimxError) as failed:
+            await world.step(text)
+    assert failed.value.code == code
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert (await other.step("b")).info["turns"] == 1
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from examples import debate, fan_out
 from examples.python_tool import Solver
 from examples.search import Search
+from slimx.adapters.slime_hooks import modules
 from slimx.data.records import Prompt
 from slimx.environments.python_tool import PythonTool
 from slimx.errors import DeadlineError, SlimxError
@@ -92,9 +95,9 @@ async def test_the_python_tool_runs_the_last_program_and_an_answer_ends_it():
 
 async def test_an_answer_is_graded_by_the_example_with_a_python_tool():
     solver = Solver(price=0.25)
-    assert await solver.reset(PROMPT, 0) == ""
+    assert "<answer>" in await solver.reset(PROMPT, 0)
     solver.runs = 2  # programs so far
-    end = await solver.step("It is 46.")
+    end = await solver.step("It is <answer> 46 </answer>.")
     assert end.done and end.reward == 0.5 and end.info == {"runs": 2, "right": 1.0}
 
 
@@ -108,8 +111,61 @@ async def test_search_finds_the_passages_that_fit_best(tmp_path):
     assert found.text == "Paris: is the capital of France" and not found.done
     assert (await search.step("<search>cats</search>")).text.splitlines()[0] == "Cats: purr and sleep"
     assert (await search.step("<search>zebra</search>")).text == "Nothing found."
-    end = await search.step("It is paris.")
+    end = await search.step("It is <answer>paris.</answer>")
     assert end.done and end.reward == 1.0
+
+
+NO_ANSWERS = [
+    "46",
+    " ".join(map(str, range(100))),
+    "<answer>" + " ".join(map(str, range(100))) + "</answer>",
+    "<answer>45</answer> or <answer>46</answer>",
+    "Output:\n46",
+    "<answer>Output:\n46</answer>",
+    "<answer>146</answer>",
+    "<answer></answer>",
+    "<answer>46",
+    "",
+]
+
+
+@pytest.mark.parametrize("said", NO_ANSWERS)
+async def test_listing_numbers_or_repeating_what_a_tool_said_earns_nothing(said, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"title": "Sums", "text": "12 and 34 make 46"}) + "\n")
+    for environment in (Solver(), Search(corpus=str(corpus))):
+        await environment.reset(PROMPT, 0)
+        end = await environment.step(said)
+        assert end.done and end.reward == 0.0, environment
+
+
+async def test_repeating_a_passage_earns_nothing(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"title": "Sums", "text": "12 and 34 make 46"}) + "\n")
+    search = Search(corpus=str(corpus))
+    await search.reset(PROMPT, 0)
+    passage = (await search.step("<search>12 34</search>")).text
+    assert "46" in passage
+    assert (await search.step(f"<answer>{passage}</answer>")).reward == 0.0
+    assert (await search.step("<answer>46</answer>")).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("46", 1.0),
+        ("45 = ?\n46<end> = ?\n", 1.0),
+        ("45Go on.46Go on.", 1.0),
+        ("46\n45", 0.0),
+        (" ".join(map(str, range(100))), 0.0),
+        ("146", 0.0),
+        ("", 0.0),
+    ],
+)
+async def test_the_example_of_slimes_form_reads_the_last_turn(said, score):
+    modules.serve()
+    right = importlib.import_module("examples.slime_style").right
+    assert (await right(None, SimpleNamespace(response=said, label="46")))["score"] == score
 
 
 async def test_debating_agents_read_each_other_and_are_trained_one_by_one():

@@ -67,9 +67,7 @@ async def test_calls_that_break_fail_alone_and_the_others_are_judged(deadline_s)
 
 async def test_workers_that_are_stopped_while_they_are_idle_are_replaced_and_no_call_fails(deadline_s):
     config = Reward(function=HOOK, isolation="process", workers=1, deadline=deadline_s, options={"worth": 0.5})
-    runner = RewardProcesses(
-        config, load_reward(config, RunFacts()), "no tokenizer is needed", RunFacts(), start_s=deadline_s
-    )
+    runner = RewardProcesses(config, load_reward(config, RunFacts()), "no tokenizer is needed", RunFacts(), take_s=2.0)
     try:
         pid, _ = await judge(runner, "process")
         os.kill(int(pid), signal.SIGSTOP)
@@ -78,6 +76,60 @@ async def test_workers_that_are_stopped_while_they_are_idle_are_replaced_and_no_
         assert judged == [(0.5, {})] * 4
         assert (runner.replaced, runner.killed) == (1, 0)
         assert not psutil.pid_exists(int(pid))
+    finally:
+        runner.close()
+
+
+async def test_a_worker_that_is_killed_while_it_is_idle_costs_no_call(deadline_s):
+    runner = processes(workers=1, deadline=deadline_s)
+    try:
+        (pid, _), verdict = await judge(runner, "process"), (1.0, {})
+        os.kill(int(pid), signal.SIGKILL)
+        assert await judge(runner, "fine") == verdict
+    finally:
+        runner.close()
+
+
+async def test_a_worker_that_is_stopped_in_a_call_is_killed_at_the_deadline_and_the_next_call_is_judged(deadline_s):
+    runner = processes(workers=1, deadline=deadline_s)
+    try:
+        pid, _ = await judge(runner, "process")
+        late = asyncio.create_task(judge(runner, "compute for ever"))
+        await asyncio.sleep(0.5)
+        os.kill(int(pid), signal.SIGSTOP)
+        error = await late
+        assert isinstance(error, DeadlineError) and error.code == "deadline" and runner.killed == 1
+        assert await judge(runner, "fine") == (1.0, {})
+        assert not psutil.pid_exists(int(pid))
+    finally:
+        runner.close()
+
+
+async def test_a_stopped_worker_delays_its_own_call_alone(deadline_s):
+    runner = processes(workers=2, deadline=deadline_s)
+    try:
+        (first, _), (second, _) = await asyncio.gather(judge(runner, "process"), judge(runner, "process"))
+        assert first != second
+        os.kill(int(first), signal.SIGSTOP)
+        calls = [asyncio.create_task(judge(runner, "process")) for _ in range(3)]
+        done, waiting = await asyncio.wait(calls, timeout=8.0)
+        assert sum(call.result() == (second, {}) for call in done) >= 2 and len(waiting) <= 1
+        assert first not in [(await call)[0] for call in waiting], "the third is judged by a new process"
+    finally:
+        runner.close()
+
+
+async def test_a_cancelled_call_ends_and_frees_its_worker(deadline_s):
+    runner = processes(workers=1, deadline=60)
+    try:
+        await judge(runner, "fine")
+        call = asyncio.create_task(judge(runner, "compute for ever"))
+        await asyncio.sleep(0.5)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        async with asyncio.timeout(50):
+            assert await judge(runner, "fine") == (1.0, {})
     finally:
         runner.close()
 

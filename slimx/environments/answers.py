@@ -1,0 +1,12 @@
+"""Finds the answer in what a model wrote."""
+
+from __future__ import annotations
+
+import re
+
+
+def marked_answer(text: str) -> str | None:
+    """What stands between <answer> and </answer>; None if nothing or more than one thing does: who gives several
+    answers has not answered."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[0].strip() if len(found) == 1 else None
