@@ -13,19 +13,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aiohttp import web
 
 from slimx.errors import SlimxError
 from slimx.ports import address
+from slimx.rollout.proxy_connections import Connections
 from slimx.rollout.proxy_request import ApiError
-from slimx.rollout.proxy_session import Session
+from slimx.rollout.proxy_session import TOKEN_CHARACTERS, Session
 
 MAX_BODY = 64 * 2**20
-"""Bytes of a request."""
+"""Bytes of a request, at most; fewer where a trajectory's tokens cannot fill them."""
+BODY_DEADLINE = 60.0
+"""Seconds from a request's headers to the end of its body."""
+IDLE_DEADLINE = 120.0
+"""Seconds that a connection may be open without a whole request's headers."""
+CONNECTIONS = 16384
+"""Open at once; one more is closed at once."""
+TOKENIZING = 2
+"""Threads in which messages become tokens."""
 
 
 class ChatProxy:
@@ -40,6 +51,13 @@ class ChatProxy:
         """Tasks that answer, by session."""
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
+        self._server: asyncio.Server
+        self._open: Connections
+        self._tokenizing: ThreadPoolExecutor
+        # A character takes 6 bytes at most, written as \uXXXX; the rest is for names and numbers.
+        self._most = min(MAX_BODY, 2**20 + 6 * TOKEN_CHARACTERS * context)
+        self.body_deadline, self.idle_deadline = BODY_DEADLINE, IDLE_DEADLINE
+        self.connections = CONNECTIONS
 
     @contextlib.asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
@@ -60,22 +78,26 @@ class ChatProxy:
         """End the server, if it runs."""
         async with self._starting:
             if self._runner is not None:
+                self._server.close()
                 await self._runner.cleanup()
+                self._tokenizing.shutdown(wait=False, cancel_futures=True)
                 self._runner = None
 
     async def _start(self) -> str:
         """The address at which it listens."""
         async with self._starting:
             if self._runner is None:
-                app = web.Application(client_max_size=MAX_BODY)
+                app = web.Application(client_max_size=self._most, middlewares=[self._watched])
                 app.router.add_post("/{session}/v1/chat/completions", self._chat)
                 app.router.add_get("/{session}/v1/models", self._models)
                 app.router.add_route("*", "/{path:.*}", self._unknown)
                 # Who goes away ends its request: the answer that nobody got is no part of the rollout.
                 runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
                 await runner.setup()
+                self._open = Connections(runner.server, most=self.connections, idle=self.idle_deadline)
+                loop = asyncio.get_running_loop()
                 try:
-                    await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+                    self._server = await loop.create_server(self._open, self._host, self._port, backlog=1024)
                 except OSError as error:
                     await runner.cleanup()
                     raise SlimxError(
@@ -83,7 +105,20 @@ class ChatProxy:
                         "choose another host or port"
                     ) from None
                 self._runner = runner
-            return f"http://{address(self._host, self._runner.addresses[0][1])}"
+                self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
+            return f"http://{address(self._host, self._server.sockets[0].getsockname()[1])}"
+
+    @web.middleware
+    async def _watched(
+        self, http: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """A connection may wait for its next request only so long; while one is answered its own deadlines hold."""
+        transport = http.transport
+        self._open.began(transport)
+        try:
+            return await handler(http)
+        finally:
+            self._open.ended(transport)
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         name = http.match_info["session"]
@@ -93,15 +128,32 @@ class ChatProxy:
             if session is None:
                 raise ApiError("this session does not exist, or has ended", code="session_not_found", status=404)
             self._running[name].add(task)
-            try:
-                body = await http.json()
-            except ValueError:
-                raise ApiError("the body is no JSON", code="invalid_json") from None
-            return await session.answer(body, http)
+            return await session.answer(await self._body(http), http, self._tokenizing)
         except ApiError as error:
             return web.json_response(error.body, status=error.status)
         finally:
             self._running.get(name, set()).discard(task)
+
+    async def _body(self, http: web.Request) -> Any:
+        """What the request says; ApiError for a body that is too long, too slow, or no JSON."""
+        try:
+            async with asyncio.timeout(self.body_deadline):
+                data = await http.read()
+        except web.HTTPRequestEntityTooLarge:
+            text = f"the body has more than the {self._most} bytes that {self.context} tokens could take"
+            raise ApiError(text, code="body_too_large", status=413, param="messages") from None
+        except TimeoutError:
+            text = f"the body did not come within {self.body_deadline:g} s"
+            raise ApiError(text, code="body_deadline", status=408) from None
+        try:
+            return json.loads(data.decode(http.charset or "utf-8"))
+        except LookupError:
+            text = f"charset {http.charset!r} of Content-Type is unknown; send UTF-8"
+            raise ApiError(text, code="invalid_value", param="Content-Type") from None
+        except ValueError:
+            raise ApiError("the body is no JSON", code="invalid_json", param="body") from None
+        except RecursionError:
+            raise ApiError("the body is nested too deeply", code="invalid_json", param="body") from None
 
     async def _models(self, http: web.Request) -> web.Response:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "slimx"}

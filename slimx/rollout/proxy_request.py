@@ -115,7 +115,7 @@ def read_request(body: Any, sampling: Mapping[str, Any], *, strict: bool = False
         max_tokens=_max_tokens(given),
         stop=_stop(given),
         stream=bool(given.get("stream", False)),
-        usage=bool(given.get("stream_options", {}).get("include_usage", False)),
+        usage=bool(_stream_options(given).get("include_usage", False)),
         logprobs=bool(given.get("logprobs", False)),
         overridden=overridden,
     )
@@ -141,7 +141,11 @@ def read_message(message: Any, where: str = "the message") -> Message:
         if message.get(name):
             out[name] = str(message[name])
     if message.get("tool_calls"):
-        out["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            text = f"{where}.tool_calls is no list"
+            raise ApiError(text, code="invalid_value", param=f"{where}.tool_calls")
+        out["tool_calls"] = [_tool_call(call, where) for call in calls]
     return out
 
 
@@ -163,7 +167,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         text = f"{where} has a tool call without function.name"
         raise ApiError(text, code="invalid_value", param=f"{where}.tool_calls") from None
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # what is no JSON is shown to the model as it wrote it
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it wrote it
             arguments = json.loads(arguments)
     return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -182,6 +186,21 @@ def _stop(given: dict[str, Any]) -> list[str]:
     if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(text, str) and text for text in stop):
         raise ApiError("stop is a string or a list of up to four", code="invalid_value", param="stop")
     return stop
+
+
+def _stream_options(given: dict[str, Any]) -> dict[str, Any]:
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise ApiError("stream_options is no object", code="invalid_value", param="stream_options")
+    return options
+
+
+def characters(request: ChatRequest) -> int:
+    """Characters that the request's messages and tools have at least once a chat template has written them."""
+    return sum(
+        len(message["content"]) + sum(len(str(call)) for call in message.get("tool_calls", ()))
+        for message in request.messages
+    ) + sum(len(str(tool)) for tool in request.tools or ())
 
 
 def _list(given: dict[str, Any], name: str) -> list[Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,11 +17,15 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.completion import Completion
 from slimx.rollout.conversations import Conversations, Place
 from slimx.rollout.proxy_answer import Reading, Reply, finish_reason, logprobs
-from slimx.rollout.proxy_request import ApiError, ChatRequest, Message, read_message, read_request
+from slimx.rollout.proxy_request import ApiError, ChatRequest, Message, characters, read_message, read_request
 from slimx.rollout.requests import AnswerError
 
 if TYPE_CHECKING:
     from slimx.rollout.hooks import RolloutContext
+
+
+TOKEN_CHARACTERS = 64
+"""Of a token, many times what tokens have on average: text beyond it is refused before it is tokenized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +75,13 @@ class Session:
         told = {"requests": self._requests, "overridden": sorted(self._overridden)}
         return self._conversations.trajectories(self._ctx, told | metadata)
 
-    async def answer(self, body: Any, http: web.Request) -> web.StreamResponse:
-        """The response to one request. Raises ApiError for what fails before anything is sent."""
+    async def answer(self, body: Any, http: web.Request, tokenizing: Executor) -> web.StreamResponse:
+        """The response to one request, whose messages become tokens in a thread of `tokenizing`: the loop serves every
+        other agent meanwhile. Raises ApiError for what fails before anything is sent."""
         try:
             request = read_request(body, self._ctx.engine.sampling, strict=self._strict)
             self._overridden.update(request.overridden)
-            place, sampling = self._admit(request)
+            place, sampling = await self._admit(request, tokenizing)
             number, self._requests = self._requests, self._requests + 1
             self.last_error = None
             exchange = Exchange(request, place, sampling, number)
@@ -83,13 +90,25 @@ class Session:
             self.last_error = str(error)
             raise
 
-    def _admit(self, request: ChatRequest) -> tuple[Place, dict[str, Any]]:
+    async def _admit(self, request: ChatRequest, tokenizing: Executor) -> tuple[Place, dict[str, Any]]:
         """Where the request's answer belongs, and what is sampled with; ApiError if a limit is reached."""
+        limits, size = self._limits, characters(request)
+        if size > limits.context * TOKEN_CHARACTERS:
+            text = (
+                f"This model's maximum context length is {limits.context} tokens, and your messages have {size} "
+                "characters, more than would fit."
+            )
+            self.limited = True
+            raise ApiError(text, code="context_length_exceeded", param="messages")
+        loop = asyncio.get_running_loop()
         try:
-            place = self._conversations.place(request.messages, request.tools)
+            place = await loop.run_in_executor(tokenizing, self._conversations.place, request.messages, request.tools)
         except SlimxError as error:
             raise ApiError(str(error), code="invalid_value", param="messages") from error
-        limits, length = self._limits, len(place.token_ids)
+        except RecursionError:
+            text = "tools or tool_calls are nested too deeply for the chat template"
+            raise ApiError(text, code="invalid_value", param="tools") from None
+        length = len(place.token_ids)
         room = limits.context - length
         left = room if limits.sampled is None else limits.sampled - self._sampled
         if self._requests >= limits.requests:
