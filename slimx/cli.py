@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from rich.console import Console
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.convert.command import app as convert
-from slimx.errors import Interrupted, Preempted, SlimxError
+from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.terminal import one_line, visible
 
 app = typer.Typer(
@@ -23,6 +22,8 @@ app = typer.Typer(
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
 app.add_typer(convert, name="convert")
+EXIT_S = 10.0
+"""Seconds that the interpreter gets to end once all is said."""
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -214,13 +215,23 @@ def health(
 
 @app.command()
 def status(
-    directory: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: Annotated[Path, typer.Argument(help="Run directory, or the YAML file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, with a YAML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    saved: Annotated[
+        bool, typer.Option("--saved", help="Print the step of the newest checkpoint alone; 0: there is none.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Say how far a run is, whether it still runs, and what its engines do; from its directory alone."""
     import json
 
+    directory = Path(load_config(run, overrides or []).run.dir) if run.is_file() else run
+    if saved:
+        from slimx.orchestration.saves import saved_step
+
+        print(saved_step(directory))
+        return
     from slimx.observability.status import describe_status, run_status
 
     found = run_status(directory)
@@ -265,23 +276,33 @@ def report(
 
 
 def main() -> None:
-    """Entry point: refusals are one sentence and exit code 2, a run that made room 75 (sysexits.h: try again later),
-    signals the conventional 128 + number."""
+    """What ends a command is one sentence and the exit code of docs/operations.md, raised as SystemExit."""
     sys.path.insert(0, "")  # hooks are found in the working directory, as with `python -m`
     try:
         app(standalone_mode=True)
-    except SlimxError as error:
-        if "--debug" in sys.argv:
+    except (SlimxError, Preempted, Interrupted) as error:
+        if isinstance(error, SlimxError) and "--debug" in sys.argv:
             raise
-        print(f"slimx: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
-    except Preempted as left:
-        print(f"slimx: stopped by {left}", file=sys.stderr)
-        sys.exit(os.EX_TEMPFAIL)
-    except Interrupted as error:
-        print(f"slimx: stopped by {error}", file=sys.stderr)
-        sys.exit(128 + error.signum)
+        status, sentence = ending_of(error)
+        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+        sys.exit(status)
+
+
+def entry() -> None:
+    """Entry point of the program: it ends when `main` does, whatever threads of hooks and exit functions of libraries
+    still wait for."""
+    from slimx.orchestration.watchdog import Watchdog
+
+    status: int | str | None = 1
+    try:
+        main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code
+        raise
+    finally:
+        Watchdog().arm(EXIT_S, status if isinstance(status, int) else int(bool(status)), "the command has ended")
 
 
 if __name__ == "__main__":
-    main()
+    entry()

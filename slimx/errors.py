@@ -1,25 +1,40 @@
-"""The exceptions that a user is meant to read."""
+"""The exceptions that a user is meant to read, and the exit statuses that they end a command with."""
 
+import os
 import signal
+
+REFUSED, LOST = 2, os.EX_UNAVAILABLE
+"""Exit statuses: starting again changes nothing; or a part was lost or silent, and the same command goes on from the
+newest checkpoint."""
 
 
 class SlimxError(Exception):
     """A refusal or failure told in one sentence: the offending thing, where it is, and what to do.
 
-    The command line prints the sentence alone (exit code 2); `--debug` adds the traceback.
+    The command line prints the sentence alone and ends with `status`; `--debug` adds the traceback.
 
     `code` names the kind of refusal and does not change with the wording: room and reason, such as "convert.dtype".
     `about` is the key, file or object that the sentence is about. Programs and tests ask for these, people read the
     sentence.
     """
 
+    status = REFUSED
+
     def __init__(self, sentence: str, *, code: str = "", about: str = ""):
         super().__init__(sentence)
         self.code, self.about = code, about
 
 
+class PartLost(SlimxError):
+    """A part of a run that cannot be replaced while it runs has died, or is silent; `about` names it."""
+
+    status = LOST
+
+
 class DeadlineError(SlimxError):
     """A wait that ran past its deadline: says what was awaited, for how long, and who holds it."""
+
+    status = LOST
 
     def __init__(self, awaited: str, seconds: float, holder: str):
         sentence = f"waited {seconds:.0f} s for {awaited}; it is held by {holder}"
@@ -45,3 +60,16 @@ class Interrupted(Exception):
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
+
+
+def ending_of(error: BaseException | None) -> tuple[int, str]:
+    """Exit status and sentence of a command that `error` ends; None: nothing has gone wrong."""
+    if error is None:
+        return 0, "done"
+    if isinstance(error, SlimxError):
+        return error.status, str(error)
+    if isinstance(error, Preempted):
+        return os.EX_TEMPFAIL, f"stopped by {error}"
+    if isinstance(error, Interrupted):
+        return 128 + error.signum, f"stopped by {error}"
+    return 1, f"{type(error).__name__}: {error}"

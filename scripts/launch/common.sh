@@ -17,6 +17,10 @@ set -euo pipefail
 : "${SLIMX_VENV:=.venv}" "${SLIMX_NODE_SETUP:=}" "${SLIMX_GPUS:=8}" "${SLIMX_INTERFACE:=}" "${SLIMX_ADDRESS:=}"
 : "${SLIMX_IP:=4}" "${SLIMX_NVLINK:=0}" "${SLIMX_DOMAIN:=}" "${SLIMX_JOIN_S:=300}" "${SLIMX_STOP_S:=60}"
 
+# Exit status of a run that lost a part, and goes on from its newest checkpoint when it is started again.
+# shellcheck disable=SC2034 # of those who source this
+LOST=69
+
 log() { printf '%s %s: %s\n' "$(date +%H:%M:%S)" "${NODE_NAME:-$(hostname)}" "$*" >&2; }
 
 die() {

@@ -59,9 +59,10 @@ be_head() {
   read -r port client < <(free_ports "$NODE_ADDRESS" 2)
   address=$(in_url "$NODE_ADDRESS"):$port
   spare_proxy "$NODE_ADDRESS"
-  # A dying worker must not kill its children, the guard of an engine among them, which ends the engine in order.
+  # A dying worker must not kill its children, the guard of an engine among them, which ends the engine in order. The
+  # driver finds a lost GCS itself, and must have the time to say so.
   start_ray --head --port="$port" --ray-client-server-port="$client" --include-dashboard=false \
-    --system-config='{"kill_child_processes_on_worker_exit": false}'
+    --system-config='{"kill_child_processes_on_worker_exit": false, "gcs_rpc_server_reconnect_timeout_s": 600}'
   await "$SLIMX_JOIN_S" "Ray's head at $address (log $JOB_DIR/ray-$NODE_NAME.log)" \
     head_or_end "$NODE_ADDRESS" "$port" || exit 1
   printf '%s %s\n' "$NODE_ADDRESS" "$port" > "$JOB_DIR/head.partial"
@@ -83,6 +84,8 @@ be_head() {
   done
   collect "$driver_pid" || status=$?
   driver_pid=''
+  # Whoever starts a run again after it has lost a part must know whether it got any further.
+  ((status != LOST)) || slimx status "$@" --saved > "$JOB_DIR/saved" || true
   finish "$status"
 }
 

@@ -59,6 +59,12 @@ class Cluster(Section):
         "`dp_attention` over several `nodes` need it (docs/engines.md)",
     )
     start_deadline: Seconds = Field(300, description="seconds until Ray, trainers and engines must be up")
+    ray_deadline: Seconds = Field(
+        45, description="seconds in which Ray's processes must answer; later the run ends, and says which is silent"
+    )
+    stop_deadline: Seconds = Field(
+        120, description="seconds from a signal or a failure until the process ends, in order or not"
+    )
     affinity: Literal["auto", "none"] = Field(
         "auto", description="auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere"
     )

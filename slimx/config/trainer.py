@@ -147,6 +147,10 @@ class Trainer(Section):
     recompute: Recompute = Recompute()
     threads: Size = Field(1, description="CPU threads of one trainer rank")
     deadline: Seconds = Field(1800, description="seconds that one call to all trainer ranks may take")
+    watch_deadline: Seconds = Field(
+        60,
+        description="seconds that a rank may be silent between two calls, or stopped; then the run ends and names it",
+    )
     offload: bool = Field(
         True,
         description="with schedule.colocate: weights, gradients and optimizer state leave the device for (pinned) host "

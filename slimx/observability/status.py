@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from slimx.errors import SlimxError
 from slimx.observability.activity import activity_lines, read_activity
 from slimx.observability.run_files import read_config
+from slimx.observability.run_lock import is_held
 
 
 def run_status(directory: Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def run_status(directory: Path) -> dict[str, Any]:
     roster = json.loads(engines.read_text()) if engines.exists() else {}
     return {
         "name": config["run"]["name"],
-        "running": _locked(directory / "lock"),
+        "running": is_held(directory),
         "step": last.get("step", 0),
         "steps": config["schedule"]["steps"],
         "seconds_ago": round(time.time() - metrics.stat().st_mtime) if last else None,
@@ -90,15 +90,3 @@ def _last_line(file: Path) -> dict[str, Any]:
         whole = lines.read().rpartition(b"\n")[0]
     last = whole.rpartition(b"\n")[2]
     return json.loads(last) if last.strip() else {}
-
-
-def _locked(file: Path) -> bool:
-    """Whether a process holds the run's lock."""
-    if not file.exists():
-        return False
-    with file.open("r") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

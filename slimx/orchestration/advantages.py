@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,6 +11,7 @@ from slimx.algorithms.estimate import finish_advantages
 from slimx.data.batch import Row
 from slimx.data.records import Group
 from slimx.orchestration.run import Run
+from slimx.threads import in_thread
 
 
 async def estimate_advantages(run: Run, groups: Sequence[Group], updates: Sequence[Sequence[Row]]) -> dict[str, float]:
@@ -22,7 +22,7 @@ async def estimate_advantages(run: Run, groups: Sequence[Group], updates: Sequen
     reference = await _logprobs(run, rows, "reference") if pairs or algorithm.kl_reward_coef else None
     values = await run.critic.values(rows) if run.critic is not None else None
     # A second for a million tokens, in which the loop has engines to watch.
-    return await asyncio.to_thread(
+    return await in_thread(
         finish_advantages,
         algorithm,
         groups,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from slimx.observability.timeline import Timeline
 from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.trainers import TrainerGroup
+from slimx.threads import in_thread
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord
 
@@ -50,6 +50,8 @@ class Checkpoints:
         if critic is not None:
             self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
         self.timeline, self.note = timeline, note
+        self.on_failure: Callable[[SlimxError], None] = lambda error: None
+        """Told at once when a save in the background fails."""
         self._writing: asyncio.Task[None] | None = None
 
     # Saving -----------------------------------------------------------------------------------------------------------
@@ -60,15 +62,23 @@ class Checkpoints:
         With `checkpoint.asynchronous` the files are written behind the run's back; `check` and `settle` tell how that
         went."""
         await self.settle()
-        partial = self.saves.begin(state.step, list(self._parts))
+        try:
+            partial = await in_thread(self.saves.begin, state.step, list(self._parts))
+        except OSError as error:
+            raise files.unwritten(self.saves.directory, "the driver", str(error)) from error
         # Bytes of this moment: groups go on arriving while the files are written.
-        own = await asyncio.to_thread(state.files)
+        own = await in_thread(state.files)
         await self.trainers.save(partial, step=state.step)
         if self.critic is not None:
             await self.critic.save(partial / CRITIC, step=state.step)
         self._writing = asyncio.create_task(self._write(partial, own))
+        self._writing.add_done_callback(self._written)
         if not self.config.checkpoint.asynchronous:
             await self.settle()
+
+    def _written(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), SlimxError):
+            self.on_failure(error)
 
     def check(self) -> None:
         """Raises what went wrong with the save in the background, if anything has."""
@@ -93,16 +103,19 @@ class Checkpoints:
 
     async def _write(self, partial: Path, own: dict[str, bytes]) -> None:
         with self.timeline.phase("checkpoint", track="checkpoint"):
-            end = time.monotonic() + self.config.checkpoint.deadline
+            end = asyncio.get_running_loop().time() + self.config.checkpoint.deadline
             for part, (holder, world) in self._parts.items():
                 await self._reported(partial / part, holder, world, end)
-            path = await asyncio.to_thread(self._commit, partial, own)
+            try:
+                path = await in_thread(self._commit, partial, own)
+            except OSError as error:
+                raise files.unwritten(partial, "the driver", str(error)) from error
         self.note(f"checkpoint {path}")
 
     async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:
-        """Wait until all ranks have reported in `directory`, until `end` of the monotonic clock."""
-        while missing := await asyncio.to_thread(files.unreported, directory, range(world), holder):
-            if time.monotonic() > end:
+        """Wait until all ranks have reported in `directory`, until `end` of the loop's clock."""
+        while missing := await in_thread(files.unreported, directory, range(world), holder):
+            if asyncio.get_running_loop().time() > end:
                 late = ", ".join(f"{holder} rank {rank}" for rank in missing)
                 raise DeadlineError(f"the files of {directory}", self.config.checkpoint.deadline, late)
             await asyncio.sleep(_POLL_S)
@@ -146,7 +159,7 @@ class Checkpoints:
         """Write the present weights as the Hugging Face directory `target`; it is complete or it does not exist."""
         partial = self.saves.begin_export(target)
         await self.trainers.export(partial)
-        await asyncio.to_thread(self.saves.commit_export, partial, target)
+        await in_thread(self.saves.commit_export, partial, target)
         self.note(f"weights {target}")
 
 

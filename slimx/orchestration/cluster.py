@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 
 import ray
 import torch
 
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
+from slimx.errors import PartLost, SlimxError
 from slimx.orchestration.ray_access import SYSTEM_CONFIG, local_options
+
+SHUTDOWN_S = 20.0
+"""Seconds that Ray gets to end."""
 
 
 def device_of(config: Config) -> str:
@@ -48,11 +52,18 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
                 logging_level=logging.ERROR,
                 # A dying worker would kill its children at once, the guard of an engine among them, which must live to
                 # end the engine in order and to remove what it leaves (slimx.rollout.process).
-                _system_config={"kill_child_processes_on_worker_exit": False, **SYSTEM_CONFIG},
+                _system_config={
+                    "kill_child_processes_on_worker_exit": False,
+                    # By itself Ray ends this process, in words of its own, a minute after the GCS was lost:
+                    # slimx.orchestration.ray_watch is earlier, and the end after that may take its time.
+                    "gcs_rpc_server_reconnect_timeout_s": 600,
+                    **SYSTEM_CONFIG,
+                },
             )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises that very class where a part of it does not come up
         where = config.cluster.ray_address or "on this machine"
-        raise SlimxError(f"Ray cannot be started {where}: {' '.join(str(error).split())[:300]}") from error
+        why = " ".join(str(error).split())[:300]
+        raise PartLost(f"Ray cannot be started {where}: {why}", code="ray.start", about=where) from error
     gpus = float(ranks + engines) if device == "cuda" else 0.0
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
         have = ray.cluster_resources().get(kind, 0.0)
@@ -69,5 +80,8 @@ def _memory() -> int:
 
 
 def stop_ray() -> None:
-    """Leave Ray; a local cluster ends."""
-    ray.shutdown()
+    """Leave Ray; a local cluster ends. Ray's library waits for ever for a process of its own that is stopped: this does
+    not, and what Ray leaves running then ends with this process (slimx.orchestration.remains)."""
+    leaving = threading.Thread(target=ray.shutdown, name="slimx leaves Ray", daemon=True)
+    leaving.start()
+    leaving.join(SHUTDOWN_S)

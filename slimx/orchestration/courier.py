@@ -15,8 +15,9 @@ from typing import Any
 import ray
 
 from slimx.config.schema import Config
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.orchestration.engine_nodes import DEVICES, place_of
+from slimx.orchestration.ray_calls import kill
 from slimx.orchestration.restarts import Restarts, told_of
 from slimx.orchestration.waiting import ActorDied, first_line, gather
 from slimx.ports import own_address
@@ -104,7 +105,7 @@ class CourierHandle:
                 self._lost = error
                 raise TransportLost(first_line(error)) from None
         else:
-            raise SlimxError(
+            raise PartLost(
                 f"the courier beside trainer rank 0 was lost and may not be started again (rollout.health.restarts is "
                 f"{self.config.rollout.health.restarts}): {told_of(self.restarts.history)}; look into {self.log}",
                 code="courier.gone",
@@ -157,4 +158,4 @@ class CourierHandle:
     async def stop(self) -> None:
         actor, self._actor = self._actor, None
         if actor is not None:
-            ray.kill(actor)
+            await kill([actor])

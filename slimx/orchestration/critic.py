@@ -44,14 +44,16 @@ class CriticGroup:
         """Value at every position, one [n] per row."""
         rows = _bare(rows)
         batch = self.packer(rows)
-        results = await self.ranks.call("critic_values", self.ranks.sharded(batch.shards), "the critic's values")
+        results = await self.ranks.call("critic_values", await self.ranks.sharded(batch.shards), "the critic's values")
         return batch.unpack(self.ranks.by_shard(results), rows)
 
     async def train_step(self, updates: Sequence[Sequence[Row]], *, step: int) -> dict[str, float]:
         """One optimizer step per update on rows with `values` and `returns`; the metrics of them all."""
         batches = [self.packer(_bare(rows)) for rows in updates]
         shards = [list(shards) for shards in zip(*(batch.shards for batch in batches), strict=True)]
-        results = await self.ranks.call("critic_step", self.ranks.sharded(shards, step), f"step {step} of the critic")
+        results = await self.ranks.call(
+            "critic_step", await self.ranks.sharded(shards, step), f"step {step} of the critic"
+        )
         return self.ranks.metrics_of(results)
 
     async def save(self, path: Path, *, step: int) -> None:

@@ -8,10 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
-
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.engine_actor import ANSWER_S, STOP_S
+from slimx.orchestration.ray_calls import kill
 from slimx.orchestration.waiting import ActorDied, gather
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
@@ -105,7 +104,7 @@ class EngineHandle:
         try:
             await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
         except SlimxError:
-            ray.kill(self.actor)
+            await kill([self.actor])
             self.actor = None
 
     async def ended(self) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -14,9 +13,9 @@ from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec, configured_model
 from slimx.observability.jsonl import JsonlFile
 from slimx.orchestration.checks import Sources, check_sources
-from slimx.orchestration.cluster import device_of, start_ray, stop_ray
+from slimx.orchestration.cluster import device_of
 from slimx.orchestration.evaluation import answer_all, judge
-from slimx.orchestration.lifetime import interruptible
+from slimx.orchestration.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.serving import Serving, serving, without_trainers
 
 DIRECTORY = "eval"
@@ -35,11 +34,8 @@ def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str]
     directory = Path(config.run.dir) / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
-    start_ray(config, device, trainers=False)
-    try:
-        asyncio.run(interruptible(partial(_session, config, sources, spec, device, directory, note, found)))
-    finally:
-        stop_ray()
+    work = partial(_session, config, sources, spec, device, directory, note, found)
+    run_with_ray(config, device, work, trainers=False)
     results = JsonlFile(directory / "results.jsonl", resume_step=0)
     results.write(found)
     results.close()
@@ -54,9 +50,10 @@ async def _session(
     directory: Path,
     note: Callable[[str], None],
     found: dict[str, Any],
-    leaving: asyncio.Event,
+    alarm: Alarm,
 ) -> None:
-    async with serving(config, sources, spec, device, directory, note) as parts:
+    async with EndingStack(alarm) as stack:
+        parts = await stack.enter_async_context(serving(config, sources, spec, device, directory, note))
         found |= await evaluate_once(config, sources, parts)
 
 

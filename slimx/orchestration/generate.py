@@ -17,14 +17,16 @@ from rich.console import Console
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
+from slimx.durable import replace_synced
 from slimx.errors import Preempted, SlimxError
 from slimx.models.families import ModelSpec, configured_model
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import GENERATE_COLUMNS, LiveTable
+from slimx.observability.run_lock import held
 from slimx.observability.tracker import make_tracker
 from slimx.orchestration.checks import Sources, check_sources
-from slimx.orchestration.cluster import device_of, start_ray, stop_ray
-from slimx.orchestration.lifetime import interruptible, only_process_in
+from slimx.orchestration.cluster import device_of
+from slimx.orchestration.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.measure import group_metrics
 from slimx.orchestration.recording import drop_record
 from slimx.orchestration.saves import RunState, Saves, read_state
@@ -32,6 +34,7 @@ from slimx.orchestration.serving import Serving, serving, without_trainers
 from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import Outcome
 from slimx.rollout.tickets import Batch
+from slimx.threads import in_thread
 
 CURSOR = "cursor"
 """Where a run directory has the position of `slimx generate`."""
@@ -60,13 +63,10 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
         console.print(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on")
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    with only_process_in(directory):
-        (directory / "config.yaml").write_text(config.to_text())
-        start_ray(config, device, trainers=False)
-        try:
-            asyncio.run(interruptible(partial(_session, config, sources, spec, device, saves, state, console)))
-        finally:
-            stop_ray()
+    with held(directory):
+        replace_synced(directory / "config.yaml", config.to_text().encode())
+        work = partial(_session, config, sources, spec, device, saves, state, console)
+        run_with_ray(config, device, work, trainers=False)
     return directory
 
 
@@ -78,15 +78,16 @@ async def _session(
     saves: Saves,
     state: RunState | None,
     console: Console,
-    leaving: asyncio.Event,
+    alarm: Alarm,
 ) -> None:
     directory, done = Path(config.run.dir), state.step if state else 0
     with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
         table.phase("start")
-        async with serving(config, sources, spec, device, directory, table.note) as parts:
+        async with EndingStack(alarm) as stack:
+            parts = await stack.enter_async_context(serving(config, sources, spec, device, directory, table.note))
             if state is not None:
                 table.note(f"resumed after step {state.step}")
-            await generate(config, sources, parts, saves, state, table, leaving)
+            await generate(config, sources, parts, saves, state, table, alarm.leaving)
 
 
 async def generate(
@@ -133,9 +134,9 @@ async def generate(
             table.phase("generate")
             batch = await parts.watched(manager.next_batch())
             seconds = time.perf_counter() - began
-            await asyncio.to_thread(files.write, step + 1, 0, batch.groups, batch.dropped)
+            await in_thread(files.write, step + 1, 0, batch.groups, batch.dropped)
             step += 1
-            await asyncio.to_thread(_save, saves, RunState(step, 0, {}, False, rollouts=manager.state()))
+            await in_thread(_save, saves, RunState(step, 0, {}, False, rollouts=manager.state()))
             metrics = _metrics(batch, seconds)
             tracker.log(step, metrics, version=0)
             table.row(step, metrics)

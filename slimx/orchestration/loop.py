@@ -89,7 +89,7 @@ async def train(run: Run) -> None:
         run.checkpoints.check()
         if run.due(config.algorithm.reference_refresh):
             await refresh_reference(run)
-        if run.due(config.checkpoint.every):
+        if run.save_due():
             await run.save()
         if run.due(config.checkpoint.export_every):
             await run.export(f"hf-{run.step:06d}")

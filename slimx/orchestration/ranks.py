@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from slimx.config.schema import Config
+from slimx.errors import DeadlineError
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.orchestration.placement import PackedGpus
+from slimx.orchestration.ray_calls import KILL_S, ask_ray, kill
 from slimx.orchestration.waiting import gather
 
 
@@ -34,25 +37,24 @@ class RankGroup:
             )
             for rank in range(sizes.world)
         ]
+        self.started: list[dict[str, Any]] = []
+        """What each rank said when it had started."""
+        self._calls: list[str] = []
 
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks up; their pids and adapters, by rank."""
         limit = self.config.cluster.start_deadline
-        (where,) = await gather(
-            [self.actors[0].rendezvous.remote()],
-            what=f"the start of {self.name} rank 0",
-            holders=[f"{self.name} rank 0"],
-            deadline_s=limit,
-            logs=self.logs[:1],
-        )
-        return await self.call("start", self.same(where), f"the start of the {self.name} ranks", limit)
+        asked = [self.actors[0].rendezvous.remote()]
+        (where,) = await self.answers(asked, [0], f"the start of {self.holder(0)}", limit)
+        self.started = await self.call("start", self.same(where), f"the start of the {self.name} ranks", limit)
+        return self.started
 
-    async def stop(self, grace_s: float = 5.0) -> None:
+    async def stop(self) -> None:
         """End all ranks; does not raise."""
-        for actor in self.actors:
-            ray.kill(actor)
+        await kill(self.actors)
         if self._gpus is not None:
-            self._gpus.release()
+            with suppress(DeadlineError):
+                await ask_ray("the release of GPUs", "Ray's GCS", KILL_S, self._gpus.release)
 
     async def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], what: str, deadline_s: float | None = None
@@ -61,21 +63,46 @@ class RankGroup:
         references = [
             getattr(actor, method).remote(*given) for actor, given in zip(self.actors, arguments, strict=True)
         ]
-        return await gather(
-            references,
-            what=what,
-            holders=[f"{self.name} rank {rank}" for rank in range(self.sizes.world)],
-            deadline_s=deadline_s or self.config.trainer.deadline,
-            logs=self.logs,
-        )
+        return await self.answers(references, range(self.sizes.world), what, deadline_s)
+
+    async def answers(
+        self, references: Sequence[ray.ObjectRef], ranks: Sequence[int], what: str, deadline_s: float | None = None
+    ) -> list[Any]:
+        """What `ranks` answer to calls that were sent; they are busy with `what` meanwhile."""
+        self._calls.append(what)
+        try:
+            return await gather(
+                references,
+                what=what,
+                holders=[self.holder(rank) for rank in ranks],
+                deadline_s=deadline_s or self.config.trainer.deadline,
+                logs=[self.logs[rank] for rank in ranks],
+            )
+        finally:
+            self._calls.remove(what)
+
+    @property
+    def calling(self) -> str | None:
+        """A call that ranks are busy with; None between two."""
+        return self._calls[-1] if self._calls else None
+
+    def holder(self, rank: int) -> str:
+        """What a rank is called."""
+        return f"{self.name} rank {rank}"
 
     def same(self, *arguments: Any) -> list[tuple[Any, ...]]:
         """The same arguments for every rank."""
         return [arguments] * self.sizes.world
 
-    def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
+    async def stored(self, values: Sequence[Any]) -> list[ray.ObjectRef]:
+        """References to `values`, each of which Ray's object store has once. Raises DeadlineError if it does not take
+        them."""
+        deadline = self.config.trainer.deadline
+        return await ask_ray("room for a batch", "Ray's raylet", deadline, lambda: [ray.put(value) for value in values])
+
+    async def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
         """Per rank its data-parallel shard, stored once for the ranks that share it, and the rest."""
-        stored: list[ray.ObjectRef] = [ray.put(shard) for shard in shards]
+        stored = await self.stored(shards)
         return [(stored[coordinates(rank, self.sizes).data], *rest) for rank in range(self.sizes.world)]
 
     def metrics_of(self, results: Sequence[Any]) -> Any:

@@ -23,6 +23,7 @@ from slimx.observability.tracker import Tracker
 from slimx.orchestration.restarts import Restart
 from slimx.rollout.rollouts import Outcome
 from slimx.rollout.tickets import Batch
+from slimx.threads import in_thread
 
 
 class Records:
@@ -68,7 +69,7 @@ class Records:
         """Begin to write the groups of `step` down, before they are trained: they are what can be looked at, and
         trained again, if that fails. `version`: of the trainers that train them."""
         if self.rollouts is not None and self.rollouts.due(step):
-            work = asyncio.to_thread(self.rollouts.write, step, version, batch.groups, batch.dropped)
+            work = in_thread(self.rollouts.write, step, version, batch.groups, batch.dropped)
             self._keeping = asyncio.create_task(work)
 
     async def kept(self) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from slimx.config.engines import Health
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.orchestration.engine_handle import EngineHandle, Standing
 from slimx.orchestration.restarts import Restart, Restarts, told_of
 from slimx.orchestration.router_keeper import RouterKeeper
@@ -153,7 +153,7 @@ class Membership:
             which = "engine" if engine.role == "regular" else f"{engine.role} engine"
             told = told_of(self.history())
             self._fail(
-                SlimxError(
+                PartLost(
                     f"no {which} is left, and none may be started again (rollout.health.restarts is "
                     f"{self.health.restarts}{told and f': {told}'}); the last one lost: {error}",
                     code="engines.gone",

@@ -36,6 +36,7 @@ from slimx.rollout.client import GenerationClient
 from slimx.rollout.manager import RolloutManager
 from slimx.rollout.replay import Replay
 from slimx.rollout.rollouts import GroupMaker, Outcome
+from slimx.threads import in_thread
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ class Run:
         self.current = 0
         """Number of the step in progress, from 1; 0 before the first."""
         self.version = 0
-        self._saved_step = -1
+        self._saved_step, self._saved_at = -1, time.monotonic()
         self._phase, self._phase_since = "start", time.time()
 
     # Waiting
@@ -182,6 +183,12 @@ class Run:
         """Whether something that happens every so many steps happens after the present one."""
         return every > 0 and self.step > 0 and self.step % every == 0
 
+    def save_due(self) -> bool:
+        """True after the steps and the time that `checkpoint` says."""
+        options = self.config.checkpoint
+        late = options.every_seconds is not None and time.monotonic() - self._saved_at >= options.every_seconds
+        return late or self.due(options.every)
+
     # Work
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -224,7 +231,7 @@ class Run:
         """Bring the present version to engines that came back, from where it is kept; False if it is not."""
         members = self.engines.members
         try:
-            stored = await asyncio.to_thread(self.transport.complete, self.version)
+            stored = await in_thread(self.transport.complete, self.version)
             if stored is None:
                 return False
             publisher = self._publisher(stored, Joining(members))
@@ -282,7 +289,7 @@ class Run:
             )
             async with self.trainers_turn():
                 await self.checkpoints.save(state)
-        self._saved_step = self.step
+        self._saved_step, self._saved_at = self.step, time.monotonic()
 
     async def finish_save(self) -> None:
         """Wait until the last checkpoint is on disk."""

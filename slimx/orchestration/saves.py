@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from slimx.durable import sync_directory
 from slimx.errors import SlimxError
 from slimx.models.megatron_directory import TRACKER, iteration_name
 from slimx.rollout.tickets import SavedTicket
-from slimx.trainer.checkpoint.files import MANIFEST, REPORTS, FileRecord, write, write_manifest
+from slimx.trainer.checkpoint.files import MANIFEST, REPORTS, Damaged, FileRecord, write, write_manifest
 
 _NAME = re.compile(r"iter_(\d{7,})")
 _RUN, _TICKETS = "slimx/run.json", "slimx/tickets.bin"
@@ -72,6 +72,15 @@ class Saves:
         """The newest complete checkpoint."""
         done = sorted(self._complete())
         return done[-1][1] if done else None
+
+    def set_aside(self, damaged: Path) -> Path | None:
+        """Give the damaged checkpoint another name, under which it is never read again; None, and nothing happens,
+        where no other complete one would be left."""
+        if len(self._complete()) < 2:
+            return None
+        aside = damaged.with_name(f"{damaged.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        return damaged.rename(aside)
 
     def begin(self, step: int, parts: Sequence[str] = (".",)) -> Path:
         """An empty directory to write step `step` into, with room for the reports of each part (a path in it); what
@@ -133,14 +142,25 @@ class Saves:
         return [(int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file()]
 
 
+def saved_step(directory: Path) -> int:
+    """The step of the newest complete checkpoint of the run in `directory`; 0 where there is none."""
+    newest = Saves(directory / "checkpoints", keep=1).newest()
+    return 0 if newest is None else int(newest.name.removeprefix("iter_"))
+
+
 def read_state(path: Path) -> RunState:
-    """The run's state in checkpoint `path`. Raises SlimxError naming a damaged file."""
+    """The run's state in checkpoint `path`. Raises Damaged naming the file that is."""
+    fields = _read(path, _RUN, json.loads)
+    tickets = _read(path, _TICKETS, lambda data: decode(list[SavedTicket], data))
     try:
-        fields = json.loads((path / _RUN).read_text())
-        tickets = decode(list[SavedTicket], (path / _TICKETS).read_bytes())
         fields["rollouts"]["tickets"] = tickets
         return RunState(**fields)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise SlimxError(
-            f"{path}: the checkpoint's run.json or tickets.bin is damaged ({error}); remove the directory"
-        ) from error
+    except (TypeError, KeyError) as error:
+        raise Damaged(path, path / _RUN, f"holds no state of a run ({error})") from error
+
+
+def _read(path: Path, name: str, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse((path / name).read_bytes())
+    except (OSError, ValueError, TypeError, SlimxError) as error:
+        raise Damaged(path, path / name, f"cannot be read ({error})") from error

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,25 +13,29 @@ from rich.console import Console
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
+from slimx.durable import replace_synced
 from slimx.errors import SlimxError
 from slimx.models.trunk import read_trunk
 from slimx.observability.activity import Activity
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.report import write_report
+from slimx.observability.run_lock import held
+from slimx.observability.terminal import plain
 from slimx.observability.timeline import Timeline
 from slimx.observability.tracker import make_tracker
 from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.checks import Prepared, check_run
-from slimx.orchestration.cluster import device_of, start_ray, stop_ray
+from slimx.orchestration.cluster import device_of
 from slimx.orchestration.critic import CriticGroup
 from slimx.orchestration.engines import EngineGroup, prober, tell_restarts
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.generate import CURSOR
 from slimx.orchestration.heap import settled_heap
-from slimx.orchestration.lifetime import interruptible, only_process_in, stopping, together
+from slimx.orchestration.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
+from slimx.orchestration.rank_watch import watch_ranks
 from slimx.orchestration.reach import check_reach
 from slimx.orchestration.recording import Records, summary
 from slimx.orchestration.reference import restore_reference
@@ -46,7 +48,7 @@ from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.replay import Replay, check_replay
 from slimx.rollout.rollouts import GroupMaker
-from slimx.trainer.checkpoint.files import MANIFEST
+from slimx.trainer.checkpoint.files import MANIFEST, Damaged
 
 
 def run_training(config: Config, console: Console) -> Path:
@@ -66,14 +68,29 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
             f"rollout.replay={directory} to train on them"
         )
     prepared = check_run(config)
+    directory.mkdir(parents=True, exist_ok=True)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
+    with held(directory):
+        while True:
+            try:
+                _attempt(config, prepared, saves, console, work)
+                return directory
+            except Damaged as error:
+                console.print(plain(_pass_over(error, saves, options.damaged)))
+
+
+def _attempt(
+    config: Config, prepared: Prepared, saves: Saves, console: Console, work: Callable[[Run], Awaitable[None]]
+) -> None:
+    """Start from the newest checkpoint and do `work`. Raises Damaged if that checkpoint is."""
+    directory = Path(config.run.dir)
     resume_from, state = resume_point(config, directory, saves), None
     if resume_from is not None:
         state = read_state(resume_from)
         if _finished(config, directory, state):
             console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
-            return directory
+            return
         check_resume(config, prepared.sizes, resume_from, state, prepared.critic)
     if config.rollout.replay:
         check_replay(
@@ -83,15 +100,18 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
             last=config.schedule.steps,
             routes=config.trainer.moe.replay == "R3",
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    with only_process_in(directory):
-        (directory / "config.yaml").write_text(config.to_text())
-        start_ray(config, device_of(config))
-        try:
-            asyncio.run(interruptible(partial(_session, config, prepared, saves, resume_from, console, work)))
-        finally:
-            stop_ray()
-    return directory
+    replace_synced(directory / "config.yaml", config.to_text().encode())
+    run_with_ray(config, device_of(config), partial(_session, config, prepared, saves, resume_from, console, work))
+
+
+def _pass_over(error: Damaged, saves: Saves, policy: str) -> str:
+    """What is said of a damaged checkpoint that is set aside for the one before it. Raises `error` where it is not:
+    the configuration forbids that, it is another run's, or there is no other."""
+    own = error.checkpoint.parent == saves.directory
+    aside = saves.set_aside(error.checkpoint) if own and policy == "skip" else None
+    if aside is None:
+        raise error
+    return f"{error.about} {error.problem}: the checkpoint is {aside.name} now, and the run goes on from the one before"
 
 
 def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
@@ -126,14 +146,14 @@ async def _session(
     resume_from: Path | None,
     console: Console,
     work: Callable[[Run], Awaitable[None]],
-    leaving: asyncio.Event,
+    alarm: Alarm,
 ) -> None:
     directory, replayed = Path(config.run.dir), config.rollout.replay
     state = read_state(resume_from) if resume_from else None
     done = state.step if state else 0
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
-    async with AsyncExitStack() as stack:
+    async with EndingStack(alarm) as stack:
         table = stack.enter_context(
             LiveTable(
                 config.schedule.steps,
@@ -172,6 +192,8 @@ async def _session(
             stack.push_async_exit(stopping(engines.stop, table.note))
             starting += [check_reach(config, trainers, engines), engines.start()]
         await together(starting)
+        for group in [trainers, *([critic.own] if critic is not None and critic.own is not None else [])]:
+            alarm.ring_after(watch_ranks(group, config.trainer.watch_deadline))
         await frozen.check_teacher(prepared.tokenizer)
         groups = [*([engines] if engines is not None else []), *frozen.groups.values()]
         stack.callback(tell_restarts, groups, table.note)
@@ -219,8 +241,9 @@ async def _session(
             encoding=prepared.encoding,
             critic=critic,
             routes=route_shape(prepared.spec) if config.trainer.moe.replay == "R3" else None,
-            leaving=leaving,
+            leaving=alarm.leaving,
         )
+        run.checkpoints.on_failure = alarm.ring
         stack.push_async_callback(run.transport.stop)
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import ray
 
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch
@@ -20,12 +18,12 @@ from slimx.models.checkpoint_writer import finish_directory, shard_name
 from slimx.models.megatron_directory import is_megatron
 from slimx.orchestration.engine_nodes import Place, place_of
 from slimx.orchestration.ranks import RankGroup
-from slimx.orchestration.waiting import gather
 from slimx.reshard.gather import PUBLISHER
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.packer import describe
 from slimx.reshard.pieces import PlannedBuckets
 from slimx.reshard.plan import Plan
+from slimx.threads import in_thread
 from slimx.trainer.contract import contract_of
 from slimx.trainer.worker import TrainerWorker
 
@@ -64,24 +62,18 @@ class TrainerGroup(RankGroup):
     async def places(self) -> list[Place]:
         """By rank its machine and its GPU: engines that take turns with trainers run there."""
         asked = [actor.__ray_call__.remote(place_of) for actor in self.actors]
-        return await gather(
-            asked,
-            what="the look for the trainers' machines",
-            holders=[f"trainer rank {rank}" for rank in range(self.sizes.world)],
-            deadline_s=self.config.trainer.deadline,
-            logs=self.logs,
-        )
+        return await self.answers(asked, range(self.sizes.world), "the look for the trainers' machines")
 
     async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
         """One optimizer step per update, one after the other; the metrics of them all."""
         shards = [list(shards) for shards in zip(*(update.shards for update in updates), strict=True)]
-        results = await self.call("train_step", self.sharded(shards, step, version), f"step {step} of training")
+        results = await self.call("train_step", await self.sharded(shards, step, version), f"step {step} of training")
         return self.metrics_of(results)
 
     async def logprobs(self, batch: TrainBatch, *, under: Literal["policy", "reference"]) -> list[list[np.ndarray]]:
         """Log-prob of every label under the present weights or those of the reference, per data-parallel rank and
         micro-batch."""
-        arguments = self.sharded(batch.shards, under)
+        arguments = await self.sharded(batch.shards, under)
         return self.by_shard(await self.call("logprobs", arguments, f"the log-probs under the {under}"))
 
     async def refresh_reference(self, path: Path | None = None) -> None:
@@ -92,14 +84,14 @@ class TrainerGroup(RankGroup):
     async def measure_gap(self, batch: TrainBatch, *, version: int, mismatch: bool = False) -> dict[str, float]:
         """The log-prob gap of `batch` under the present weights, and with `mismatch` that of all its tokens; nothing is
         trained."""
-        arguments = self.sharded(batch.shards, version, mismatch)
+        arguments = await self.sharded(batch.shards, version, mismatch)
         results = await self.call("measure_gap", arguments, "the measurement of the log-prob gap")
         return self.metrics_of(results)
 
     async def trace(self, batch: TrainBatch) -> dict[str, list[str]]:
         """Digests of the residual stream in a pass over `batch`, by point: those of one data-parallel rank."""
         found: dict[str, list[str]] = {}
-        for points in await self.call("trace", self.sharded(batch.shards), "the trace of a pass"):
+        for points in await self.call("trace", await self.sharded(batch.shards), "the trace of a pass"):
             found = points | found
         return found
 
@@ -124,7 +116,7 @@ class TrainerGroup(RankGroup):
             shards.append(await self._publisher("write_bucket", packed, path))
             await self._publisher("release_buckets", "export", bucket)
         # Frozen tensors may be gigabytes: the loop's other work goes on meanwhile.
-        await asyncio.to_thread(
+        await in_thread(
             finish_directory,
             directory,
             Path(self.config.model.path),
@@ -177,30 +169,25 @@ class TrainerGroup(RankGroup):
             path = await self._publisher("probe", on_device)
             reached = await self.call("reaches", self.same(path), "the look for the publisher's memory")
             remote = [rank for rank, here in enumerate(reached) if not here]
-            stored = ray.put(buckets.plan.to_bytes())
+            (stored,) = await self.stored([buckets.plan.to_bytes()])
             given = self.same(name, stored, remote, on_device)
             await self.call("prepare", given, f"the plan of the {name}")
 
     async def _publisher(self, method: str, *arguments: Any) -> Any:
-        (out,) = await gather(
-            [getattr(self.actors[PUBLISHER], method).remote(*arguments)],
-            what=method.replace("_", " "),
-            holders=[f"trainer rank {PUBLISHER}"],
-            deadline_s=self.config.trainer.deadline,
-            logs=self.logs[PUBLISHER : PUBLISHER + 1],
-        )
+        asked = [getattr(self.actors[PUBLISHER], method).remote(*arguments)]
+        (out,) = await self.answers(asked, [PUBLISHER], method.replace("_", " "))
         return out
 
-    def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
+    async def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
         """Per rank its data-parallel shard with the routes of its own pipeline stage, stored once for the ranks that
         share both, and the rest."""
         sizes = self.sizes
         if sizes.pipeline == 1 or not (self.config.rollout.sampled and self.config.rollout.routed_experts):
-            return super().sharded(shards, *rest)
+            return await super().sharded(shards, *rest)
         stages = stage_layers(sizes, self.table.layers)
-        stored = [[ray.put(for_stage(shard, layers)) for layers in stages] for shard in shards]
+        stored = await self.stored([for_stage(shard, layers) for shard in shards for layers in stages])
         places = [coordinates(rank, sizes) for rank in range(sizes.world)]
-        return [(stored[place.data][place.pipeline], *rest) for place in places]
+        return [(stored[place.data * len(stages) + place.pipeline], *rest) for place in places]
 
     def _carried_from(self) -> Path | None:
         """Where tensors that trainers do not hold come from: a Megatron-LM directory has none of them."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import ray
 
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, PartLost, SlimxError
 
 
-class ActorDied(SlimxError):
+class ActorDied(PartLost):
     """The process behind an actor has ended."""
 
 
@@ -52,7 +52,7 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
         said = (
             f"the end of {log}:\n{tail(log)}" if tail(log) else f"its log {log} is empty; Ray says: {_last_line(error)}"
         )
-        out: SlimxError = ActorDied(f"{holder} died during {what}; {said}")
+        out: SlimxError = ActorDied(f"{holder} died during {what}; {said}", code="actor.died", about=holder)
     else:
         out = SlimxError(
             f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}"

@@ -126,7 +126,7 @@ class _Attempt:
         self.active = list(self.members.candidates())
         self.incarnations = {receiver.name: receiver.incarnation for receiver in self.active}
         self.out = Publication(manifest, {receiver.name: Outcome() for receiver in self.active})
-        self.ends = time.monotonic() + publisher.deadline_s
+        self.ends = asyncio.get_running_loop().time() + publisher.deadline_s
         self._running: dict[str, tuple[int, float]] = {}
         """By stage how many calls are in it, and since when."""
 
@@ -297,7 +297,7 @@ class _Attempt:
         raise NoReceiverLeft(f"{which} reached no engine: {told}", code="publish.lost", about=which)
 
     def _left(self) -> float:
-        return max(0.0, self.ends - time.monotonic())
+        return max(0.0, self.ends - asyncio.get_running_loop().time())
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

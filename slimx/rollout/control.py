@@ -10,7 +10,6 @@ import asyncio
 import base64
 import json
 import pickle
-import time
 from typing import Any, Literal
 
 import aiohttp
@@ -60,8 +59,8 @@ class EngineControl:
 
     async def wait_ready(self, deadline_s: float, process: ServerProcess | None = None) -> None:
         """Wait until the server generates. A server that dies meanwhile is reported with the last lines of its log."""
-        start = time.monotonic()
-        while (waited := time.monotonic() - start) < deadline_s:
+        start = asyncio.get_running_loop().time()
+        while (waited := asyncio.get_running_loop().time() - start) < deadline_s:
             if process is not None and (status := process.poll()) is not None:
                 raise SlimxError(
                     f"engine {self.name} ended with status {status} before it was ready; "

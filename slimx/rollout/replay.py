@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from slimx.data.step_files import DIRECTORY, Origin, read_step, read_step_about,
 from slimx.errors import SlimxError
 from slimx.rollout.hooks import Hooks, RolloutContext
 from slimx.rollout.tickets import Batch
+from slimx.threads import in_thread
 
 
 class Replay:
@@ -29,7 +29,7 @@ class Replay:
     async def next_batch(self) -> Batch:
         """The groups of the next step, in the order in which they were trained, and what was dropped beside them.
         Raises SlimxError naming a file that is missing or damaged."""
-        about, groups = await asyncio.to_thread(read_step, step_path(self.run, self.done + 1))
+        about, groups = await in_thread(read_step, step_path(self.run, self.done + 1))
         self.done += 1
         return Batch(groups, Counter(about.dropped))
 

@@ -7,7 +7,6 @@ back.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -88,16 +87,16 @@ async def send(
     count, neither there nor in `deadline_s`.
     Raises AnswerError for another answer, and DeadlineError after `deadline_s` seconds.
     """
-    give_up, pause, lost_before = time.monotonic() + retry_s, 0.1, 0
+    give_up, pause, lost_before = asyncio.get_running_loop().time() + retry_s, 0.1, 0
     clock = Clock(deadline_s)
     try:
         async with clock:
             while True:
                 if absence is not None and absence.lasts:
-                    began = time.monotonic()
+                    began = asyncio.get_running_loop().time()
                     with clock.standing():
                         await absence.over()
-                    give_up, pause = give_up + time.monotonic() - began, 0.1
+                    give_up, pause = give_up + asyncio.get_running_loop().time() - began, 0.1
                 status, answer = await attempt()
                 if status == 200:
                     return answer
@@ -106,7 +105,7 @@ async def send(
                     again = lost_before < retries
                     lost_before += 1
                 else:
-                    again = nobody and time.monotonic() + pause < give_up
+                    again = nobody and asyncio.get_running_loop().time() + pause < give_up
                 if not again:
                     raise AnswerError(url, status, message_of(answer))
                 if not nobody:

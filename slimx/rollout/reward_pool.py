@@ -11,7 +11,6 @@ import math
 import numbers
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class _Call:
     result: asyncio.Future[tuple[Any, BaseException | None]]
     """What the hook returned, or raised."""
     began: float = 0.0
-    """Of `time.monotonic()`, once a worker has it."""
+    """Of the time of the loop that asked, once a worker has it."""
     given_up: bool = False
 
 
@@ -111,7 +110,7 @@ class RewardPool:
     def _look(self) -> None:
         """Give up the calls that are late, and look again when the next one may be: a queued call has begun at no
         earlier time than now."""
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         with self._lock:
             running = list(self._running)
         for call in running:
@@ -145,7 +144,7 @@ class RewardPool:
                 with self._lock:
                     if call.given_up:
                         continue
-                    call.began = time.monotonic()
+                    call.began = call.result.get_loop().time()
                     self._running.add(call)
                 try:
                     value, error = runner.run(self.reward(call.ctx, call.judged)), None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.control import message_of, parse_body
 from slimx.rollout.keys import STDIN, Keys, bearer
 from slimx.rollout.process import SupervisedProcess
+from slimx.threads import in_thread
 
 Json = dict[str, Any]
 CALL_S = 30.0
@@ -95,7 +95,7 @@ class Router:
         self.process.start()
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        await asyncio.to_thread(self.process.stop, grace_s)
+        await in_thread(self.process.stop, grace_s)
 
     def ended(self) -> str | None:
         """How its process ended; None while it runs."""
@@ -159,8 +159,8 @@ class Router:
 
     async def _until(self, look: Any, deadline_s: float, awaited: str) -> None:
         """Repeat `look` until it returns something other than False without an error."""
-        start = time.monotonic()
-        while time.monotonic() - start < deadline_s:
+        start = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() - start < deadline_s:
             if (end := self.ended()) is not None:
                 raise SlimxError(end)
             try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slimx.machine import machine
 from slimx.ports import address, free_port, is_loopback, own_address
 
 PROBE = b"slimx publisher"
@@ -32,6 +33,13 @@ class TrainerWorker:
         self._memory: Any = None
         self._guard: Any = None
 
+    def ping(self) -> None:
+        """Answers when this rank has done all that it was asked before. Raises what a save in the background could not
+        report in the checkpoint's directory."""
+        for part in (self._trainer, self._critic):
+            if part is not None and part.saver.failure is not None:
+                raise part.saver.failure
+
     def rendezvous(self) -> str:
         """Where the ranks meet, on this rank's node: an init_method for torch.distributed."""
         from slimx.config.run import Cluster
@@ -40,8 +48,8 @@ class TrainerWorker:
         return f"tcp://{address(host, free_port(host))}"
 
     def start(self, init_method: str) -> dict[str, Any]:
-        """Join the other ranks, build the model, load the weights; returns this rank's pid, adapters in force,
-        contract of exact mode (None in fast mode), and on CUDA the UUID of its GPU and the number of its CPUs."""
+        """Join the other ranks, build the model, load the weights; returns this rank's pid, its machine, adapters in
+        force, contract of exact mode (None in fast mode); on CUDA the UUID of its GPU and the number of its CPUs."""
         from slimx.config.schema import Config
 
         config = Config.model_validate(self._values)
@@ -68,7 +76,13 @@ class TrainerWorker:
             seed=config.run.seed,
         )
         self._build(config)
-        return {"pid": os.getpid(), "adapters": adapters, "numerics": contract_of(config, self.device), **place}
+        return {
+            "pid": os.getpid(),
+            "machine": machine(),
+            "adapters": adapters,
+            "numerics": contract_of(config, self.device),
+            **place,
+        }
 
     def _look_at_gpu(self, config: Any, device: Any) -> dict[str, Any]:
         """Refuse a broken GPU, run on the CPUs beside it, and guard its memory from now on."""

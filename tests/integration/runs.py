@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import psutil
 import yaml
 
 from slimx.data.codec import decode
-from slimx.rollout.process import shared_memory_inodes
+from slimx.rollout.process import PR_SET_CHILD_SUBREAPER, shared_memory_inodes
 from slimx.rollout.tickets import SavedTicket
 from tests import stacks
 
@@ -62,6 +63,9 @@ class TrainProcess:
     """One `slimx train` process."""
 
     def __init__(self, config: Path, *overrides: str):
+        # What a run leaves behind becomes a child of this process: the router, say, overwrites its environment.
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self.before = {process.pid for process in psutil.Process().children()}
         self.mark = uuid.uuid4().hex
         self.shared_memory = set(os.listdir("/dev/shm"))
         self.output = config.with_name(f"out-{self.mark[:8]}.log")
@@ -99,31 +103,65 @@ class TrainProcess:
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self.process.send_signal(signum)
 
+    def descendants(self) -> list[psutil.Process]:
+        """Everything that the run has started and that is still below it."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
     def processes(self) -> list[psutil.Process]:
         """Everything of this run that is alive, wherever its parent went."""
-        found = []
+        found: dict[int, psutil.Process] = {}
+        for child in psutil.Process().children():
+            # Orphans of the run came here; those that have ended wait to be collected.
+            if child.pid not in self.before and child.pid != self.process.pid and not _collected(child):
+                found |= {process.pid: process for process in [child, *_children(child)]}
         for process in psutil.process_iter():
             try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    found.append(process)
+                if process.environ().get(MARK) == self.mark:
+                    found |= {one.pid: one for one in [process, *_children(process)]}
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return [process for process in found.values() if _lives(process)]
 
     def assert_nothing_left(self) -> None:
         """No process (so no port that one of them listens on) and no shared-memory file of the run remains."""
         end = time.monotonic() + END_S
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.2)
-        names = [" ".join(process.cmdline())[:120] for process in left]
+        names = []
         for process in left:
-            process.kill()
+            try:
+                names.append(" ".join(process.cmdline())[:120] or process.name())
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
         assert not names, f"{END_S} s after the end of the run there are still: {names}"
         # What a living process has mapped now is somebody else's: everything of this run has ended.
         others = shared_memory_inodes(1)
         new = {name: Path("/dev/shm", name) for name in os.listdir("/dev/shm") if name not in self.shared_memory}
         files = sorted(name for name, path in new.items() if path.exists() and path.stat().st_ino not in others)
         assert not files, files
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _collected(child: psutil.Process) -> bool:
+    """Whether `child` of this process has ended; it is collected then."""
+    try:
+        return os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
+    except ChildProcessError:
+        return True
 
 
 def steps(directory: Path) -> dict[int, dict[str, float]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slimx.errors import LOST
 from slimx.observability.status import run_status
 from tests.integration.open_ports import documented, opened
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
@@ -133,14 +134,7 @@ def _ends_in_order(run: TrainProcess, signum: int, code: int) -> None:
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("victim", "said", "log"),
-    [
-        ("sglang::scheduler", "the last one lost: engine actor-0 ended with status", "engine-actor-0.log"),
-        ("ray::TrainerWorker", "slimx: trainer rank 0 died during", "trainer-0.log"),
-    ],
-)
-def test_a_part_that_dies_ends_the_run_and_is_named_with_its_log(victim, said, log, tiny_model, task, tmp_path):  # noqa: F811
+def test_an_engine_that_may_not_be_started_again_ends_the_run_and_is_named_with_its_log(tiny_model, task, tmp_path):  # noqa: F811
     config = write_config(
         tmp_path,
         tiny_model,
@@ -150,11 +144,9 @@ def test_a_part_that_dies_ends_the_run_and_is_named_with_its_log(victim, said, l
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 1)
-    found = sorted((p for p in run.processes() if victim in " ".join(p.cmdline())), key=lambda p: p.pid)
-    assert found
-    found[0].kill()
-    assert run.wait() == 2, run.text()
-    assert said in run.text() or said.replace("rank 0", "rank 1") in run.text()
-    assert log in run.text() or log.replace("-0", "-1") in run.text()
+    (scheduler,) = [p for p in run.processes() if "sglang::scheduler" in " ".join(p.cmdline())]
+    scheduler.kill()
+    assert run.wait() == LOST, run.text()
+    assert "engine actor-0" in run.text() and "engine-actor-0.log" in run.text()
     assert "Traceback" not in run.text()
     run.assert_nothing_left()

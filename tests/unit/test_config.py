@@ -5,7 +5,6 @@ The refusals are met as a user meets them: through the command line, with its ex
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from slimx import cli
 from slimx.config import load_config
 from slimx.errors import SlimxError
 from slimx.observability.run_files import read_config
+from slimx.observability.run_lock import held
 from tools.quickstart.make_model import make_model
 
 PROMPT = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
@@ -61,10 +61,10 @@ class Command:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         from slimx.orchestration import session
 
-        def start(config: object, device: str) -> None:
+        def start(config: object, device: str, work: object) -> None:
             raise Started
 
-        monkeypatch.setattr(session, "start_ray", start)
+        monkeypatch.setattr(session, "run_with_ray", start)
         self.monkeypatch, self.capsys = monkeypatch, capsys
 
     def run(self, file: Path, *overrides: str) -> None:
@@ -454,8 +454,7 @@ def test_load_config_raises_the_one_error_that_users_read(file):
 
 def test_a_second_process_in_the_same_run_directory_is_refused(command, file, tmp_path):
     (tmp_path / "old").mkdir()
-    with (tmp_path / "old" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with held(tmp_path / "old"):
         assert "another process is training there" in command.refuses(file, f"run.dir={tmp_path}/old")
     with pytest.raises(Started):
         command.run(file, f"run.dir={tmp_path}/old")
@@ -467,7 +466,7 @@ def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(comma
     (checkpoint / "slimx" / "manifest.json").write_text("{}")
     with pytest.raises(Started):
         command.run(file, f"run.dir={tmp_path}/old", "run.resume=never")
-    assert "run.json or tickets.bin is damaged" in command.refuses(file, f"run.dir={tmp_path}/old")
+    assert str(checkpoint / "slimx" / "run.json") in command.refuses(file, f"run.dir={tmp_path}/old")
 
 
 @pytest.mark.parametrize(

@@ -172,3 +172,40 @@ def test_a_first_node_to_which_the_others_do_not_come_says_how_many_did_and_ends
             assert str(tmp_path) not in (process / "environ").read_text(errors="replace"), process
         except OSError:
             continue
+
+
+JOB = """
+source scripts/launch/slurm.sh
+export SLURM_JOB_NODELIST=n1 SLURM_JOB_NUM_NODES=1
+sleep() { exit 99; }  # of requeue, during which Slurm ends the script
+run_job x.yaml
+"""
+
+
+def slurm_job(tmp_path: Path, start: int, status: int, saved: int | None) -> tuple[int, str]:
+    """Exit status and requests to Slurm of a job's start number `start`, whose run ends with `status` after it has
+    saved step `saved`."""
+    programs, calls = tmp_path / f"bin{start}", tmp_path / f"calls{start}"
+    programs.mkdir()
+    told = "" if saved is None else f'echo {saved} > "$JOB_DIR/saved"; '
+    for name, does in (
+        ("srun", f'{told}echo {status} > "$JOB_DIR/over"; exit {status}'),
+        ("scontrol", f'echo "$@" >> {calls}'),
+    ):
+        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
+        (programs / name).chmod(0o755)
+    environment = {"SLIMX_HEALTH": "none", "SLIMX_JOBS": str(tmp_path / "jobs"), "SLURM_JOB_ID": "7"}
+    done = bash(JOB, FIRST=str(programs), SLURM_RESTART_COUNT=str(start), **environment)
+    return done.returncode, calls.read_text().strip() if calls.exists() else ""
+
+
+def test_a_job_that_lost_a_part_comes_back_while_its_checkpoints_advance_and_twice_without(tmp_path):
+    again = (99, "requeue 7")
+    starts = [slurm_job(tmp_path, start, 69, saved) for start, saved in enumerate((10, 20, 20, 30, 30, 30))]
+    assert starts == [again, again, again, again, again, (69, "")]
+
+
+@pytest.mark.parametrize(("status", "comes_back"), [(75, True), (138, True), (2, False), (1, False), (143, False)])
+def test_other_ends_of_a_job_bring_it_back_after_a_preemption_only(tmp_path, status, comes_back):
+    found = slurm_job(tmp_path, 0, status, None)
+    assert found == ((99, "requeue 7") if comes_back else (status, ""))

@@ -72,7 +72,7 @@ class Ranks:
 
     sent: list[list[MicroBatch]]
 
-    def sharded(self, shards: list[Any], *rest: Any) -> list[Any]:
+    async def sharded(self, shards: list[Any], *rest: Any) -> list[Any]:
         self.sent = [list(chain.from_iterable(s)) if isinstance(s[0], list) else s for s in shards]
         return []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import re
 import sys
@@ -18,6 +17,7 @@ from rollout_stand import Stand, config_of
 from slimx import cli
 from slimx.data.records import Prompt, Trajectory
 from slimx.observability import activity
+from slimx.observability.run_lock import held
 from slimx.observability.status import run_status
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import RolloutContext
@@ -37,8 +37,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def status(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setattr(sys, "argv", ["slimx", "status", str(directory)])
+def status(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["slimx", "status", str(directory), *options])
     try:
         cli.main()
     except SystemExit as error:
@@ -47,9 +47,19 @@ def status(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return out.out + out.err
 
 
+def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, monkeypatch, capsys):
+    assert status(run, monkeypatch, capsys, "--saved") == "0\n"
+    for name in ("iter_0000004", "iter_0000040", "iter_0000050.partial", "iter_0000060.damaged"):
+        (run / "checkpoints" / name / "slimx").mkdir(parents=True)
+        (run / "checkpoints" / name / "slimx" / "manifest.json").touch()
+    assert status(run, monkeypatch, capsys, "--saved") == "40\n"
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"model": {"path": "m"}, "rollout": {"prompts": "p"}}))
+    assert status(file, monkeypatch, capsys, f"run.dir={run}", "--saved") == "40\n"
+
+
 def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
-    with (run / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with held(run):
         text = status(run, monkeypatch, capsys)
     assert re.search(r"r: running, step 3 of 9, written \d+ s ago, last phase train", text)
     assert "reward/mean 0.3\n" in text
@@ -68,8 +78,7 @@ def test_restarts_of_engines_and_routers_are_told_with_their_reasons_and_what_ro
     awaited = {"what": "an engine (actor-0), which is started again", "since": time.time() - 65}
     doing = {"written": time.time(), "step": 4, "phase": "generate", "since": time.time(), "rollouts": None}
     (run / "activity.json").write_text(json.dumps(doing | {"awaited": awaited}))
-    with (run / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with held(run):
         lines = status(run, monkeypatch, capsys).splitlines()
     assert any("an engine (actor-0), which is started again, for 1 min 5 s" in line for line in lines)
     (at,) = [number for number, line in enumerate(lines) if line.startswith("engine   actor-0")]
@@ -113,8 +122,7 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
             await asyncio.sleep(0.001)
         ticket = stand.manager.tickets[1]
         ticket.since -= 65
-        with (run / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with held(run):
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "generate", time.time() - 61)))
             text = status(run, monkeypatch, capsys)
             assert re.search(r"step 4: generate for 1 min \d+ s", text) and "trainers wait for rollouts\n" in text

@@ -22,6 +22,24 @@ from slimx.errors import SlimxError
 
 MANIFEST = "slimx/manifest.json"
 REPORTS = "slimx/reports"
+ROOM = 1024
+"""Bytes of the report of a failure."""
+
+
+class Damaged(SlimxError):
+    """A file of a checkpoint is not as it was written. `checkpoint` is the whole directory, `about` the file."""
+
+    def __init__(self, checkpoint: Path, file: Path, problem: str):
+        super().__init__(
+            f"{file}: {problem}; remove {checkpoint} to continue from the checkpoint before",
+            code="checkpoint.damaged",
+            about=str(file),
+        )
+        self.checkpoint, self.problem = checkpoint, problem
+
+    def __reduce__(self) -> tuple[type, tuple[Path, Path, str]]:
+        """As of DeadlineError."""
+        return type(self), (self.checkpoint, Path(self.about), self.problem)
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -56,9 +74,19 @@ def write_report(directory: Path, rank: int, report: Report) -> None:
     _publish(_report(directory, rank), msgspec.json.encode(report))
 
 
+def reserve_failure(directory: Path, rank: int) -> None:
+    """Take the room that `write_failure` needs: a full disk is what it most often has to tell."""
+    write(_reserved(directory, rank), bytes(ROOM))
+
+
 def write_failure(directory: Path, rank: int, reason: str) -> None:
-    """Tell the others that this rank could not write its part, and why."""
-    _publish(_report(directory, rank).with_suffix(".failed"), reason.encode())
+    """Tell the others that this rank could not write its part, and why; in reserved room, if there is any."""
+    text, reserved = reason.encode()[:ROOM], _reserved(directory, rank)
+    with reserved.open("r+b" if reserved.exists() else "wb") as file:
+        file.write(text.ljust(ROOM))
+        file.flush()
+        os.fsync(file.fileno())
+    reserved.rename(_report(directory, rank).with_suffix(".failed"))
 
 
 def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -> list[int]:
@@ -68,10 +96,20 @@ def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -
     present = {entry.name for entry in os.scandir(directory / REPORTS)}
     for name in sorted(present):
         if name.endswith(".failed"):
-            reason = (directory / REPORTS / name).read_text()
+            reason = (directory / REPORTS / name).read_bytes().decode(errors="replace").strip()
             rank = int(name.removeprefix("rank-").removesuffix(".failed"))
-            raise SlimxError(f"{directory}: {holder} rank {rank} could not write its part of the checkpoint ({reason})")
+            raise unwritten(directory, f"{holder} rank {rank}", reason)
     return [rank for rank in ranks if _report(directory, rank).name not in present]
+
+
+def unwritten(directory: Path, holder: str, reason: str) -> SlimxError:
+    """What ends a run whose checkpoint `holder` could not write."""
+    return SlimxError(
+        f"{directory}: {holder} could not write its part of the checkpoint ({reason}); free space or fix the disk, "
+        "then start again: the run goes on from the newest complete one",
+        code="checkpoint.write",
+        about=str(directory),
+    )
 
 
 def read_report(directory: Path, rank: int) -> Report:
@@ -81,6 +119,10 @@ def read_report(directory: Path, rank: int) -> Report:
 
 def _report(directory: Path, rank: int) -> Path:
     return directory / REPORTS / f"rank-{rank:05d}.json"
+
+
+def _reserved(directory: Path, rank: int) -> Path:
+    return _report(directory, rank).with_suffix(".reserved")
 
 
 def _publish(path: Path, data: bytes) -> None:
@@ -106,35 +148,31 @@ def write_manifest(directory: Path, files: dict[str, FileRecord]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, FileRecord]:
-    """The files of a checkpoint. Raises SlimxError if the manifest is damaged."""
+    """The files of a checkpoint. Raises Damaged if the manifest is."""
     path = directory / MANIFEST
     try:
         return decode_records(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
-        raise SlimxError(f"{path}: damaged ({error}); remove {directory} to continue from the one before") from error
+        raise Damaged(directory, path, f"cannot be read ({error})") from error
 
 
 def check_sizes(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Raises SlimxError naming the first file that is missing or has another size than when it was written."""
+    """Raises Damaged naming the first file that is missing or has another size than when it was written."""
     for name, wanted in sorted(files.items()):
         try:
             size = (directory / name).stat().st_size
         except OSError:
-            raise _damaged(directory, name, "is missing") from None
+            raise Damaged(directory, directory / name, "is missing") from None
         if size != wanted.size:
-            raise _damaged(directory, name, f"has {size} bytes, {wanted.size} were written")
+            raise Damaged(directory, directory / name, f"has {size} bytes, {wanted.size} were written")
 
 
 def check_digests(directory: Path, files: dict[str, FileRecord]) -> None:
-    """Read the files whole; raises SlimxError naming the first whose bytes are not those that were written."""
+    """Read the files whole; raises Damaged naming the first whose bytes are not those that were written."""
     for name, wanted in sorted(files.items()):
         try:
             found = record(directory / name)
         except OSError as error:
-            raise _damaged(directory, name, f"cannot be read ({error.strerror})") from error
+            raise Damaged(directory, directory / name, f"cannot be read ({error.strerror})") from error
         if found != wanted:
-            raise _damaged(directory, name, "has other bytes than were written")
-
-
-def _damaged(directory: Path, name: str, problem: str) -> SlimxError:
-    return SlimxError(f"{directory / name}: {problem}; remove {directory} to continue from the checkpoint before")
+            raise Damaged(directory, directory / name, "has other bytes than were written")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -63,6 +64,8 @@ class Saver:
         """Of the whole checkpoint; on rank 0 only."""
         self._host = HostCopies()
         self._thread: threading.Thread | None = None
+        self.failure: SlimxError | None = None
+        """Why a save failed that could not even report it: for whoever asks this rank."""
 
     def begin(self, directory: Path, state: dict[str, Any]) -> None:
         """Copy `state` and start writing it into `directory`; collective. Returns when the state may change again.
@@ -112,14 +115,18 @@ class Saver:
     def _write(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content], common: bytes) -> None:
         """The thread's work; a failure is reported, not raised: nobody waits for a thread."""
         try:
+            files.reserve_failure(directory, self.rank)
             report = self._write_shards(directory, plan, contents)
             if self.rank == 0:
                 report = self._complete(directory, report, common)
-        except BaseException as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            files.write_failure(directory, self.rank, reason[:500])
-        else:
             files.write_report(directory, self.rank, report)
+        except BaseException as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            reason += f"; it writes {_nbytes(contents)} bytes, and {shutil.disk_usage(directory).free} are free"
+            try:
+                files.write_failure(directory, self.rank, reason)
+            except OSError:
+                self.failure = files.unwritten(directory, f"{self.holder} rank {self.rank}", reason)
 
     def _write_shards(self, directory: Path, plan: SavePlan, contents: dict[MetadataIndex, Content]) -> files.Report:
         # Nothing is copied ahead: it is on the host already.
@@ -191,6 +198,10 @@ class _Contents:
 
     def resolve_data(self, item: Any) -> Content:
         return self._contents[item.index]
+
+
+def _nbytes(contents: Mapping[MetadataIndex, Content]) -> int:
+    return sum(c.nbytes if isinstance(c, torch.Tensor) else c.getbuffer().nbytes for c in contents.values())
 
 
 def _item(result: WriteResult) -> files.Item:

@@ -1,0 +1,64 @@
+"""Who trains in a run directory: one process holds it, and others can see that without taking it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from slimx.errors import SlimxError
+
+LOCK = "lock"
+_FLOCK = "@hhqqi4x"
+"""struct flock of Linux on 64 bits: type, whence, start, length, process."""
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Hold `directory`; the kernel gives it back however this process ends. Raises SlimxError if another process does.
+
+    The lock file tells others, on network file systems too; the directory itself is locked as well, where the file
+    system can, so that a removed lock file lets nobody in."""
+    place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with (directory / LOCK).open("w") as file:
+            try:
+                with suppress(_Unsupported):
+                    _lock_directory(place)
+                fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            except (BlockingIOError, PermissionError):
+                raise SlimxError(
+                    f"{directory}: another process is training there; wait for it or choose another run.dir",
+                    code="run.locked",
+                    about=str(directory),
+                ) from None
+            yield
+    finally:
+        os.close(place)
+
+
+def is_held(directory: Path) -> bool:
+    """True while a process trains in `directory`. Looks only: a process that starts meanwhile is not refused."""
+    try:
+        with (directory / LOCK).open("r") as file:
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
+    except FileNotFoundError:
+        return False
+    return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
+
+
+class _Unsupported(Exception):
+    """The file system does not lock directories, as NFS does not."""
+
+
+def _lock_directory(place: int) -> None:
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise _Unsupported from error

@@ -1,0 +1,71 @@
+"""Signals of a driver, heard by a thread: the main thread may be in a call that does not return."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Signals:
+    """While it is entered, SIGINT, SIGTERM and SIGUSR1 do nothing but tell the subscribers, in a thread of its own.
+
+    Python's own handlers run in the main thread between two of its instructions, so not while that waits in a library;
+    what the interpreter's C handler writes into a pipe is there at once."""
+
+    def __init__(self) -> None:
+        self._heard: list[int] = []
+        self._told: list[Callable[[int], None]] = []
+        self._lock = threading.Lock()
+        self._before: dict[int, Any] = {}
+
+    @property
+    def received(self) -> list[int]:
+        """SIGINT and SIGTERM so far."""
+        return [signum for signum in self._heard if signum != signal.SIGUSR1]
+
+    def subscribe(self, tell: Callable[[int], None]) -> None:
+        """Call `tell` with every signal from now on, and with those that have come already; from another thread."""
+        with self._lock:
+            self._told.append(tell)
+            for signum in self._heard:
+                tell(signum)
+
+    def __enter__(self) -> Signals:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before = {signum: signal.getsignal(signum) for signum in HEARD}
+        self.install()
+        threading.Thread(target=self._listen, name="slimx signals", daemon=True).start()
+        return self
+
+    def install(self) -> None:
+        """Handle the signals; again after a library has put its own handlers there."""
+        for signum in HEARD:
+            signal.signal(signum, _nothing)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        os.close(self._write)  # which ends the thread
+
+    def _listen(self) -> None:
+        while data := os.read(self._read, 64):
+            for signum in data:
+                if signum not in HEARD:
+                    continue
+                with self._lock:
+                    self._heard.append(signum)
+                    for tell in self._told:
+                        tell(signum)
+        os.close(self._read)
+
+
+def _nothing(signum: int, frame: object) -> None: ...

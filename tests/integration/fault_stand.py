@@ -1,0 +1,114 @@
+"""One run, one signal to one kind of its processes, and what must follow: it goes on, or it ends in one sentence and
+the same command resumes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+
+START_S, END_S = 600, 300
+"""Seconds in which a run must have begun to train, and one that lost a part must have ended: they find what hangs."""
+
+
+def by_command(pattern: str) -> Callable[[TrainProcess], list[psutil.Process]]:
+    """Finds the processes whose name or command line matches."""
+
+    def find(run: TrainProcess) -> list[psutil.Process]:
+        found = []
+        for process in run.descendants():
+            try:
+                if re.search(pattern, f"{process.name()} {' '.join(process.cmdline())}"):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return sorted(found, key=lambda process: process.pid)
+
+    return find
+
+
+VICTIMS: dict[str, Callable[[TrainProcess], list[psutil.Process]]] = {
+    "driver": lambda run: [psutil.Process(run.process.pid)],
+    "trainer": by_command("ray::TrainerWorker"),
+    "raylet": by_command(r"^raylet "),
+    "gcs": by_command(r"^gcs_server "),
+}
+"""How each kind of process of a run is found."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table: what is done to which process, and what must follow."""
+
+    victim: str
+    signum: signal.Signals
+    ends: int | None
+    """Exit status of a run that ends; None: it goes on."""
+    names: str = ""
+    """What the one sentence of a run that ends must name."""
+    sections: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the run's configuration, over those of `config_of`."""
+    lasts: float | None = None
+    """Seconds after which a stopped process is continued; None: it is not."""
+
+    def __str__(self) -> str:
+        return f"{self.victim}-{self.signum.name}"
+
+
+def config_of(fault: Fault, directory: Path, model: Path, prompts: Path) -> Path:
+    """A run that saves every step and does not end by itself."""
+    sections: dict[str, dict[str, Any]] = {
+        "schedule": {"steps": 1000},
+        "checkpoint": {"every": 1},
+        "trainer": {"watch_deadline": 10},
+        "cluster": {"start_deadline": START_S, "ray_deadline": 15, "stop_deadline": 60},
+    }
+    for name, section in fault.sections.items():
+        sections[name] = sections.get(name, {}) | section
+    return write_config(directory, model, prompts, **sections)
+
+
+def strike(fault: Fault, directory: Path, model: Path, prompts: Path) -> TrainProcess:
+    """Do what `fault` says to a run after its second step; returns when what must follow has been seen."""
+    config, out = config_of(fault, directory, model, prompts), directory / "run"
+    run = TrainProcess(config)
+    run.until(lambda: completed_steps(out) >= 2 and any((out / "checkpoints").glob("iter_???????")), START_S)
+    victim = VICTIMS[fault.victim](run)
+    assert victim, [process.name() for process in run.descendants()]
+    victim[0].send_signal(fault.signum)
+    if fault.lasts is not None:
+        time.sleep(fault.lasts)
+        victim[0].send_signal(signal.SIGCONT)
+    if fault.ends is None:
+        seen = completed_steps(out)
+        run.until(lambda: completed_steps(out) >= seen + 3, END_S)
+        run.kill(signal.SIGTERM)
+        assert run.wait(END_S) == 128 + signal.SIGTERM, run.text()
+        run.assert_nothing_left()
+        return run
+    assert run.wait(END_S) == fault.ends, run.text()
+    run.assert_nothing_left()
+    if fault.victim != "driver":
+        said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
+        assert len(said) == 1 and fault.names in said[0], run.text()
+        assert "Traceback" not in run.text()
+    resumes(config, out)
+    return run
+
+
+def resumes(config: Path, out: Path) -> None:
+    """The same command goes on from the newest checkpoint, to one step more than was written."""
+    done = completed_steps(out)
+    again = TrainProcess(config, f"schedule.steps={done + 1}")
+    assert again.wait(START_S + END_S) == 0, again.text()
+    assert "resumed at step" in again.text()
+    again.assert_nothing_left()
+    assert sorted(steps(out)) == list(range(1, done + 2))

@@ -1,0 +1,38 @@
+"""Every kind of process of a run is killed, and stopped: the run goes on, or ends in one sentence and resumes.
+
+A row of FAULTS is one kind and one signal. Rows that are not in QUICK run in `make test-all` only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+
+import pytest
+
+from slimx.errors import LOST
+from tests.integration.fault_stand import Fault, strike
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+
+FAULTS = [
+    Fault("driver", SIGKILL, ends=-SIGKILL),
+    Fault("driver", SIGSTOP, ends=None, lasts=40, sections={"rollout": {"rollout_deadline": 20}}),
+    Fault("trainer", SIGKILL, ends=LOST, names="trainer rank "),
+    Fault("trainer", SIGSTOP, ends=LOST, names="trainer rank "),
+    Fault("raylet", SIGKILL, ends=LOST, names="Ray's raylet "),
+    Fault("raylet", SIGSTOP, ends=LOST, names="Ray's raylet "),
+    Fault("gcs", SIGKILL, ends=LOST, names="Ray's GCS "),
+    Fault("gcs", SIGSTOP, ends=LOST, names="Ray's GCS "),
+]
+QUICK = {"trainer-SIGKILL", "raylet-SIGSTOP"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(one, id=str(one), marks=() if str(one) in QUICK else pytest.mark.slow) for one in FAULTS],
+)
+def test_a_run_whose_process_is_killed_or_stopped(
+    fault: Fault, tiny_model: Path, task_of_sums: Path, tmp_path: Path
+) -> None:
+    strike(fault, tmp_path, tiny_model, task_of_sums / "train.jsonl")

@@ -1,0 +1,260 @@
+"""How a driver ends: by a signal that it hears in any call, in bounded time, and with what a hook left to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from slimx.errors import LOST, DeadlineError, Interrupted, PartLost, Preempted, SlimxError, ending_of
+from slimx.orchestration.lifetime import Alarm, EndingStack, interruptible, run_loop
+from slimx.orchestration.remains import unguarded
+from slimx.orchestration.signals import Signals
+from slimx.orchestration.watchdog import Watchdog
+from slimx.threads import in_thread
+
+PRELUDE = """
+import asyncio, ctypes, os, sys, threading, time
+from types import SimpleNamespace
+from slimx.orchestration import lifetime
+from slimx.errors import PartLost
+
+config = SimpleNamespace(cluster=SimpleNamespace(stop_deadline=2.0, ray_deadline=60.0))
+lifetime.start_ray = lambda *_, **__: None
+lifetime.stop_ray = lambda: None
+lifetime.probes = dict
+def blocked():  # as a call into Ray's library: without the GIL, and for ever
+    while True:
+        ctypes.CDLL(None).sleep(600)
+
+def run(work):
+    from slimx import cli
+    def main():
+        lifetime.run_with_ray(config, "cpu", work)
+    cli.app = lambda standalone_mode: main()
+    cli.entry()
+"""
+
+
+def driver(work: str) -> subprocess.Popen[str]:
+    """A process that runs `work`, the body of the run, as the command line does; Ray is left out."""
+    body = PRELUDE + "async def work(alarm):\n" + "".join(f"    {line}\n" for line in work.splitlines()) + "run(work)\n"
+    return subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, list[str]]:
+    """Exit status and the sentences said; a driver that hangs is killed."""
+    try:
+        _, said = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, [line for line in said.splitlines() if line.startswith("slimx: ")]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "print('up', flush=True)\nblocked()",  # the event loop itself, as in ray.put without a raylet
+        "lifetime.stop_ray = blocked\nprint('up', flush=True)\nawait asyncio.sleep(600)",  # without a GCS
+        "print('up', flush=True)\nwhile True:\n    try:\n        await asyncio.sleep(600)\n"
+        "    except asyncio.CancelledError: pass",  # a task that will not be cancelled
+    ],
+)
+def test_sigterm_ends_a_driver_that_hangs_with_the_code_of_the_signal_and_one_sentence(work):
+    process = driver(work)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    status, said = ended(process)
+    assert status == 128 + signal.SIGTERM and len(said) == 1 and "SIGTERM" in said[0]
+
+
+def test_a_failure_whose_clean_up_hangs_ends_with_its_own_code_and_sentence():
+    status, said = ended(
+        driver(
+            "async with lifetime.EndingStack(alarm) as stack:\n"
+            "    stack.push_async_callback(asyncio.to_thread, time.sleep, 600)\n"
+            "    raise PartLost('trainer rank 1 is gone', code='x')"
+        )
+    )
+    assert status == LOST and len(said) == 1 and "trainer rank 1 is gone" in said[0]
+
+
+def test_threads_and_tasks_of_hooks_that_never_end_do_not_keep_a_finished_run():
+    began = time.monotonic()
+    status, said = ended(
+        driver(
+            "for _ in range(64):\n"
+            "    asyncio.ensure_future(asyncio.to_thread(time.sleep, 600))\n"
+            "await asyncio.sleep(0.1)\n"
+            "from slimx.threads import in_thread\n"
+            "await asyncio.wait_for(in_thread(print, 'kept'), 30)"  # slimx's own work does not wait behind them
+        ),
+        seconds=100,
+    )
+    assert status == 0 and time.monotonic() - began < 90
+    assert all("ended" in sentence for sentence in said)
+
+
+async def test_slimx_own_work_runs_while_hooks_fill_every_thread_of_the_executor():
+    over = threading.Event()
+    hooks = [asyncio.ensure_future(asyncio.to_thread(over.wait, 60)) for _ in range(64)]
+    try:
+        async with asyncio.timeout(30):
+            assert await in_thread(lambda value: value + 1, 1) == 2
+            with pytest.raises(SlimxError) as error:
+                await in_thread(_fail)
+        assert error.value.code == "test"
+    finally:
+        over.set()
+        await asyncio.gather(*hooks)
+
+
+def _fail() -> None:
+    raise SlimxError("broken", code="test")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, 0),
+        (SlimxError("refused"), 2),
+        (PartLost("lost"), 69),
+        (DeadlineError("a rank", 3.0, "trainer rank 0"), 69),
+        (Preempted(3, 9), 75),
+        (Interrupted(signal.SIGTERM), 143),
+        (Interrupted(signal.SIGINT), 130),
+        (KeyError("a mistake"), 1),
+    ],
+)
+def test_every_way_to_end_has_its_exit_code(error, status):
+    assert ending_of(error)[0] == status
+
+
+def test_the_alarm_ends_the_run_with_its_error_after_the_clean_up():
+    done, told = [], []
+
+    async def work(alarm: Alarm) -> None:
+        async with EndingStack(alarm) as stack:
+            stack.callback(done.append, "closed")
+            alarm.ring_after(_lost())
+            await asyncio.sleep(600)
+
+    with Signals() as signals, pytest.raises(PartLost) as error:
+        run_loop(interruptible(work, signals, told.append))
+    assert error.value.about == "rank 1" and done == ["closed"] and told == [error.value]
+
+
+async def _lost() -> SlimxError:
+    await asyncio.sleep(0.01)
+    return PartLost("lost", about="rank 1")
+
+
+def test_a_watch_that_fails_ends_the_run_too():
+    async def work(alarm: Alarm) -> None:
+        alarm.ring_after(_broken())
+        await asyncio.sleep(600)
+
+    with Signals() as signals, pytest.raises(SlimxError) as error:
+        run_loop(interruptible(work, signals, lambda error: None))
+    assert error.value.code == "watch"
+
+
+async def _broken() -> SlimxError:
+    raise ZeroDivisionError
+
+
+def test_sigusr1_asks_to_leave_and_ends_nothing():
+    left = []
+
+    async def work(alarm: Alarm) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(alarm.leaving.wait(), 30)
+        left.append(True)
+
+    with Signals() as signals:
+        run_loop(interruptible(work, signals, lambda error: None))
+        assert signals.received == []
+    assert left == [True]
+
+
+def test_being_asked_to_leave_before_the_loop_is_not_lost_either():
+    left = []
+
+    async def work(alarm: Alarm) -> None:
+        await asyncio.wait_for(alarm.leaving.wait(), 30)
+        left.append(True)
+
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        run_loop(interruptible(work, signals, lambda error: None))
+    assert left == [True]
+
+
+def test_a_signal_that_came_before_the_loop_is_not_lost():
+    async def work(alarm: Alarm) -> None:
+        await asyncio.sleep(600)
+
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted) as error:
+            run_loop(interruptible(work, signals, lambda error: None))
+    assert error.value.signum == signal.SIGTERM
+
+
+def test_the_handlers_of_before_are_back_afterwards():
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    with Signals():
+        assert all(signal.getsignal(signum) is not handler for signum, handler in before.items())
+    assert {signum: signal.getsignal(signum) for signum in before} == before
+
+
+def test_a_disarmed_watchdog_ends_nothing_and_one_that_is_armed_twice_keeps_to_the_first():
+    left: list[int] = []
+    with Watchdog(left.append) as watchdog:
+        watchdog.arm(0.05, 3, "first")
+        watchdog.arm(60, 4, "second")
+        time.sleep(0.5)
+    assert left == [3]
+    with Watchdog(left.append) as watchdog:
+        watchdog.arm(0.3, 5, "third")
+    time.sleep(0.6)
+    assert left == [3]
+
+
+OWNER = """
+import subprocess, sys, time
+from slimx.orchestration.remains import watch_over_this_process
+watch_over_this_process()
+child = subprocess.Popen([sys.executable, "-c", "import subprocess, sys, time; "
+    "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"], start_new_session=True)
+guard = subprocess.Popen([sys.executable, "-m", "slimx.rollout.process", "--owner", str(__import__('os').getpid()),
+    "--", "sleep", "600"], start_new_session=True)
+print(child.pid, guard.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_driver_has_started_ends_but_guards_end_their_own():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for _ in range(2) for word in owner.stdout.readline().split()]
+    processes = [psutil.Process(pid) for pid in pids]
+    guarded = [child for one in processes for child in one.children() if "rollout.process" in " ".join(one.cmdline())]
+    try:
+        assert {one.pid for one in unguarded(psutil.Process(owner.pid))}.isdisjoint(child.pid for child in guarded)
+        time.sleep(5)  # it has looked
+        processes[0].suspend()  # as a stopped process of Ray's
+        owner.kill()
+        owner.wait()
+        gone, alive = psutil.wait_procs([*processes, *guarded], timeout=60)
+        assert not alive
+    finally:
+        for one in processes:
+            if one.is_running():
+                one.kill()

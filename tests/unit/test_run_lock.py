@@ -1,0 +1,67 @@
+"""One process trains in a run directory, whoever looks at it meanwhile and whatever becomes of the lock file."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from slimx.errors import SlimxError
+from slimx.observability.run_lock import LOCK, held, is_held
+
+
+def refused(directory: Path) -> bool:
+    try:
+        with held(directory):
+            return False
+    except SlimxError as error:
+        assert error.code == "run.locked" and error.about == str(directory)
+        return True
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
+    with held(tmp_path):
+        assert refused(tmp_path)
+    assert not refused(tmp_path)
+
+
+def test_a_removed_lock_file_lets_nobody_in(tmp_path):
+    with held(tmp_path):
+        (tmp_path / LOCK).unlink()
+        assert refused(tmp_path)
+
+
+def test_whoever_looks_never_keeps_a_run_from_starting(tmp_path):
+    (tmp_path / LOCK).touch()
+    over, looks = threading.Event(), []
+
+    def look() -> None:
+        while not over.is_set():
+            looks.append(is_held(tmp_path))
+
+    watchers = [threading.Thread(target=look) for _ in range(2)]
+    for watcher in watchers:
+        watcher.start()
+    try:
+        starts = [refused(tmp_path) for _ in range(3000)]
+    finally:
+        over.set()
+        for watcher in watchers:
+            watcher.join()
+    assert not any(starts)
+    assert len(looks) > 100
+
+
+def test_held_is_seen_and_neither_a_lock_file_nor_its_absence_is_taken_for_it(tmp_path):
+    assert not is_held(tmp_path)
+    (tmp_path / LOCK).touch()
+    assert not is_held(tmp_path)
+    with held(tmp_path):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+
+
+def test_a_directory_that_does_not_exist_is_not_locked(tmp_path):
+    with pytest.raises(FileNotFoundError), held(tmp_path / "absent"):
+        pass

@@ -1,0 +1,125 @@
+"""From a configuration to a started run: which checkpoint it goes on from, under the lock, and a full disk then."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.observability.run_lock import is_held
+from slimx.orchestration import session
+from slimx.orchestration.checkpoints import layout_of
+from slimx.orchestration.saves import RunState, Saves
+from slimx.trainer.checkpoint.files import Damaged
+from tests.full_disk import fill, small_disk
+
+LAYOUT = Sizes()
+
+
+def config_of(directory: Path, **checkpoint: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(directory)},
+            "model": {"path": "m"},
+            "rollout": {"prompts": "p", "engines": []},
+            "algorithm": {"name": "sft"},
+            "checkpoint": checkpoint,
+        }
+    )
+
+
+def saved(directory: Path, *steps: int) -> list[Path]:
+    saves, out = Saves(directory / "checkpoints", keep=10), []
+    for step in steps:
+        state = RunState(
+            step=step,
+            version=step,
+            layout=layout_of(LAYOUT),
+            distributed_optimizer=True,
+            rollouts={"source": {}, "next": 0, "tickets": []},
+        )
+        out.append(saves.commit(saves.begin(step), state.files(), {}))
+    return out
+
+
+class Started:
+    """What stands for Ray and the parts of a run: notes from where each start went on, and may find damage then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path):
+        self.directory, self.at, self.damaged = directory, [], []
+        self.resume_point = session.resume_point
+        monkeypatch.setattr(session, "check_run", lambda config: SimpleNamespace(sizes=LAYOUT, critic=None))
+        monkeypatch.setattr(session, "resume_point", self._resume_point)
+        monkeypatch.setattr(session, "_session", self._session)
+        monkeypatch.setattr(session, "run_with_ray", lambda config, device, work: asyncio.run(work(None)))
+
+    def _resume_point(self, config: Config, directory: Path, saves: Saves) -> Path | None:
+        assert is_held(self.directory), "another run could write one meanwhile"
+        return self.resume_point(config, directory, saves)
+
+    async def _session(self, config: Any, prepared: Any, saves: Any, resume_from: Path | None, *_: Any) -> None:
+        self.at.append(None if resume_from is None else resume_from.name)
+        if resume_from in self.damaged:
+            raise Damaged(resume_from, resume_from / "__0_0.distcp", "has other bytes than were written")
+
+
+def run(config: Config, capsys: pytest.CaptureFixture[str]) -> str:
+    session.run_session(config, Console(width=1000), None)
+    return capsys.readouterr().out
+
+
+def test_a_newest_checkpoint_that_is_damaged_is_set_aside_for_the_one_before(tmp_path, monkeypatch, capsys):
+    started = Started(monkeypatch, tmp_path)
+    _, second, third, fourth = saved(tmp_path, 1, 2, 3, 4)
+    (fourth / "slimx/tickets.bin").write_bytes(b"torn")  # found before anything starts
+    started.damaged = [third]  # found when the ranks read it
+    said = run(config_of(tmp_path), capsys)
+    assert started.at == [third.name, second.name]
+    assert str(fourth / "slimx/tickets.bin") in said and str(third / "__0_0.distcp") in said
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.damaged")) == [
+        "iter_0000003.damaged",
+        "iter_0000004.damaged",
+    ]
+
+
+@pytest.mark.parametrize(("steps", "policy"), [((4,), "skip"), ((3, 4), "stop")])
+def test_the_only_one_and_one_that_must_not_be_passed_over_stop_the_run(tmp_path, monkeypatch, capsys, steps, policy):
+    started = Started(monkeypatch, tmp_path)
+    newest = saved(tmp_path, *steps)[-1]
+    (newest / "slimx/run.json").write_text("{")
+    with pytest.raises(Damaged) as error:
+        run(config_of(tmp_path, damaged=policy), capsys)
+    assert error.value.code == "checkpoint.damaged" and error.value.about == str(newest / "slimx/run.json")
+    assert not started.at and newest.is_dir()
+
+
+def test_another_runs_damaged_checkpoint_is_left_alone(tmp_path, monkeypatch, capsys):
+    started = Started(monkeypatch, tmp_path / "own")
+    first, second = saved(tmp_path / "other", 1, 2)
+    (second / "slimx/tickets.bin").write_bytes(b"")
+    config = config_of(tmp_path / "own")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"fork": str(second)})})
+    with pytest.raises(Damaged) as error:
+        run(config, capsys)
+    assert error.value.about == str(second / "slimx/tickets.bin") and second.is_dir() and not started.at
+
+
+def test_a_full_disk_at_resume_is_named_and_leaves_the_configuration_whole(tmp_path, monkeypatch, capsys):
+    with small_disk(tmp_path / "disk", kib=256) as disk:
+        started = Started(monkeypatch, disk)
+        saved(disk, 1)
+        run(config_of(disk), capsys)
+        before = (disk / "config.yaml").read_text()
+        fill(disk)
+        with pytest.raises(SlimxError) as error:
+            run(config_of(disk, keep=7), capsys)
+        assert error.value.code == "disk.write" and error.value.about == str(disk / "config.yaml")
+        assert (disk / "config.yaml").read_text() == before
+        assert started.at == ["iter_0000001"] and not (disk / "config.yaml.partial").exists()
