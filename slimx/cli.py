@@ -301,7 +301,7 @@ def entry() -> None:
         status = ended.code
         raise
     finally:
-        Watchdog().arm(EXIT_S, status if isinstance(status, int) else int(bool(status)), "the command has ended")
+        Watchdog().arm(EXIT_S, status if isinstance(status, int) else int(bool(status)), None)
 
 
 if __name__ == "__main__":

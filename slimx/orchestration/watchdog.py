@@ -34,9 +34,9 @@ class Watchdog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.disarm()
 
-    def arm(self, seconds: float, status: int, why: str) -> None:
+    def arm(self, seconds: float, status: int, why: str | None) -> None:
         """From now on the process has `seconds` to end; then it ends with `status`, and one sentence says `why` and
-        what it waited for. Armed already: nothing changes."""
+        what it waited for (None: all is said). Armed already: nothing changes."""
         with self._changed:
             if self._armed:
                 return
@@ -49,13 +49,14 @@ class Watchdog:
             self._armed = False
             self._changed.notify_all()
 
-    def _watch(self, seconds: float, status: int, why: str) -> None:
+    def _watch(self, seconds: float, status: int, why: str | None) -> None:
         with self._changed:
             if self._changed.wait_for(lambda: not self._armed, timeout=seconds):
                 return
-        where = held_by()
-        said = one_line(f"{why}; after {seconds:g} s {where} has not returned, so the process ends")
-        print(f"slimx: {said}", file=sys.stderr)
+        if why is not None:
+            said = one_line(f"{why}; after {seconds:g} s {held_by()} has not returned, so the process ends")
+            print(f"slimx: {said}", file=sys.stderr)
+        sys.stdout.flush()
         sys.stderr.flush()
         self._leave(status)
 
