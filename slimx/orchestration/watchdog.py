@@ -18,6 +18,9 @@ from slimx.observability.terminal import one_line
 
 OWN = str(Path(__file__).parents[1])
 
+SAY_S = 1.0
+"""Seconds that the sentence gets."""
+
 
 class Watchdog:
     """Armed when the end begins; ends the process if it has not come in time. `with` disarms it."""
@@ -55,9 +58,10 @@ class Watchdog:
                 return
         if why is not None:
             said = one_line(f"{why}; after {seconds:g} s {held_by()} has not returned, so the process ends")
-            print(f"slimx: {said}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
+            # Whoever reads it may be what hangs.
+            saying = threading.Thread(target=print, args=(f"slimx: {said}",), kwargs={"file": sys.stderr}, daemon=True)
+            saying.start()
+            saying.join(SAY_S)
         self._leave(status)
 
 
