@@ -61,6 +61,7 @@ def examine(screen: Screen) -> bool:
         ("Packages", packages),
         ("Adapters", adapters),
         ("Kernels", kernels),
+        ("Sandbox", sandbox),
     ]
     problems: list[Finding] = []
     for title, look in sections:
@@ -119,6 +120,21 @@ def machine() -> Iterator[Finding]:
         None if room >= SHM_MIB else f"Ray wants {SHM_MIB:.0f} MiB there; give a container more, e.g. --shm-size=4g",
         needed=False,
     )
+
+
+def sandbox() -> Iterator[Finding]:
+    """What programs of a model may use, where a reward or a tool runs them."""
+    from slimx.errors import SlimxError
+
+    try:
+        from slimx.environments.sandbox import Sandbox
+
+        box = Sandbox()
+        box.check()
+    except (ImportError, SlimxError) as error:
+        yield Finding("sandbox", "programs of a model cannot be run here", str(error), needed=False)
+    else:
+        yield Finding("sandbox", f"holds; memory: {box.memory_bound}")
 
 
 def devices() -> Iterator[Finding]:

@@ -12,6 +12,8 @@ import torch
 
 from slimx import cli
 from slimx.adapters import sglang_absent
+from slimx.environments.sandbox import Sandbox
+from slimx.errors import SlimxError
 from slimx.numerics.exact import kernel as exact_kernel
 from slimx.preflight import doctor
 from slimx.reshard import kernel
@@ -47,6 +49,18 @@ def test_this_environment_is_healthy_and_its_adapters_are_named(screen):
     assert "registered in sglang.srt.plugins" in line(screen, "sglang_plugin")
     assert all(isa in line(screen, "libslimx_cpu.so") for isa in kernel.isas() if isa != "best")
     assert all(isa in line(screen, "libslimx_exact.so") for isa in exact_kernel.isas())
+
+
+@pytest.mark.needs("bwrap", "unshare", "prlimit")
+def test_the_bound_of_a_programs_memory_is_named():
+    (found,) = doctor.sandbox()
+    assert found.problem is None and Sandbox().memory_bound in found.text
+
+
+def test_a_machine_without_a_sandbox_may_run_what_needs_none(monkeypatch):
+    monkeypatch.setattr(Sandbox, "check", lambda self: (_ for _ in ()).throw(SlimxError("does not hold")))
+    (found,) = doctor.sandbox()
+    assert found.problem and not found.needed
 
 
 def test_stand_ins_are_those_of_the_adapter():
