@@ -60,6 +60,8 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
                     **SYSTEM_CONFIG,
                 },
             )
+    except SlimxError:
+        raise
     except Exception as error:  # Ray raises that very class where a part of it does not come up
         where = config.cluster.ray_address or "on this machine"
         why = " ".join(str(error).split())[:300]

@@ -3,10 +3,9 @@ the same command resumes."""
 
 from __future__ import annotations
 
-import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,32 +13,17 @@ from typing import Any
 import psutil
 
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.test_part_faults import Find, matching
 
 START_S, END_S = 600, 300
 """Seconds in which a run must have begun to train, and one that lost a part must have ended: they find what hangs."""
 
 
-def by_command(pattern: str) -> Callable[[TrainProcess], list[psutil.Process]]:
-    """Finds the processes whose name or command line matches."""
-
-    def find(run: TrainProcess) -> list[psutil.Process]:
-        found = []
-        for process in run.descendants():
-            try:
-                if re.search(pattern, f"{process.name()} {' '.join(process.cmdline())}"):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return sorted(found, key=lambda process: process.pid)
-
-    return find
-
-
-VICTIMS: dict[str, Callable[[TrainProcess], list[psutil.Process]]] = {
+VICTIMS: dict[str, Find] = {
     "driver": lambda run: [psutil.Process(run.process.pid)],
-    "trainer": by_command("ray::TrainerWorker"),
-    "raylet": by_command(r"^raylet "),
-    "gcs": by_command(r"^gcs_server "),
+    "trainer": matching("ray::TrainerWorker"),
+    "raylet": matching(r"^raylet "),
+    "gcs": matching(r"^gcs_server "),
 }
 """How each kind of process of a run is found."""
 
@@ -81,8 +65,8 @@ def strike(fault: Fault, directory: Path, model: Path, prompts: Path) -> TrainPr
     config, out = config_of(fault, directory, model, prompts), directory / "run"
     run = TrainProcess(config)
     run.until(lambda: completed_steps(out) >= 2 and any((out / "checkpoints").glob("iter_???????")), START_S)
-    victim = VICTIMS[fault.victim](run)
-    assert victim, [process.name() for process in run.descendants()]
+    victim = sorted(VICTIMS[fault.victim](run), key=lambda process: process.pid)
+    assert victim, fault
     victim[0].send_signal(fault.signum)
     if fault.lasts is not None:
         time.sleep(fault.lasts)

@@ -103,10 +103,6 @@ class TrainProcess:
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self.process.send_signal(signum)
 
-    def descendants(self) -> list[psutil.Process]:
-        """Everything that the run has started and that is still below it."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
     def processes(self) -> list[psutil.Process]:
         """Everything of this run that is alive, wherever its parent went."""
         found: dict[int, psutil.Process] = {}

@@ -1,0 +1,31 @@
+"""Ray that does not start: what refuses it keeps its code, what fails in Ray is told as a part that was lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from slimx.config.schema import Config
+from slimx.errors import LOST, REFUSED, PartLost, SlimxError
+from slimx.orchestration import cluster, ray_access
+
+
+def config() -> Config:
+    return Config.model_validate({"run": {"dir": "d"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}})
+
+
+def test_a_setting_that_takes_rays_token_away_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setenv(ray_access.MODE, "disabled")
+    with pytest.raises(SlimxError) as error:
+        cluster.start_ray(config(), "cpu")
+    assert (error.value.code, error.value.about, error.value.status) == ("ray.no_token", ray_access.MODE, REFUSED)
+
+
+def test_a_part_of_ray_that_does_not_come_up_may_do_so_at_another_start(monkeypatch):
+    def init(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.")  # that class, by Ray 2.60
+
+    monkeypatch.setattr(cluster, "local_options", dict)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with pytest.raises(PartLost) as error:
+        cluster.start_ray(config(), "cpu")
+    assert (error.value.code, error.value.status) == ("ray.start", LOST)
