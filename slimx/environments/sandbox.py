@@ -82,8 +82,9 @@ async def in_thread(call: Callable[[threading.Event], T]) -> T:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """As many as there are processors: more programs at once would only run each other into their time limit."""
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="slimx-sandbox")
+    """As many as there are processors: more programs at once would only run each other into their time limit. On a
+    small machine some more, since what waits for a place waits within the deadline of its turn."""
+    return ThreadPoolExecutor(max(8, len(os.sched_getaffinity(0))), thread_name_prefix="slimx-sandbox")
 
 
 @cache
