@@ -17,6 +17,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ from slimx.environments.base import Environment, Step
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.exchange import exchange
 from slimx.rollout.process import kill_descendants
+from slimx.threads import in_thread
 
 KEY = "rollout.options.environment"
 CLOSE_S = 5.0
@@ -119,7 +121,7 @@ class InProcess:
             if self._process is not None and not self._ended and self._process.is_alive():
                 await self._call("close", deadline_s=min(self._deadline_s, CLOSE_S))
         finally:
-            await asyncio.to_thread(self.kill)
+            await in_thread(self.kill)
 
     def kill(self) -> None:
         """End the process and what it started, whatever it is at."""
@@ -135,7 +137,7 @@ class InProcess:
         try:
             return await loop.run_in_executor(self._pool, self._ask, name, arguments, seconds)
         except asyncio.CancelledError:
-            loop.run_in_executor(None, self.kill)  # which frees the thread that waits for it
+            threading.Thread(target=self.kill, daemon=True).start()  # which frees the thread that waits for it
             raise
 
     def _ask(self, name: str, arguments: tuple[Any, ...], seconds: float) -> Any:
