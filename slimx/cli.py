@@ -13,7 +13,7 @@ from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.convert.command import app as convert
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.observability.terminal import one_line, visible
+from slimx.observability.terminal import one_line, plain, visible
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,7 +40,7 @@ def train(
     console = Console()
     directory = run_training(config, console)
     report = finish(config, directory)
-    console.print(f"run {directory}" + (f", report {report}" if report else ""), highlight=False)
+    console.print(plain(f"run {directory}" + (f", report {report}" if report else "")))
 
 
 @app.command()
@@ -58,7 +58,7 @@ def generate(
 
     console = Console()
     directory = run_generation(config, checkpoint, console)
-    console.print(f"rollouts {directory}", highlight=False)
+    console.print(plain(f"rollouts {directory}"))
 
 
 @app.command("eval")
@@ -147,16 +147,14 @@ def doctor(
     console = Console()
     healthy = examine(console)
     if file is not None and not healthy:
-        console.print(f"{file} is not checked: it needs what is missing", highlight=False)
+        console.print(plain(f"{file} is not checked: it needs what is missing"))
     elif file is not None:
         config = load_config(file, overrides or [])
         from slimx.orchestration.checks import check_run
 
         prepared = check_run(config)
-        console.print(
-            f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way",
-            highlight=False,
-        )
+        told = f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way"
+        console.print(plain(told))
     if not healthy:
         raise typer.Exit(1)
 
@@ -272,7 +270,7 @@ def report(
     from slimx.observability.report import write_report
 
     write_report(runs, out, title)
-    Console().print(f"report {out}", highlight=False)
+    Console().print(plain(f"report {out}"))
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from slimx.data.batch import make_rows
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.numerics.rows import first_difference
+from slimx.observability.terminal import visible
 from slimx.orchestration.run import Run
 from slimx.orchestration.session import run_session
 
@@ -36,7 +37,10 @@ def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
         )
     own = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
     figures: dict[str, float] = {}
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
+
     run_session(config.model_copy(update={"run": own}), console, partial(_measure, figures, say, layers))
     return figures["gap/tokens"] > 0 and figures["gap/max"] == 0.0
 

@@ -23,6 +23,7 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.observability.jsonl import JsonlFile
 from slimx.observability.live import GENERATE_COLUMNS, LiveTable
 from slimx.observability.run_lock import held
+from slimx.observability.terminal import plain
 from slimx.observability.tracker import make_tracker
 from slimx.orchestration.checks import Sources, check_sources
 from slimx.orchestration.cluster import device_of
@@ -60,7 +61,7 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
         raise SlimxError(f"run.resume is must, but {saves.directory} holds no position")
     state = read_state(done) if done is not None else None
     if state is not None and state.step >= config.schedule.steps:
-        console.print(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on")
+        console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     with held(directory):

@@ -91,6 +91,10 @@ def _attempt(
         if _finished(config, directory, state):
             console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
             return
+            console.print(
+                plain(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
+            )
+            return directory
         check_resume(config, prepared.sizes, resume_from, state, prepared.critic)
     if config.rollout.replay:
         check_replay(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,15 @@ def shown(*arguments: Any) -> str:
     if result.exception is not None:
         raise result.exception
     return result.output
+
+
+def test_what_a_model_or_an_agent_wrote_cannot_command_the_terminal(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    line = {"step": 2, "prompt": "p9\x1b[2J", "reason": "generate failed", "detail": "\x1b]0;x\x07\x9b1m\u202e[bold]"}
+    (tmp_path / "run" / "dropped.jsonl").write_text(json.dumps(line) + "\n")
+    text = shown(tmp_path / "run", "--dropped")
+    assert "[bold]" in text and "\\u001b" in text
+    assert not [letter for letter in text if letter in "\x1b\x07\x9b\u202e"]
 
 
 def test_without_a_step_there_is_a_line_for_each(run):
