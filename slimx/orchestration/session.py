@@ -89,12 +89,10 @@ def _attempt(
     if resume_from is not None:
         state = read_state(resume_from)
         if _finished(config, directory, state):
-            console.print(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
-            return
             console.print(
                 plain(f"{directory} is finished at step {config.schedule.steps}; raise schedule.steps to go on")
             )
-            return directory
+            return
         check_resume(config, prepared.sizes, resume_from, state, prepared.critic)
     if config.rollout.replay:
         check_replay(
