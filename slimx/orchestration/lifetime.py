@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from slimx.config.schema import Config
-from slimx.errors import Interrupted, PartLost, SlimxError, ending_of
+from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.orchestration.cluster import start_ray, stop_ray
 from slimx.orchestration.ray_watch import has_ended, own_processes, probes, watch_ray
 from slimx.orchestration.remains import watch_over_this_process
@@ -105,9 +105,13 @@ def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = Tr
             processes = own_processes()
             try:
                 run_loop(interruptible(_watching(processes, config, work), signals, ending))
-            except PartLost as error:
-                # Whatever was missed first: it is lost with Ray if Ray is.
-                raise has_ended(processes) or error from None
+            except (Interrupted, Preempted):
+                raise
+            except Exception as error:
+                # Whatever was missed first, and whoever said so: it is lost with Ray if Ray is.
+                if (lost := has_ended(processes)) is None:
+                    raise
+                raise lost from error
         except SystemExit:  # how Ray's handler answers a signal while it starts
             if not signals.received:
                 raise

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from slimx.config.schema import Config
-from slimx.errors import DeadlineError
+from slimx.errors import DeadlineError, PartLost
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.orchestration.placement import PackedGpus
 from slimx.orchestration.ray_calls import KILL_S, ask_ray, kill
@@ -53,7 +53,7 @@ class RankGroup:
         """End all ranks; does not raise."""
         await kill(self.actors)
         if self._gpus is not None:
-            with suppress(DeadlineError):
+            with suppress(DeadlineError, PartLost):
                 await ask_ray("the release of GPUs", "Ray's GCS", KILL_S, self._gpus.release)
 
     async def call(

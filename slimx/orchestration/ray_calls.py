@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from slimx.errors import DeadlineError
+from slimx.errors import DeadlineError, PartLost
 from slimx.threads import in_thread
 
 T = TypeVar("T")
@@ -22,17 +22,21 @@ KILL_S = 10.0
 
 
 async def ask_ray(what: str, holder: str, deadline_s: float, function: Callable[..., T], *arguments: Any) -> T:
-    """What `function` returns, which calls Ray. Raises DeadlineError: `holder`, a part of Ray, holds `what`."""
+    """What `function` returns, which calls Ray. `what` is asked of `holder`, a part of Ray: raises DeadlineError if it
+    does not answer in time, PartLost if it fails."""
     try:
         async with asyncio.timeout(deadline_s):
             return await in_thread(function, *arguments)
     except TimeoutError:
         raise DeadlineError(what, deadline_s, holder) from None
+    except ray.exceptions.RayError as error:
+        why = " ".join(str(error).split())[:300]
+        raise PartLost(f"{holder} failed at {what}: {why}", code="ray.lost", about=holder) from error
 
 
 async def kill(actors: Iterable[Any]) -> None:
     """End actors at once; does not raise. Without the GCS they end with Ray."""
-    with suppress(DeadlineError, ray.exceptions.RayError):
+    with suppress(DeadlineError, PartLost):
         await ask_ray("the end of actors", "Ray's GCS", KILL_S, _kill, list(actors))
 
 

@@ -17,7 +17,7 @@ import ray
 
 from slimx.errors import LOST, PartLost, SlimxError
 from slimx.machine import machine
-from slimx.orchestration import rank_watch
+from slimx.orchestration import lifetime, rank_watch
 from slimx.orchestration.rank_watch import local_pids, watch_ranks
 from slimx.orchestration.ray_calls import ask_ray
 from slimx.orchestration.ray_watch import has_ended, watch_ray
@@ -171,3 +171,30 @@ async def test_a_call_into_ray_that_blocks_leaves_the_event_loop_free_and_names_
     assert error.value.code == "deadline" and error.value.holder == "Ray's raylet"
     assert beats > 5 and time.monotonic() - began < HANG_S
     assert await ask_ray("an answer", "Ray's raylet", HANG_S, lambda value: value, 3) == 3
+
+
+async def test_what_ray_raises_in_a_call_is_told_as_a_part_that_was_lost():
+    def broken() -> None:
+        raise ray.exceptions.RaySystemError("broken pipe")
+
+    with pytest.raises(PartLost) as error:
+        await ask_ray("room for a batch", "Ray's raylet", HANG_S, broken)
+    assert (error.value.code, error.value.about) == ("ray.lost", "Ray's raylet")
+
+
+@pytest.mark.parametrize(("dead", "about"), [(True, "raylet"), (False, "trainer rank 0")])
+def test_whatever_is_missed_first_ray_is_named_if_it_is_rays_end(monkeypatch, process, dead, about):
+    async def work(alarm: Any) -> None:
+        if dead:
+            process.kill()
+            process.wait(HANG_S)
+        raise KeyError("in Ray's words") if dead else PartLost("gone", about="trainer rank 0")
+
+    for name, stand in (("start_ray", None), ("stop_ray", None), ("watch_over_this_process", None)):
+        monkeypatch.setattr(lifetime, name, lambda *_, result=stand, **__: result)
+    monkeypatch.setattr(lifetime, "own_processes", lambda: {"raylet": process})
+    monkeypatch.setattr(lifetime, "probes", dict)
+    config = SimpleNamespace(cluster=SimpleNamespace(stop_deadline=HANG_S, ray_deadline=HANG_S))
+    with pytest.raises(PartLost) as error:
+        lifetime.run_with_ray(config, "cpu", work)
+    assert error.value.about == about
