@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+from collections.abc import Iterator
 
 import psutil
 
@@ -25,16 +27,19 @@ def documented() -> set[Port]:
 
 def opened(run: TrainProcess) -> set[Port]:
     """All TCP sockets on which a process of `run` listens now."""
-    tree = {process.pid: process for process in run.processes()}
-    for process in list(tree.values()):
-        tree |= {child.pid: child for child in process.children(recursive=True)}  # the router clears its environment
     found = set()
-    for process in tree.values():
-        for connection in process.net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                loopback = ipaddress.ip_address(connection.laddr.ip).is_loopback
-                found.add((_kind(process, loopback), "loopback" if loopback else "all"))
+    for root in run.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # sandboxed programs come and go
+            for process in (root, *root.children(recursive=True)):  # the router clears its environment
+                found |= set(_listens(process))
     return found
+
+
+def _listens(process: psutil.Process) -> Iterator[Port]:
+    for connection in process.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            loopback = ipaddress.ip_address(connection.laddr.ip).is_loopback
+            yield _kind(process, loopback), "loopback" if loopback else "all"
 
 
 def _kind(process: psutil.Process, loopback: bool) -> str:
