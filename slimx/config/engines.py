@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from slimx.config.section import GPUS, LARGEST, Amount, Count, Seconds, Section, Size, shortened
+from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, Seconds, Section, Size, shortened
 
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
 """Of a server: IPv6 addresses in brackets."""
@@ -101,6 +101,11 @@ class Engines(Section):
             raise ValueError(
                 f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
                 "each machine has the same share of them"
+            )
+        if self.ranks > SERVER:
+            raise ValueError(
+                f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the {SERVER:,} that one may "
+                "have; lower tensor or pipeline"
             )
         if self.started * self.ranks > GPUS:
             raise ValueError(

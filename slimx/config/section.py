@@ -15,6 +15,8 @@ LARGEST = 2**31 - 1
 """What an index into a tensor may be in int32."""
 GPUS = 2**20
 """Of one group of servers, all together."""
+SERVER = 4096
+"""Ranks of one server."""
 
 Size = Annotated[int, Field(gt=0, le=65_536)]
 """Ranks, and what divides or carries them: parallel sizes, servers, nodes, GPUs, threads."""

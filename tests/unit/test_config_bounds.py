@@ -57,3 +57,5 @@ def test_the_engines_share_of_memory_is_between_0_and_1(share: Any):
 def test_a_group_of_more_servers_than_there_are_gpus_is_refused():
     with pytest.raises(ValidationError, match="count, tensor or pipeline"):
         Engines(count=65536, tensor=64)
+    with pytest.raises(ValidationError, match="lower tensor or pipeline"):
+        Engines(tensor=65536)
