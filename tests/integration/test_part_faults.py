@@ -127,7 +127,7 @@ def run(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathF
     }
     process = TrainProcess(write_config(directory, tiny_model, task_of_sums / "train.jsonl", **sections))
     run = Struck(process, directory / "run")
-    process.until(lambda: run.steps() >= 2, START_S)
+    process.until(lambda: run.steps() >= 2)
     yield run
     process.kill(signal.SIGTERM)
     assert process.wait(BACK_S) == 128 + signal.SIGTERM, process.text()
@@ -148,15 +148,15 @@ def test_a_run_goes_on_when_a_part_that_can_be_replaced_is_killed_or_stopped(
         found[:] = part.find(run.process)
         return bool(found)
 
-    run.process.until(there, BACK_S)
+    run.process.until(there)
     victim = found[0]
     seen, began = run.steps(), time.monotonic()
     victim.send_signal(signum)
-    run.process.until(lambda: run.steps() >= seen + STEPS, BACK_S)
+    run.process.until(lambda: run.steps() >= seen + STEPS)
     print(f"{name}, {signum.name}: {STEPS} steps after {time.monotonic() - began:.0f} s")
     if signum is signal.SIGSTOP and part.outlives_a_stop:
         victim.send_signal(signal.SIGCONT)
         return
-    run.process.until(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, BACK_S)
+    run.process.until(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE)
     if part.restarts:
         assert run.restarts(part.restarts) > before, run.process.text()
