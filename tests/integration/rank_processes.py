@@ -18,8 +18,10 @@ from tests.integration.conftest import ROOT
 from tests.integration.rank_server import END
 
 DEADLINE_S = 600.0
-"""Seconds for all that the ranks of one job do. The longest takes 50 s on two idle cores, five times that at a load of
-8; who is late hangs."""
+"""Seconds for all that the ranks of one job do: who is late hangs. The longest job, four ranks of test_optimizer, took
+98 on two cores at a load of 23."""
+ENDED_S = 60.0
+"""Seconds in which killed ranks are gone."""
 
 
 def run_ranks(module: str, out: Path, world: int, seconds: float = DEADLINE_S) -> None:
@@ -65,8 +67,11 @@ class ForkServer:
                 assert code == 0, f"{command}: rank {rank} ended with {code}\n{words}"
         finally:
             self._connection.send(END)
-            while self._connection.recv() != END:
+            while (said := self._receive(time.monotonic() + ENDED_S)) not in (END, None):
                 pass
+            if said is None:  # it hangs itself: the next job gets another
+                self.process.kill()
+                fork_server.cache_clear()
 
     def _receive(self, end: float) -> Any:
         """What the server says next; None if it says nothing until `end`."""

@@ -25,8 +25,8 @@ from tests import stacks
 MARK = "SLIMX_TEST_RUN"
 """Every process of a run inherits this variable: what a run leaves behind is found by it."""
 DEADLINE_S = 600
-"""Seconds for whatever a run is waited for, and for each step of its own: who is late hangs. Starting and training for
-six steps takes 40 on two idle cores."""
+"""Seconds for whatever a run is waited for, and for each step of its own: who is late hangs. Under a load of 15 some
+runs took longer than 300."""
 END_S = 180
 """Seconds in which everything of an ended run must be gone: a killed one takes 8 on a quiet machine."""
 
