@@ -133,7 +133,9 @@ async def test_the_keys_are_told_to_nobody(engine: Engine) -> None:
     assert keys.api_key not in told and keys.admin_api_key not in told
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", f"/proc/{os.getpid()}/environ", "/proc/self/mem"])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", f"/proc/{os.getpid()}/environ", "/proc/self/mem"], ids=["file", "environment", "memory"]
+)
 async def test_a_server_opens_nothing_but_buckets_of_the_run(engine: Engine, tiny_weights: Weights, path: str) -> None:
     """Not even for the run itself."""
     await publish(engine, tiny_weights, 12)
