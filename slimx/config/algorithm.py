@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from slimx.config.correction import Correction, Rejection, renamed
 from slimx.config.presets import PRESETS, Name
-from slimx.config.section import Count, Positive, Real, Section, Share, Weight
+from slimx.config.section import MOST, Count, Positive, Real, Section, Share, Weight
 
 ADVANTAGES = (
     "grpo",
@@ -51,7 +51,7 @@ class Algorithm(Section):
     dual_clip: float | None = Field(
         None,
         gt=1,
-        le=1_000_000,
+        le=MOST,
         description="loss clip: a ratio above this pushes a token with a negative advantage no further; null: no bound",
     )
     normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")

@@ -27,11 +27,13 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A deadline or an interval; a year at most."""
-Positive = Annotated[float, Field(gt=0, le=1_000_000)]
+MOST = 1e12
+"""Also more than any ratio of probabilities that is formed (slimx/algorithms/ratios.py): as a bound it is none."""
+Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A rate, temperature or bound that 0 would make meaningless; also MiB and GiB."""
-Weight = Annotated[float, Field(ge=0, le=1_000_000)]
+Weight = Annotated[float, Field(ge=0, le=MOST)]
 """A coefficient; 0 turns its term off."""
-Real = Annotated[float, Field(ge=-1_000_000, le=1_000_000)]
+Real = Annotated[float, Field(ge=-MOST, le=MOST)]
 """A number of either sign, such as a reward."""
 
 Label = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
