@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from tests.integration.family_laboratory import Laboratory
 
 ROOT = Path(__file__).parents[2]
-START_S = 180
+START_S = 600
+"""Seconds for one server to start, for hangs: it takes 20 to 50 s on two idle cores, ten times that on busy ones."""
 Weights = dict[str, torch.Tensor]
 
 

@@ -44,7 +44,7 @@ def main() -> None:
         rank=0,
         init_method=f"tcp://127.0.0.1:{free_port()}",
         device=torch.device("cuda"),
-        deadline_s=60,
+        deadline_s=300,
         seed=1,
     )
     for name in names:

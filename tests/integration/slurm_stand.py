@@ -18,7 +18,7 @@ from pathlib import Path
 from slimx.ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
-START_S, END_S = 30.0, 40.0
+START_S, END_S = 300.0, 300.0
 CONF = """\
 ClusterName=stand
 SlurmctldHost={host}
@@ -110,7 +110,7 @@ class Slurm:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=30,
+            timeout=START_S,
         )
         return done.stdout
 

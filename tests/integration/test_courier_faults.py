@@ -42,7 +42,7 @@ async def test_a_courier_that_is_killed_or_stopped_is_replaced_and_gone(signum: 
         {
             "run": {"dir": str(tmp_path)},
             "model": {"path": "none"},
-            "cluster": {"device": "cpu", "start_deadline": 240},
+            "cluster": {"device": "cpu", "start_deadline": 600},
             "rollout": {"prompts": "none", "health": {"restarts": 1}},
             "publish": {"transport": "gloo", "step_deadline": 4},
         }
@@ -60,7 +60,7 @@ async def test_a_courier_that_is_killed_or_stopped_is_replaced_and_gone(signum: 
         first.wait(GONE_S)
         await handle.start()
         assert handle.incarnation == 2 and first not in couriers()
-        await handle.ask("ready", deadline_s=240)
+        await handle.ask("ready", deadline_s=600)
         (restart,) = restarts.history
         assert restart.part == "courier" and restart.reason and not restart.error
         await handle.stop()

@@ -90,7 +90,7 @@ async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_ei
         transport = GlooTransport(trainers, config, tmp_path / "courier.log")
         stack.push_async_callback(transport.stop)
         engine.transport, trainers.version = transport, 3
-        done = await Publisher(transport, group.members, deadline_s=120, step_deadline_s=60).publish(3, trainer_step=3)
+        done = await Publisher(transport, group.members, deadline_s=600, step_deadline_s=300).publish(3, trainer_step=3)
         assert not done.lost and engine.standing is Standing.MEMBER
         shape = ModelShape.of(read_model(tiny_model))
         async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:
@@ -136,7 +136,7 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         await group.start()
         trainers = Trainers(tiny_weights)
         trainers.version = 5
-        await Publisher(trainers, group.members, deadline_s=60, step_deadline_s=30).publish(5, trainer_step=5)
+        await Publisher(trainers, group.members, deadline_s=600, step_deadline_s=300).publish(5, trainer_step=5)
         shape = ModelShape.of(read_model(tiny_model))
         async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:
             completion = await client.generate(PROMPT, SAMPLING, seed=2)
@@ -155,7 +155,7 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         np.testing.assert_allclose(scored, wanted, atol=1e-4)
         later = await frozen.clients["judge"].logprobs(ids, start=len(PROMPT))
         np.testing.assert_allclose(later, wanted[len(PROMPT) - 1 :], atol=1e-4)
-        served = FrozenEngine("judge", url, deadline_s=60, retries=0, api_key=engine.spec.keys.api_key)
+        served = FrozenEngine("judge", url, deadline_s=300, retries=0, api_key=engine.spec.keys.api_key)
         await check_vocabulary(served, load_tokenizer(tiny_model))
         assert frozen.metrics()["engines/judge/serving"] == 1
 

@@ -111,7 +111,7 @@ async def test_every_example_yields_trajectories_that_can_be_trained(ctx: Rollou
 async def test_a_judge_gives_points_to_every_answer(ctx: RolloutContext, router: Router) -> None:
     """The tiny model judges itself: its words are noise, but they have the form that was asked for."""
     trajectory = await single_turn.generate(ctx, PROMPT)
-    engines = {"judge": FrozenEngine("judge", router.url, deadline_s=60, retries=0, api_key=router.keys.api_key)}
+    engines = {"judge": FrozenEngine("judge", router.url, deadline_s=300, retries=0, api_key=router.keys.api_key)}
     points = await judge.reward(RewardContext(PROMPT, ctx.tokenizer, "46", False, engines), trajectory)
     assert points in [number / 10 for number in range(11)]
 

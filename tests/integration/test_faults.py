@@ -38,7 +38,7 @@ from tests.integration.test_resume import task  # noqa: F401
 pytestmark = pytest.mark.integration
 BUCKETS = 3
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
-RESTART_S = 120
+RESTART_S = 600
 
 
 class Neighbour:
@@ -86,7 +86,7 @@ class Stand:
         self.group, self.trainers, self.client = group, trainers, client
         self.members, (self.first, self.second) = group.members, group.engines
         self.gloo = GlooTransport(trainers, group.config, group.engines[0].log)
-        self.publisher = Publisher(trainers, group.members, deadline_s=90, step_deadline_s=30)
+        self.publisher = Publisher(trainers, group.members, deadline_s=600, step_deadline_s=120)
         self.completions: list[Completion] = []
 
     async def publish(self, version: int, staging: Staging = "model") -> Publication:
@@ -233,7 +233,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             assert done.lost == ["actor-0"] and "did not answer" in str(done.engines["actor-0"].error)
             assert await stand.registered() == {second.url}
 
-            trainers.at_bucket, stand.publisher.step_deadline_s = lambda bucket: None, 30
+            trainers.at_bucket, stand.publisher.step_deadline_s = lambda bucket: None, 120
             await stand.back(first)
             assert (await stand.publish(5)).lost == []
             assert await stand.registered() == {first.url, second.url}

@@ -42,17 +42,17 @@ def cluster() -> Iterator[None]:
 
 
 def test_neighbours_in_rank_share_a_machine_and_engines_the_gpus_of_their_ranks(cluster: None) -> None:
-    gpus = PackedGpus("the trainers", MACHINES * GPUS, cpus=0.1, deadline_s=30)
+    gpus = PackedGpus("the trainers", MACHINES * GPUS, cpus=0.1, deadline_s=300)
     actors = [ray.remote(Actor).options(num_cpus=0.1, **gpus.options(rank)).remote() for rank in range(MACHINES * GPUS)]
-    places = ray.get([actor.__ray_call__.remote(place_of) for actor in actors], timeout=60)
+    places = ray.get([actor.__ray_call__.remote(place_of) for actor in actors], timeout=600)
     assert places[0].node == places[1].node != places[2].node == places[3].node
     assert sorted(place.gpus for place in places) == [("0",), ("0",), ("1",), ("1",)]
     shared = share_of(places[2:], "actor")
     assert shared == Place(places[2].node, ("0", "1"))
     engine = ray.remote(Actor).options(**shared.options(cpus=0.1)).remote()
-    where = ray.get(engine.__ray_call__.remote(place_of), timeout=60)
+    where = ray.get(engine.__ray_call__.remote(place_of), timeout=600)
     assert where.node == shared.node, "all GPUs are taken, and an engine that shares them still has a place"
     with pytest.raises(DeadlineError, match="1 GPUs for another"):
         PackedGpus("another", 1, cpus=0.1, deadline_s=1)
     gpus.release()
-    PackedGpus("another", MACHINES * GPUS, cpus=0.1, deadline_s=30).release()
+    PackedGpus("another", MACHINES * GPUS, cpus=0.1, deadline_s=300).release()

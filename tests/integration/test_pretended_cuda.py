@@ -19,7 +19,7 @@ from tests.integration.conftest import ROOT
 
 pytestmark = pytest.mark.integration
 CASES = ["qwen", "deepseek"]
-SECONDS = 240
+SECONDS = 800
 NO_WAITS = (
     "forward_backward.py",
     "logprobs.py",

@@ -44,7 +44,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def join(address: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | variables
     return subprocess.run(
-        [sys.executable, "-c", CLIENT, address], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", CLIENT, address], env=environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -21,7 +21,7 @@ def smoke(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=480,
+        timeout=850,
     )
 
 
