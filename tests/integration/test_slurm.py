@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.launching import write_setup
 from tests.integration.recorded import LOSS, ROWS, STEPS, recorded_tokens, recording_config
-from tests.integration.runs import MARK, completed_steps, steps
+from tests.integration.runs import DEADLINE_S, MARK, completed_steps, steps
 from tests.integration.slurm_stand import PROGRAMS, Slurm
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs(*PROGRAMS), pytest.mark.timeout(1800)]
@@ -55,14 +55,14 @@ class Job:
             },
         )
 
-    def until(self, condition: Callable[[], bool], seconds: float) -> None:
-        end = time.monotonic() + seconds
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < end, self.text()
             time.sleep(0.1)
 
-    def until_state(self, *states: str, seconds: float = 600) -> None:
-        self.until(lambda: self.slurm.state(self.number) in states, seconds)
+    def until_state(self, *states: str) -> None:
+        self.until(lambda: self.slurm.state(self.number) in states)
 
     def text(self) -> str:
         """The job's log, with those of its nodes."""
@@ -88,9 +88,9 @@ def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_t
     # Two steps and half a batch: where the signal finds it.
     config = recording_config(directory, tiny_model, task_of_sums, hold=2 * ROWS + ROWS // 2)
     job = Job(slurm, directory, "--nodes=2", str(config), "publish.transport=gloo")
-    job.until(lambda: completed_steps(directory / "run") >= 2, 200)
+    job.until(lambda: completed_steps(directory / "run") >= 2)
     urgent = slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
-    job.until(lambda: slurm.state(urgent) == "COMPLETED", 100)
+    job.until(lambda: slurm.state(urgent) == "COMPLETED")
     (directory / "go").touch()
     job.until_state("COMPLETED", "FAILED")
     text = job.text()
@@ -111,16 +111,16 @@ def test_a_job_on_a_bad_node_is_submitted_again_without_it_but_not_for_ever(slur
     broken = "slimx() { [[ $SLURMD_NODENAME == n1 && $1 == health ]] && echo 'GPU-7: broken' && return 1; "
     setup = write_setup(tmp_path, broken + 'command slimx "$@"; }')
     job = Job(slurm, tmp_path, "--nodes=1", "--nodelist=n1", str(tmp_path / "absent.yaml"), setup=setup)
-    job.until_state("COMPLETED", "FAILED", seconds=400)
+    job.until_state("COMPLETED", "FAILED")
     assert slurm.state(job.number) == "COMPLETED", job.text()
     again = (job.jobs / job.number / "0" / "resubmitted").read_text().strip()
     assert slurm.field(again, "ExcNodeList") == "n1"
-    job.until(lambda: slurm.state(again) == "FAILED", 60)  # there is no such file, which slimx says
+    job.until(lambda: slurm.state(again) == "FAILED")  # there is no such file, which slimx says
     text = job.text()
     assert "n1 is not fit: GPU-7: broken" in text and f"submitted again as job {again}, without n1" in text
     assert slurm.field(again, "BatchHost") == "n2" and slurm.field(again, "ExitCode") == "2:0"
     assert "absent.yaml" in text and "ended with status 2; looking at the nodes" in text
     last = Job(slurm, tmp_path, "--nodes=1", "--nodelist=n1", "absent", setup=setup, SLIMX_RESUBMITS="0")
-    last.until_state("COMPLETED", "FAILED", seconds=400)
+    last.until_state("COMPLETED", "FAILED")
     assert slurm.state(last.number) == "FAILED" and "SLIMX_RESUBMITS allows no more" in last.text()
     job.assert_nothing_left()
