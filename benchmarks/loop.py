@@ -61,6 +61,7 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.saves import Saves
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.keys import bearer
 from slimx.rollout.rollouts import GroupMaker
 
 ROOT = Path(__file__).parents[1]
@@ -245,6 +246,7 @@ async def measure(config: Config) -> Figures:
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=config.rollout.request_deadline),
+            headers=bearer(engines.keys.api_key),
         )
         await stack.enter_async_context(session)
         run = MeasuredRun(

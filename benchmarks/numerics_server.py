@@ -24,6 +24,7 @@ from slimx.convert import run
 from slimx.convert.work import convert
 from slimx.ports import free_port
 from slimx.rollout.engine import Engine
+from slimx.rollout.keys import bearer
 from slimx.rollout.spec import EngineSpec
 
 BATCHES = (1, 16, 64)
@@ -31,7 +32,7 @@ PROMPT = 32
 START_S = 120
 
 
-async def throughput(url: str, batch: int, tokens: int, ids: int) -> float:
+async def throughput(spec: EngineSpec, batch: int, tokens: int, ids: int) -> float:
     """Sampled tokens per second, the best of three rounds of `batch` requests at once; prompts of token ids below
     `ids`."""
     random, best = np.random.default_rng(batch), 0.0
@@ -39,11 +40,11 @@ async def throughput(url: str, batch: int, tokens: int, ids: int) -> float:
 
     async def post(session: aiohttp.ClientSession) -> int:
         body = {"input_ids": random.integers(4, ids, PROMPT).tolist(), "sampling_params": sampling}
-        async with session.post(f"{url}/generate", json=body | {"return_logprob": True}) as response:
+        async with session.post(f"{spec.url}/generate", json=body | {"return_logprob": True}) as response:
             response.raise_for_status()
             return len((await response.json())["meta_info"]["output_token_logprobs"])
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120), headers=bearer(spec.keys.api_key)) as session:
         for _ in range(3):
             began = time.perf_counter()
             sampled = sum(await asyncio.gather(*(post(session) for _ in range(batch))))
@@ -65,7 +66,7 @@ async def serve(
     engine.start()
     try:
         await engine.wait_ready(START_S)
-        return [await throughput(spec.url, batch, tokens, ids) for batch in BATCHES]
+        return [await throughput(spec, batch, tokens, ids) for batch in BATCHES]
     finally:
         await engine.stop()
 

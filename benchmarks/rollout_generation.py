@@ -23,6 +23,7 @@ from slimx.errors import SlimxError
 from slimx.models.families import configured_model
 from slimx.orchestration.checks import Sources, check_sources
 from slimx.orchestration.serving import Serving, serving
+from slimx.rollout.keys import bearer
 from slimx.rollout.manager import RolloutManager
 
 GOAL = 0.95
@@ -48,7 +49,7 @@ async def measure(config: Config, pairs: int, note: Callable[[str], None]) -> di
 
 async def compare(config: Config, sources: Sources, parts: Serving, pairs: int) -> dict[str, Any]:
     """`measure`, with engines that run."""
-    sides = Sides(parts.engines.engines[0].url, config.rollout.request_deadline)
+    sides = Sides(parts.engines.engines[0].url, parts.engines.keys.api_key, config.rollout.request_deadline)
     manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), parts.make_maker())
     seconds: dict[str, list[float]] = {"slimx": [], "bare": []}
     try:
@@ -66,8 +67,8 @@ async def compare(config: Config, sources: Sources, parts: Serving, pairs: int) 
 class Sides:
     """A batch by either side, timed; the bare one repeats what slimx asked for last."""
 
-    def __init__(self, url: str, deadline_s: float):
-        self.url, self.deadline_s = url, deadline_s
+    def __init__(self, url: str, api_key: str | None, deadline_s: float):
+        self.url, self.api_key, self.deadline_s = url, api_key, deadline_s
         self.requests: list[bare_engine.Request] = []
         self.tokens = 0
 
@@ -85,7 +86,7 @@ class Sides:
         # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=self.deadline_s)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=bearer(self.api_key)) as session:
             began = time.perf_counter()
             answers = await bare_engine.generate(session, self.url, self.requests)
             spent = time.perf_counter() - began

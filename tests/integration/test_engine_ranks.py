@@ -141,7 +141,7 @@ async def answer(engine: Engine) -> tuple[list[int], np.ndarray]:
     """Greedy tokens, and the log-probs of prompt and tokens [L - 1]."""
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-    meta = (await engine.control._call("POST", "/generate", body))["meta_info"]
+    meta = (await engine.control._call("POST", "/generate", body, key=engine.spec.keys.api_key))["meta_info"]
     scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
     return [token for _, token, _ in meta["output_token_logprobs"]], np.array([value for value, _, _ in scored])
 
