@@ -15,7 +15,7 @@ from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
 BETWEEN_TURNS = re.compile(r" = \?\n|Go on\.|<[^<>]*>")
-"""What the two hooks put there, and tokens such as the one that ends a turn."""
+"""Pattern of the text that the two hooks put between turns, and of tokens such as the one that ends a turn."""
 FACTS = {"sum": "A sum is what two numbers make together.", "12": "12 is a dozen."}
 
 

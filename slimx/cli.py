@@ -274,7 +274,8 @@ def report(
 
 
 def main() -> None:
-    """What ends a command is one sentence and the exit code of docs/operations.md, raised as SystemExit."""
+    """Run the command line. A command that fails ends in one sentence and the exit code of docs/operations.md, raised
+    as SystemExit."""
     sys.path.insert(0, "")  # hooks are found in the working directory, as with `python -m`
     try:
         app(standalone_mode=True)

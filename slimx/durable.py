@@ -1,4 +1,4 @@
-"""What files and directories must go through to survive a crash of the machine, or a full disk."""
+"""Writes files and directories so that they survive a crash of the machine, or a full disk."""
 
 import os
 from pathlib import Path

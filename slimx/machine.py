@@ -1,9 +1,10 @@
-"""Which machine a process runs on, as far as processes can see each other."""
+"""Identifies the machine of a process, as far as processes can see each other."""
 
 from pathlib import Path
 
 
 def machine() -> str:
-    """The same in two processes that can see each other by process id: one boot of one kernel, one namespace."""
+    """An identifier that is equal in two processes that can see each other by process id: one boot of one kernel, one
+    namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,4 +1,4 @@
-"""What holds for every test: which programs it needs of the machine, and what it says when its time is over.
+"""Rules for every test: the programs that it needs of the machine, and its report when its time is over.
 
 `@pytest.mark.needs("chromium")` skips a test, with the reason, where that is missing. In CI (CI=true) nothing may be
 missing, so the test fails there: a skipped test would look like a passed one.

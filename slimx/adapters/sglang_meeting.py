@@ -15,5 +15,5 @@ CREATE = "torch.distributed.rendezvous._create_c10d_store"
 
 
 def at_one_address(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: Any, **__: Any) -> Any:
-    """In place of `_create_c10d_store`."""
+    """Replaces torch's `_create_c10d_store`: the store listens at the address of `hostname` alone."""
     return meet(hostname, port, rank=rank, size=world_size, timeout=timeout)

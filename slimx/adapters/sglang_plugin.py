@@ -89,8 +89,8 @@ def loads_path(ipc_name: str) -> str:
 
 
 def without_keys(original: Callable[..., dict[str, Any]], arguments: Any) -> dict[str, Any]:
-    """Around `ServerArgs.resolved_dict`, which /server_info answers with: who may generate would read there the key of
-    those who may replace the weights."""
+    """Wraps `ServerArgs.resolved_dict`, which /server_info answers with, and blanks the keys: who may generate would
+    read there the key of those who may replace the weights."""
     return {name: None if name in KEYS else value for name, value in original(arguments).items()}
 
 

@@ -88,6 +88,7 @@ def _log_weight(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: Sequ
 
 
 def _outside(log_weight: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Compared as logarithms: the weight of a long sequence may be smaller than any ratio that is formed."""
+    """Mark weights outside [low, high], compared as logarithms: the weight of a long sequence may be smaller than any
+    ratio that is formed."""
     inside = log_weight <= math.log(high)
     return ~(inside & (log_weight >= math.log(low)) if low else inside)

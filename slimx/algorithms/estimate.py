@@ -120,7 +120,7 @@ def _by_rollout(group: Group) -> dict[str, list[Trajectory]]:
 
 
 def _rewards(rollouts: Mapping[str, Sequence[Trajectory]]) -> list[float]:
-    """A rollout's is the mean of its trajectories'."""
+    """Reward of each rollout: the mean of its trajectories' rewards."""
     return [_mean([each.reward for each in members]) for members in rollouts.values()]
 
 

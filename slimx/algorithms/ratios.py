@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 LARGEST_LOG_RATIO = 20.0
-"""exp of it is 5e8: far outside any bound, and finite in fp32 with its square. verl and OpenRLHF bound it so too."""
+"""Bound of a log-ratio. exp(20) is 5e8: far outside any bound of a ratio, and finite in fp32 with its square. verl and
+OpenRLHF use the same bound."""
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:

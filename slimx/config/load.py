@@ -52,7 +52,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _interpolations(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Where a tree holds `${...}`, and the text with it."""
+    """Places at which a tree holds `${...}`, as paths of keys and indices, each with its text."""
     if isinstance(value, str) and "${" in value:
         yield at, value
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

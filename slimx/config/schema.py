@@ -50,7 +50,7 @@ class Config(Section):
     track: Track = Track()
 
     _interpolated: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
-    """Where the file, or an override, had `${...}`, and that text."""
+    """Texts with `${...}` as the file or an override had them, by path of keys and indices."""
 
     def to_text(self) -> str:
         """YAML of what the run was started with, for its directory and for trackers (`to_plain`)."""

@@ -1,4 +1,4 @@
-"""What every section of the configuration shares: bounds of its numbers, and that unknown keys are refused.
+"""Base class of the configuration's sections, which refuses unknown keys, and types that bound their numbers.
 
 The bounds are far beyond any run and keep arithmetic on a configuration finite: what `slimx plan` counts takes seconds,
 and no product of two of them leaves 64 bits.
@@ -12,23 +12,24 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 LARGEST = 2**31 - 1
-"""What an index into a tensor may be in int32."""
+"""Largest index into a tensor in int32."""
 GPUS = 2**20
-"""Of one group of servers, all together."""
+"""Most GPUs of one group of servers, all servers together."""
 SERVER = 4096
-"""Ranks of one server."""
+"""Most ranks of one server."""
 
 Size = Annotated[int, Field(gt=0, le=65_536)]
-"""Ranks, and what divides or carries them: parallel sizes, servers, nodes, GPUs, threads."""
+"""A number of ranks, or of what divides or carries them: parallel sizes, servers, nodes, GPUs, threads."""
 Amount = Annotated[int, Field(gt=0, le=LARGEST)]
-"""Tokens, prompts, steps, tries: at least one."""
+"""A number of tokens, prompts, steps or tries: at least one."""
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
-"""The same, where 0 has a meaning of its own."""
+"""A number of tokens, prompts, steps or tries, where 0 has a meaning of its own."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A deadline or an interval; a year at most."""
 MOST = 1e12
-"""Also more than any ratio of probabilities that is formed (slimx/algorithms/ratios.py): as a bound it is none."""
+"""Largest magnitude of a real number. It exceeds any ratio of probabilities that is formed
+(slimx/algorithms/ratios.py): as a bound of ratios it is none."""
 Positive = Annotated[float, Field(gt=0, le=MOST)]
 """A rate, temperature or bound that 0 would make meaningless; also MiB and GiB."""
 Weight = Annotated[float, Field(ge=0, le=MOST)]

@@ -42,7 +42,7 @@ class Rule(StrEnum):
 
 
 class Layers(StrEnum):
-    """How keys of a Megatron directory name layers."""
+    """Naming of layers by the keys of a Megatron directory."""
 
     auto = "auto"
     numbered = "numbered"

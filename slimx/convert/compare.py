@@ -1,4 +1,4 @@
-"""What a conversion has written, read again as any program reads it and compared with its source.
+"""Comparison of a conversion's output, read again as any program reads it, with its source.
 
 Checksums show that a disk kept the bytes that were written; they cannot show that these were the right ones. Nothing
 here is shared with the writers: outputs are read by their own headers, and codes are taken back to values by torch.
@@ -15,10 +15,10 @@ from slimx.errors import SlimxError
 from slimx.models.checkpoint_reader import bits
 
 _RELATIVE = 2.0**-4 + 2.0**-8
-"""Half of e4m3's last place, and bf16's in which codes are read."""
+"""Largest relative error of a value: half of e4m3's last place, and of bf16's, in which codes are read."""
 _OF_SCALE = 2.0**-8
-"""Twice half the distance of e4m3's smallest numbers (2^-9), in units of the scale, which ue8m0 may halve after it has
-rounded; and bf16's rounding."""
+"""Largest error in units of the scale: twice half the distance of e4m3's smallest numbers (2^-9), since ue8m0 may halve
+the scale after it has rounded; and bf16's rounding."""
 
 
 def compare_copied(

@@ -37,7 +37,7 @@ class Done(msgspec.Struct, frozen=True):
 
     record: FileRecord
     notes: Any
-    """Of its writer, for the end of the conversion."""
+    """Notes of the file's writer, handed back at the end of the conversion."""
 
 
 class Partial:
@@ -66,7 +66,7 @@ class Partial:
         return self._state / "done" / name.replace("/", "-")
 
     def writing(self, file: Path) -> Path:
-        """Where `file` is written until it is whole."""
+        """The path at which `file` is written until it is whole."""
         return file.with_name(file.name + _WRITING)
 
     @contextlib.contextmanager
@@ -127,7 +127,7 @@ class Partial:
         )
 
     def finished(self, names: Collection[str], threads: int) -> dict[str, Done]:
-        """What an earlier try has left complete, by name: files whose bytes are still those that were written."""
+        """Complete files of an earlier try, by name: those whose bytes are still the ones that were written."""
         for name in names:
             self.writing(self.path / name).unlink(missing_ok=True)
         claimed: dict[str, Done] = {}
@@ -143,7 +143,7 @@ class Partial:
             return {name: claimed[name] for name, same in zip(claimed, pool.map(whole, claimed), strict=True) if same}
 
     def tell(self, name: str, done: Done) -> None:
-        """File `name` is finished.
+        """Record that file `name` is finished.
 
         The record is not brought to disk: where a crash of the machine leaves it damaged, or the file's name is lost,
         that file is written again."""
@@ -174,7 +174,7 @@ class Partial:
         sync_directory(self.out.parent)
 
     def refusal(self, error: OSError) -> SlimxError:
-        """What `error` means to whoever gave the command."""
+        """The SlimxError that tells whoever gave the command what `error` means."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return SlimxError(
                 f"{self.path}: no space is left on its disk; make room and run the same command again: it goes on "

@@ -51,7 +51,8 @@ def hf_to_megatron(
 
 
 def _numbered(spec: ModelSpec, layers: Layers) -> bool:
-    """Whether layers get keys of their own. Raises SlimxError where `layers` asks to stack layers that differ.
+    """Returns True if each layer gets keys of its own. Raises SlimxError where `layers` asks to stack layers that
+    differ.
 
     Scripts of slime and Miles give --moe-layer-freq as a list for every model with experts, and megatron-core then
     looks for numbered layers; Megatron-LM finds them too, by the metadata that is written with them."""

@@ -63,7 +63,7 @@ class Reading:
         """For what is made of the parts that were read."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """As `Source.dtype`."""
+        """The dtype in which tensor `name` is stored, as `Source.dtype`."""
         return self._source.dtype(name)
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:

@@ -18,7 +18,7 @@ from slimx.layout.ranks import Sizes, stage_layers
 from slimx.layout.table import Entry, Row, Table
 
 _MOST = 65536
-"""Of one parallel size."""
+"""Largest value of one parallel size."""
 _NAMES = ("tensor", "pipeline", "expert", "expert_tensor", "virtual")
 
 

@@ -243,7 +243,8 @@ class ToMegatron:
 
 
 def _dtypes(everything: Sequence[Place], source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Of each key: its row's own, the model's, or what the source stores. Raises SlimxError where that is not one."""
+    """Dtype of each key: its row's own, else `dtype`, else the one in which the source stores the key's tensors. Raises
+    SlimxError where it stores them in several."""
     out: dict[str, torch.dtype] = {}
     for place in everything:
         own = place.entry.row.dtype

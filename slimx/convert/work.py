@@ -74,7 +74,7 @@ class Stream:
         self._file, self._advance, self._stop = file, advance, stop
         self._digest, self._size = xxhash.xxh3_128(), 0
         self.failure: BaseException | None = None
-        """Why a write failed. `torch.save` passes that on as an error of its own, which does not say."""
+        """Error of a failed write. `torch.save` passes that on as an error of its own, which does not say."""
 
     def write(self, data: Any) -> int:
         """Write the bytes of `data`, anything with a buffer."""

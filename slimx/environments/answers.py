@@ -6,7 +6,7 @@ import re
 
 
 def marked_answer(text: str) -> str | None:
-    """What stands between <answer> and </answer>; None if nothing or more than one thing does: who gives several
-    answers has not answered."""
+    """The text between <answer> and </answer>; None if there is none or more than one: who gives several answers has
+    not answered."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return found[0].strip() if len(found) == 1 else None

@@ -22,7 +22,7 @@ import psutil
 
 PREFIX = "slimx-sandbox-"
 REMOVE_S = 2.0
-"""For a group whose last process is on its way out."""
+"""Seconds to wait for a group to empty whose last process is on its way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class Group:
 
 
 def find(proc: Path = Path("/proc/self")) -> Place | None:
-    """Where this process may make memory groups; None if nowhere. Removes what killed processes left there."""
+    """The place where this process may make memory groups; None if there is none. Removes what killed processes left
+    there."""
     for place in _places(proc):
         if os.access(place.directory, os.W_OK) and _works(place):
             _sweep(place.directory)

@@ -59,7 +59,7 @@ class Ran:
     stdout: str
     stderr: str
     ended: Ended
-    """exit: by itself; stop: told to; else killed at the limit of that name."""
+    """How the code ended: exit, by itself; stop, told to; else killed at the limit of that name."""
     status: int | None
     """Exit status, 128 + signal number if a signal ended it; None if it was killed at a limit."""
     seconds: float
@@ -82,8 +82,9 @@ async def in_thread(call: Callable[[threading.Event], T]) -> T:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """As many as there are processors: more programs at once would only run each other into their time limit. On a
-    small machine some more, since what waits for a place waits within the deadline of its turn."""
+    """Threads of the sandbox, as many as there are processors: more programs at once would only run each other into
+    their time limit. On a small machine some more, since what waits for a place waits within the deadline of its
+    turn."""
     return ThreadPoolExecutor(max(8, len(os.sched_getaffinity(0))), thread_name_prefix="slimx-sandbox")
 
 
@@ -120,7 +121,7 @@ class Sandbox:
         self._place = _place()
 
     async def run(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> Ran:
-        """As `run_blocking`, in a thread of the sandbox's own. Cancelling the call ends the code."""
+        """Run `code` as `run_blocking` does, in a thread of the sandbox's own. Cancelling the call ends the code."""
         return await in_thread(lambda stop: self.run_blocking(code, stdin=stdin, files=files, stop=stop))
 
     def run_blocking(

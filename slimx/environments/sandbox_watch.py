@@ -19,7 +19,7 @@ Ended = Literal["exit", "time", "memory", "output", "stop"]
 LOOK_S = 0.05
 """Between two looks at the memory of all processes together."""
 STOP_S = 5.0
-"""For a process to stop, or to end after the one it waits for."""
+"""Seconds for a process to stop, or to end after the one it waits for."""
 MIB = 2**20
 
 
@@ -122,7 +122,7 @@ class Watch:
         return "memory" if self._overflowed() else "exit"
 
     def _told(self) -> list[dict[str, int]]:
-        """What bubblewrap has reported in whole lines; nothing inside holds the descriptor."""
+        """Reports of bubblewrap so far, of whole lines; nothing inside holds the descriptor that they come from."""
         return [json.loads(line) for line in self.read["told"].split(b"\n")[:-1] if line]
 
     def _begin(self) -> None:

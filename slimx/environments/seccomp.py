@@ -48,7 +48,7 @@ _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""By `platform.machine`: the column of the numbers, and AUDIT_ARCH."""
+"""Column of the numbers, and AUDIT_ARCH, by `platform.machine`."""
 _LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
 """Offsets in seccomp_data; of the first argument its lower half."""

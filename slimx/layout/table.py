@@ -20,7 +20,7 @@ Stage = Literal["first", "layer", "last", "mtp"]
 Group = Literal["tensor", "attention"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_ENTRIES = 10_000_000
-"""Layers times experts; Kimi-K2 has 23,000."""
+"""Most entries of a table: layers times experts; Kimi-K2 has 23,000."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ _FP8 = "F8_E4M3"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _FP8: torch.bfloat16}
 """What is read, by the names of safetensors files."""
 _SCALES = ("F32", "BF16", "F16")
-"""Of fp8 blocks: what becomes fp32 without a loss."""
+"""Dtypes that scales of fp8 blocks may have: those that become fp32 without a loss."""
 _BLOCK_BYTES = 32 * 2**20
-"""Of a tensor that is compared with another, at a time."""
+"""Bytes of a tensor that are compared with another's at a time."""
 
 
 class CheckpointReader:
@@ -160,7 +160,7 @@ class CheckpointReader:
 
     @staticmethod
     def _repeats(copy: Any, original: Any) -> bool:
-        """Whether two stored matrices have the same dtype and bits."""
+        """Returns True if two stored matrices have the same dtype and bits."""
         rows, cols = copy.get_shape()
         if (copy.get_dtype(), copy.get_shape()) != (original.get_dtype(), original.get_shape()):
             return False
@@ -169,7 +169,7 @@ class CheckpointReader:
         return all(torch.equal(bits(copy[block]), bits(original[block])) for block in blocks)
 
     def _check_dtype(self, name: str, found: str, shape: tuple[int, ...], quantised: bool) -> None:
-        """Bits of another dtype than `_DTYPES` would be read as numbers that they are not."""
+        """Refuse a tensor of another dtype than `_DTYPES`: its bits would be read as numbers that they are not."""
         if found == _FP8 and quantised and len(shape) == 2:
             self._check_scales(name, shape)
         elif name not in self._where_packed and (found == _FP8 or found not in _DTYPES):

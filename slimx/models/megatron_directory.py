@@ -31,13 +31,14 @@ _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron-LM pads their rows to a multiple of `make_vocab_size_divisible_by` x TP."""
 _PADDINGS = sorted({*(2**k for k in range(13)), *(192 * 2**k for k in range(6))})
-"""Such multiples: divisors up to 128 and tensor-parallel sizes up to 48, in powers of two and three times them."""
+"""Multiples that the vocabulary is padded to: divisors up to 128 times tensor-parallel sizes up to 48, in powers of two
+and three times them."""
 _BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|random_state|rerun_state_machine_state|.*\._extra_state")
-"""Keys of what is no weight of the model."""
+"""Keys of a checkpoint's entries that are no weights of the model."""
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
-"""In the key of a norm over all heads. megatron-core has none: slimx puts its own where the norm per head would be,
-slime (slime_plugins/models/minimax_m2.py) beside it as `q_norm` and `k_norm`."""
+"""Part of a key that names a norm over all heads. megatron-core has none: slimx puts its own where the norm per head
+would be, slime (slime_plugins/models/minimax_m2.py) beside it as `q_norm` and `k_norm`."""
 
 
 def iteration_name(step: int) -> str:
@@ -89,7 +90,7 @@ def find_checkpoint(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a checkpoint that fits a model names its tensors."""
+    """Names of the tensors in a checkpoint that fits a model."""
 
     path: Path
     per_layer: bool
@@ -146,15 +147,15 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
 
 
 def _beside(key: str, first: int, stop: int) -> bool:
-    """Whether `key` is no tensor of a model with `first` layers of multi-token prediction, of `stop` that there may
-    be."""
+    """Returns True if `key` is no tensor of a model with `first` layers of multi-token prediction: it is no weight, or
+    lies in one of the layers from `first` to before `stop`."""
     layer = _PREDICTION.match(key)
     return _BESIDE.match(key) is not None or (layer is not None and first <= int(layer[1]) < stop)
 
 
 def _padded(path: Path, key: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether rows beyond the vocabulary are Megatron-LM's padding. The checkpoint's arguments may say how many tokens
-    there are; else it is what a usual multiple gives."""
+    """Returns True if rows beyond the vocabulary are Megatron-LM's padding. The checkpoint's arguments may say how many
+    tokens there are; else padding is what a usual multiple gives."""
     if key not in _PADDED or found[1:] != wanted[1:] or found[0] < wanted[0]:
         return False
     vocabulary = saved_vocabulary(path)

@@ -95,8 +95,8 @@ def _no_metadata(path: Path, reason: str) -> SlimxError:
 
 
 def _problem(found: Any) -> str | None:
-    """What of `found` no writer of checkpoints writes, in words: classes are let in, but any of them may hold
-    anything."""
+    """Description of something in `found` that no writer of checkpoints writes; None if all is as it should be. Classes
+    are let in, but any of them may hold anything."""
     if not isinstance(found, Metadata):
         return f"it holds a {type(found).__name__}"
     tensors, places = found.state_dict_metadata, found.storage_data

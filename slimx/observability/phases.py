@@ -24,7 +24,7 @@ class Phase:
     """Unix seconds."""
     seconds: float
     detail: str = ""
-    """What else is to be known of it, such as why a restart was needed."""
+    """Further information about the phase, such as why a restart was needed."""
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Phase:

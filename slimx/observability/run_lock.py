@@ -1,4 +1,4 @@
-"""Who trains in a run directory: one process holds it, and others can see that without taking it."""
+"""Lock of a run directory: the process that trains in it holds it, and others can see that without taking it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Checkpoints:
             self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
         self.timeline, self.note = timeline, note
         self.on_failure: Callable[[SlimxError], None] = lambda error: None
-        """Told at once when a save in the background fails."""
+        """Called at once with the error when a save in the background fails."""
         self._writing: asyncio.Task[None] | None = None
 
     # Saving -----------------------------------------------------------------------------------------------------------

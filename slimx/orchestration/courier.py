@@ -85,13 +85,13 @@ class CourierHandle:
         self.publisher, self.config, self.directory, self.log = publisher, config, directory, log
         self.restarts = restarts
         self._lost = SlimxError("the courier was ended")
-        """Why it does not run."""
+        """Error that says why the courier does not run."""
         self.incarnation = 0
         self._actor: Any = None
 
     async def start(self) -> None:
-        """Start it, unless it runs. Raises SlimxError when it may not be started again, TransportLost when a restart
-        failed."""
+        """Start the courier, unless it runs. Raises SlimxError when it may not be started again, TransportLost when a
+        restart failed."""
         if self._actor is not None:
             return
         if self.incarnation == 0:

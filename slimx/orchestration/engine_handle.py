@@ -125,7 +125,7 @@ class EngineHandle:
         return State(await self._call("its state", self._living.state.remote()))
 
     async def serves(self) -> bool:
-        """Whether the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
+        """Returns True if the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
         return await self.state() is State.READY
 
     async def interrupt(self) -> None:

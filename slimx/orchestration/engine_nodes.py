@@ -102,7 +102,7 @@ class NodeActor:
         self._held = AsyncExitStack()
 
     async def address(self) -> str:
-        """At which this machine's share listens, and from which it connects."""
+        """The address at which this machine's share listens, and from which it connects."""
         return self.host
 
     async def start(self, share: NodeShare) -> None:

@@ -53,7 +53,7 @@ class EngineGroup:
         self.config, self.device, self.moe, self.frozen = config, device, moe, groups[0].frozen
         self._shared = list(shared)
         self.keys = Keys.random()
-        """Of the router and of all servers that slimx starts."""
+        """Keys of the router and of all servers that slimx starts."""
         self.engines = [self._create(group, number, log_dir) for group in groups for number in range(group.servers)]
         self.router = Router(
             free_port(),
@@ -154,7 +154,7 @@ class EngineGroup:
 
 
 def prober(shape: ModelShape, config: Config) -> Callable[[EngineHandle], Awaitable[None]]:
-    """Asks one engine itself, past the router, once for a token, with all that rollouts ask for."""
+    """A probe that asks one engine itself, past the router, once for a token, with all that rollouts ask for."""
     rollout = config.rollout
 
     async def probe(engine: EngineHandle) -> None:

@@ -1,4 +1,4 @@
-"""How what a command starts is run and ended: in order, whatever happens, and in bounded time.
+"""Runs and ends the parts that a command starts: in order, whatever happens, and in bounded time.
 
 main thread        start_ray --> event loop: work ........ clean-up --> stop_ray --> the process ends
 signals' thread                       | SIGTERM: cancels `work`, arms the watchdog
@@ -32,7 +32,7 @@ LINGER_S = 10.0
 
 
 class Alarm:
-    """Rung by whoever finds that the run cannot go on, and asked to leave by SIGUSR1. Belongs to the event loop."""
+    """An alarm for whoever finds that the run cannot go on; SIGUSR1 asks it to leave. Belongs to the event loop."""
 
     def __init__(self, ending: Callable[[BaseException | None], None] = lambda error: None) -> None:
         """`ending` is told as soon as it is known how the run ends."""

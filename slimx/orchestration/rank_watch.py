@@ -22,7 +22,7 @@ PING_S = 1.0
 
 
 async def watch_ranks(group: RankGroup, deadline_s: float) -> PartLost:
-    """Why one of the started ranks of `group` is lost, as soon as that is known.
+    """Watch the started ranks of `group`; returns why one of them is lost, as soon as that is known.
 
     `deadline_s`: seconds that a rank may be silent outside of calls, or stopped."""
     tasks = [asyncio.ensure_future(_answers(group, rank, deadline_s)) for rank in range(group.sizes.world)]

@@ -38,7 +38,7 @@ class RankGroup:
             for rank in range(sizes.world)
         ]
         self.started: list[dict[str, Any]] = []
-        """What each rank said when it had started."""
+        """Start-up answers of all ranks, by rank."""
         self._calls: list[str] = []
 
     async def start(self) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ class RankGroup:
     async def answers(
         self, references: Sequence[ray.ObjectRef], ranks: Sequence[int], what: str, deadline_s: float | None = None
     ) -> list[Any]:
-        """What `ranks` answer to calls that were sent; they are busy with `what` meanwhile."""
+        """Answers of `ranks` to calls that were sent, in their order; the ranks are busy with `what` meanwhile."""
         self._calls.append(what)
         try:
             return await gather(
@@ -87,7 +87,7 @@ class RankGroup:
         return self._calls[-1] if self._calls else None
 
     def holder(self, rank: int) -> str:
-        """What a rank is called."""
+        """Name of a rank in messages."""
         return f"{self.name} rank {rank}"
 
     def same(self, *arguments: Any) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Who reaches the Ray of a run on one machine: Ray's own settings, for ray 2.60.
+"""Access to the Ray of a run on one machine: Ray's own settings, for ray 2.60.
 
 GCS, raylet and every worker listen on all interfaces, which cannot be changed, and ask for a token. The rest of Ray
 asks nobody, and is kept on the loopback interface or switched off here.
@@ -14,16 +14,17 @@ from typing import Any
 from slimx.errors import SlimxError
 
 ADDRESS = "127.0.0.2"
-"""Of the node. Ray's agents listen at it; 127.0.0.1 it would replace by an address that others reach."""
+"""Address of the node. Ray's agents listen at it; Ray would replace 127.0.0.1 by an address that others reach."""
 SYSTEM_CONFIG = {"enable_metrics_collection": False}
-"""Each node's agent would offer Ray's counters to everybody; slimx keeps its own."""
+"""Ray's settings for a cluster: without this one each node's agent would offer Ray's counters to everybody; slimx keeps
+its own."""
 COUNTERS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
-"""Ray's variables of two more such ports, at which it has no address to choose: -1 is no port."""
+"""Ray's variables for two more ports of its counters, for which no address can be chosen: -1 is no port."""
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 def local_options() -> dict[str, Any]:
-    """What `ray.init` is given for a Ray on this machine. Sets Ray's variables, which its processes inherit.
+    """Arguments of `ray.init` for a Ray on this machine. Sets Ray's variables, which its processes inherit.
 
     Raises SlimxError where RAY_AUTH_MODE switches the token off."""
     # Ray's default for a new cluster; set after Ray's import, the variable would be heard by its processes alone.

@@ -22,7 +22,7 @@ KILL_S = 10.0
 
 
 async def ask_ray(what: str, holder: str, deadline_s: float, function: Callable[..., T], *arguments: Any) -> T:
-    """What `function` returns, which calls Ray. `what` is asked of `holder`, a part of Ray: raises DeadlineError if it
+    """The result of `function`, which calls Ray. `what` is asked of `holder`, a part of Ray: raises DeadlineError if it
     does not answer in time, PartLost if it fails."""
     try:
         async with asyncio.timeout(deadline_s):

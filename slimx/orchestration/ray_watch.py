@@ -29,14 +29,14 @@ def own_processes() -> dict[str, psutil.Process]:
 
 
 def probes() -> dict[str, Probe]:
-    """By what it asks: a call that each part of Ray must answer."""
+    """A call for each part of Ray, by the part's name, that it must answer."""
     return {"raylet": lambda: ray.put(b""), "GCS": ray.nodes}
 
 
 async def watch_ray(
     processes: Mapping[str, psutil.Process], probes: Mapping[str, Probe], deadline_s: float, look_s: float = LOOK_S
 ) -> PartLost:
-    """Why the cluster cannot be used any more, as soon as that is known."""
+    """Watch the cluster; returns why it cannot be used any more, as soon as that is known."""
     watches = [_ended(processes, look_s), *(_silent(name, probe, deadline_s) for name, probe in probes.items())]
     tasks = [asyncio.ensure_future(watch) for watch in watches]
     try:

@@ -1,4 +1,4 @@
-"""Which engines take part in the run: losses are found, isolated and repaired while the run goes on.
+"""Membership of engines in the run: losses are found, isolated and repaired while the run goes on.
 
     start --> JOINING --a verified publication--> MEMBER --failed, late, dead--> OUT --restarted--> JOINING
                                                                                   |
@@ -66,10 +66,10 @@ class Membership:
             fail=self._fail,
         )
         self.outage = Outage()
-        """Lasts while no engine, or no router, serves after some did."""
+        """Outages of the run: one lasts while no engine, or no router, serves after some did."""
         self.probe: Callable[[EngineHandle], Awaitable[None]] | None = None
-        """Has an engine that is in the router do, asked directly, what requests ask of it; raises SlimxError if it
-        does not. None: its health check is all that is known of it."""
+        """Probe that has an engine in the router do, asked directly, what requests ask of it; raises SlimxError if it
+        does not. None: the health check is all that is known of an engine."""
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever an engine's standing may have changed, and after every restart."""
         self.epoch = 0
@@ -83,9 +83,9 @@ class Membership:
         """Watchers and recoveries: they end with the run."""
         self._look: asyncio.Task[None] | None = None
         self._ran = self._served = False
-        """Whether engines have run, and served, yet."""
+        """True once engines have run, and once they have served."""
         self._patience: asyncio.Task[None] | None = None
-        """Ends the run if no engine comes back."""
+        """Task that ends the run if no engine comes back."""
 
     # Who takes part ---------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class Membership:
         return sorted((restart for part in parts for restart in part.history), key=lambda restart: restart.at)
 
     def awaited(self) -> dict[str, Any] | None:
-        """What the rollouts wait for, for `slimx status`: {what, since: Unix seconds}; None: nothing."""
+        """Reason for which rollouts wait, for `slimx status`: {what, since: Unix seconds}; None: they do not wait."""
         if not self.outage.lasts:
             return None
         if not self.keeper.up:

@@ -1,4 +1,4 @@
-"""How often a part of a run may be started again, and why it was."""
+"""Restarts of a run's parts: how many are allowed, and why each was needed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Restart:
     """One attempt to start a part again."""
 
     part: str
-    """As messages name it: "engine actor-0", "router", "courier"."""
+    """Name of the part in messages: "engine actor-0", "router", "courier"."""
     reason: str
-    """Why the part was lost, or why the attempt before failed."""
+    """Reason for which the part was lost, or the attempt before failed."""
     at: float
     """Unix seconds."""
     seconds: float
     error: str = ""
-    """Why it failed; "" if the part runs."""
+    """Reason for which the restart failed; "" if the part runs."""
 
     def __str__(self) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(self.at))

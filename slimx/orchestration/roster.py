@@ -59,5 +59,5 @@ class Roster:
 
 
 def _restarts(restarts: Restarts) -> dict[str, Any]:
-    """How often a part was started again, and the last of these restarts."""
+    """Number of a part's restarts, and the last of them."""
     return {"restarts": len(restarts.history), "history": [asdict(each) for each in restarts.history[-KEPT:]]}

@@ -60,7 +60,7 @@ class RouterKeeper:
             await self.restart(error)  # another one is told the members alone
 
     async def look(self) -> bool:
-        """Whether the router had ended; then it is back when this returns."""
+        """Returns True if the router had ended; it is running again when this returns."""
         end = self.router.ended()
         if end is None and not self._restarts_now:
             return False

@@ -107,8 +107,8 @@ def _attempt(
 
 
 def _pass_over(error: Damaged, saves: Saves, policy: str) -> str:
-    """What is said of a damaged checkpoint that is set aside for the one before it. Raises `error` where it is not:
-    the configuration forbids that, it is another run's, or there is no other."""
+    """Set a damaged checkpoint aside for the one before it; returns the message about it. Raises `error` where that
+    cannot be: the configuration forbids it, the checkpoint is another run's, or there is no other."""
     own = error.checkpoint.parent == saves.directory
     aside = saves.set_aside(error.checkpoint) if own and policy == "skip" else None
     if aside is None:

@@ -66,7 +66,7 @@ class Watchdog:
 
 
 def held_by() -> str:
-    """Where the main thread is: the innermost line of slimx, or of anything where there is none."""
+    """Place of the main thread: the innermost line of slimx on its stack, or of anything where there is none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     own = [entry for entry in stack if entry.filename.startswith(OWN)] or list(stack)

@@ -123,7 +123,7 @@ def machine() -> Iterator[Finding]:
 
 
 def sandbox() -> Iterator[Finding]:
-    """What programs of a model may use, where a reward or a tool runs them."""
+    """Findings about the sandbox, in which a reward or a tool runs a model's programs."""
     from slimx.errors import SlimxError
 
     try:

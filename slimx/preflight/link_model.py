@@ -177,7 +177,7 @@ class WireBytes(NamedTuple):
 
 
 def wire_bytes(plan: Plan) -> WireBytes:
-    """What each trainer rank sends each rank of one engine."""
+    """Bytes that each trainer rank sends each rank of one engine in a publication by `plan`."""
     moved = plan.moved
     elements = moved["rows"].astype(np.int64) * moved["cols"]
     pairs, pair = np.unique(moved["source"].astype(np.int64) * plan.targets + moved["target"], return_inverse=True)

@@ -25,8 +25,8 @@ _FP8_CACHE = ("fp8_e4m3", "fp8_e5m2")
 def engine_memory(
     config: Config, spec: ModelSpec, group: Engines, machine: Machine, *, staged: int, table: Table | None = None
 ) -> EngineMemory:
-    """Of the fullest rank of a server of `group`; `staged`: bytes that a publication needs beside the weights; `table`:
-    as `engine_table` makes it, where it is known already."""
+    """Memory of the fullest rank of a server of `group`. `staged`: bytes that a publication needs beside the weights.
+    `table`: as `engine_table` makes it, where it is known already."""
     sizes = engine_sizes(group)
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
     weights = engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation)
@@ -60,7 +60,7 @@ def engine_memory(
 
 
 def engine_table(spec: ModelSpec, group: Engines) -> Table:
-    """Where a server of `group` holds every checkpoint tensor."""
+    """Weight table of a server of `group`: the place of every checkpoint tensor."""
     return spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
 
 

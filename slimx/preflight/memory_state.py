@@ -57,7 +57,7 @@ class Buffers:
         dense, experts = sizes.data * sizes.context, sizes.stage // (sizes.expert * sizes.expert_tensor)
         trained = sorted((run for run in runs if run.trained), key=_buffer)
         self._buffers: list[tuple[bool, str, int, np.ndarray]] = []
-        """(of experts, dtype, length, elements of parameters in each rank's share)"""
+        """Buffers as (of experts, dtype, length, elements of parameters in each rank's share)."""
         for (_, expert, dtype), group in groupby(trained, key=_buffer):
             if self.distributed:
                 length, owned = _shares(list(group), experts if expert else dense)
@@ -74,7 +74,7 @@ class Buffers:
         )
 
     def of(self, rank: int) -> StateBytes:
-        """Of `rank`, after its first optimizer step."""
+        """Bytes of state of `rank`, after its first optimizer step."""
         runs, weights, gradients, optimizer, moments = self.runs, 0, 0, 0, 0
         for run in runs:
             if run.parameter and not (run.trained and self.distributed):

@@ -66,7 +66,7 @@ def trainer_memory(
 
 
 def holdings(config: Config, spec: ModelSpec) -> Holdings:
-    """What ranks hold of the model with the configured dtype and `trainer.freeze`, under any layout."""
+    """Parameters of the model that ranks hold, with the configured dtype and `trainer.freeze`, under any layout."""
     frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
     return Holdings(spec.table, config.numerics.dtype, frozen)
 

@@ -63,7 +63,7 @@ class ParameterRun:
     """`count` parameters of `elements` elements each, one behind the other in one buffer."""
 
     name: str
-    """As in the weight table."""
+    """Name of the parameters, as in the weight table."""
     chunk: int
     elements: int
     count: int
@@ -80,7 +80,7 @@ class ParameterRun:
 
 
 class Holdings:
-    """What the ranks of any layout hold of one model."""
+    """Parameters of one model that the ranks of any layout hold."""
 
     def __init__(self, table: Table, dtype: str, frozen: Collection[Sources] = ()):
         """`dtype`: of the model's parameters; `frozen`: parameters that are not trained."""
@@ -90,12 +90,12 @@ class Holdings:
             for stage in ("first", "layer", "last", "mtp")
         }
         self._kinds: dict[tuple[Stage, int], tuple[tuple[int, ...], tuple[Row, ...]]] = {}
-        """(stage, layer) -> which rows it has, as a key, and the rows"""
+        """Rows of each layer by (stage, layer): a key that tells the same rows apart from others, and the rows."""
         self._elements: dict[tuple[int, int], int] = {}
         self._made: dict[tuple[object, ...], tuple[ParameterRun, ...]] = {}
 
     def runs(self, sizes: Sizes, rank: int) -> list[ParameterRun]:
-        """What trainer rank `rank` holds, in the order of its modules."""
+        """Parameters that trainer rank `rank` holds, in the order of its modules."""
         return [run for block in self._blocks(sizes, rank) for run in block]
 
     def elements(self, sizes: Sizes, rank: int) -> int:
@@ -128,7 +128,7 @@ class Holdings:
         return out
 
     def _of(self, stage: Stage, layer: int, chunk: int, sizes: Sizes, expert: int) -> tuple[ParameterRun, ...]:
-        """Of one layer of `stage`."""
+        """Parameters of one layer of `stage`."""
         if (stage, layer) not in self._kinds:
             rows = tuple(row for row in self._rows[stage] if row.layers is None or layer in row.layers)
             self._kinds[stage, layer] = tuple(map(id, rows)), rows

@@ -214,7 +214,7 @@ class Suggestion(Record):
 
 
 class Searched(Record):
-    """How far the search for layouts went."""
+    """Extent of a search for layouts."""
 
     layouts: int = Field(description="splits of up to 64 times as many ranks that the model's layers and experts allow")
     tried: int = Field(description="of these, layouts whose memory was computed; arithmetic ruled others out")

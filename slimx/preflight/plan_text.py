@@ -207,7 +207,7 @@ def describe_suggestions(report: PlanReport) -> list[str]:
 
 
 def _searched(report: PlanReport) -> str:
-    """How far a search went that ended at its limit."""
+    """Words on the extent of a search that ended at its limit; "" for any other."""
     if (searched := report.searched) is None or searched.complete:
         return ""
     return f", of the {searched.tried} most promising that were tried of {searched.layouts:,}"

@@ -14,7 +14,7 @@ from slimx.preflight.hardware import Machine
 SPLIT_TOKENS = 4096
 """Of the longest sequence on each rank, below which context parallelism is not suggested."""
 Fields = dict[str, Any]
-"""Of the section trainer, or of an engine group."""
+"""Fields of the section trainer, or of an engine group, by name."""
 
 
 def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Iterator[Fields]:

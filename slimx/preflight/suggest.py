@@ -61,7 +61,7 @@ class Split(NamedTuple):
     """Of the trainer section."""
     sizes: Sizes
     elements: int
-    """Trained, of the fullest rank."""
+    """Trained elements of the fullest rank."""
 
 
 class Found(NamedTuple):
@@ -124,7 +124,7 @@ class Search:
         """On the same GPUs as the trainer."""
         self.held = holdings(config, spec)
         self.critic: tuple[ModelSpec, Holdings] | None = None
-        """In the trainer's ranks, split as the trainer is; one on ranks of its own is left as it is."""
+        """The critic in the trainer's ranks, split as the trainer is; one on ranks of its own is left as it is."""
         if config.critic is not None and config.critic.placement == "shared":
             trunk = read_trunk(config)
             self.critic = trunk, holdings(config.as_critic(), trunk)
@@ -136,7 +136,7 @@ class Search:
 
     @property
     def searched(self) -> Searched:
-        """How far the search went."""
+        """Extent of the search so far."""
         layouts = sum(map(len, self._splits.values()))
         return Searched(layouts=layouts, tried=self._tried, complete=self._tried < TRIALS)
 

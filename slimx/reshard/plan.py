@@ -263,7 +263,7 @@ class _Compiler:
                 self.rows.append((sender, parameter, rank, bucket, tensor, *m[1:]))
 
     def _least_busy(self, ranks: tuple[int, ...]) -> int:
-        """Which of `ranks` sends least so far; the first of those that do."""
+        """The rank of `ranks` that sends least so far; the first of those that do."""
         if len(ranks) == 1:
             return ranks[0]
         if id(ranks) not in self.indices:  # parts of one kind share the tuple, which `holders` keeps

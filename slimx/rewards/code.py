@@ -90,7 +90,8 @@ def _passes(sandbox: Sandbox, code: str, test: str | dict[str, str], stop: threa
 
 
 def _judged(sandbox: Sandbox, code: str, test: str, stop: threading.Event) -> Ran:
-    """What became of the judge. Nothing that the program does but answer reaches it."""
+    """Run one test in the judge's sandbox and the program in another; returns how the judge ended. Nothing that the
+    program does but answer reaches the judge."""
     judge, host, wire = (_source(name) for name in ("code_judge.py", "code_host.py", "code_wire.py"))
     over = threading.Event()
     asked_read, asked_write = os.pipe()

@@ -88,7 +88,7 @@ class Host:
         return self.objects[number] if kind == "object" else _Function(self, number)
 
     def call(self, number: int, given: tuple[Any, ...]) -> Any:
-        """What a function of the judge's returns; it may ask things meanwhile."""
+        """The result of a function of the judge's, which may ask things meanwhile."""
         wire.send(self._answers, {"function": number, "given": [wire.pack(each, self._kept) for each in given]})
         while True:
             said = wire.receive(self._asked)

@@ -35,11 +35,11 @@ class Unfit(BaseException):
 
 
 class ProgramError(Exception):
-    """What the program raised, where it is no exception of Python's own."""
+    """An exception that the program raised and that is none of Python's own."""
 
 
 class Program:
-    """The other side."""
+    """The program under test, in the other sandbox."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Remote] = {}
@@ -142,7 +142,7 @@ def _change(mine: Any, theirs: Any) -> None:
 
 
 def _scope(test: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
-    """What the test's names mean, where it does not define them itself.
+    """Values of the names that the test uses and does not define itself.
 
     What it calls abs is Python's, and `math` in math.isclose(...) is Python's module, whatever the program calls so:
     else the program could decide every comparison. Only a test of nothing else is one of the program's own abs."""

@@ -45,7 +45,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
 
 
 def _in_time(compute: Callable[[], T]) -> T | None:
-    """What `compute` returns; None if it takes too long."""
+    """The result of `compute`; None if it takes too long, or recurses too deep."""
     try:
         return timeout(SECONDS)(compute)()
     except (TimeoutException, RecursionError):
@@ -54,8 +54,8 @@ def _in_time(compute: Callable[[], T]) -> T | None:
 
 @cache
 def _gold(answer: str) -> tuple[Any, ...]:
-    """What the answer can mean. An expression is read as if it stood between dollar signs: outside them the library
-    looks for numbers alone, and finds 2 in `2\\pi`. Of words, only numbers beside them count."""
+    """Values that the answer can mean. An expression is read as if it stood between dollar signs: outside them the
+    library looks for numbers alone, and finds 2 in `2\\pi`. Of words, only numbers beside them count."""
     answer = latex(answer)
     return tuple(parse(answer if DELIMITED.search(answer) else expression(answer) or answer))
 

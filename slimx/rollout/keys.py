@@ -18,12 +18,12 @@ from pathlib import Path
 from slimx.errors import SlimxError
 
 STDIN = "-"
-"""In place of a file's path."""
+"""Stands for standard input in place of a file's path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What one server asks for; None: it does not ask."""
+    """The keys that one server asks for; None: it does not ask."""
 
     api_key: str | None = None
     admin_api_key: str | None = None
@@ -79,7 +79,7 @@ class Keys:
 
 
 NO_KEYS = Keys()
-"""Of a server that asks for none."""
+"""Keys of a server that asks for none."""
 
 
 def key_in(name: str | None, variables: Mapping[str, str], where: str) -> str | None:

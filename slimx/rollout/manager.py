@@ -168,7 +168,8 @@ class RolloutManager:
     async def _selected(self) -> list[Ticket]:
         patience = self.config.schedule.straggler_deadline
         give_up_at: float | None = None
-        """Of `Outage.time`; None while too few groups are done, or where a straggler is waited for in any case."""
+        """Moment of `Outage.time` at which a straggler is given up; None while too few groups are done, or where a
+        straggler is waited for in any case."""
         while True:
             self._changed.clear()
             self._settle()

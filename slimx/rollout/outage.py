@@ -15,24 +15,25 @@ LOOK_S = 0.5
 
 
 class Absence(Protocol):
-    """What a request must know of the engines that it needs."""
+    """An outage as seen by a request that needs the engines."""
 
     @property
     def lasts(self) -> bool:
-        """Whether no engine serves now."""
+        """True while no engine serves."""
         ...
 
     async def over(self) -> None:
-        """Wait until one does."""
+        """Wait until an engine serves."""
         ...
 
 
 class Outage:
-    """Whether engines serve. It belongs to one event loop; whoever knows of the engines begins and ends it."""
+    """A record of outages, times in which no engine serves. It belongs to one event loop; whoever knows of the engines
+    begins and ends them."""
 
     def __init__(self) -> None:
         self.since: float | None = None
-        """Of `time.time()`, while it lasts."""
+        """Unix seconds at which the outage began; None while engines serve."""
         self._began = self._before = 0.0
         self._served = asyncio.Event()
         self._served.set()
@@ -64,7 +65,7 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """Of all outages so far, together."""
+        """Seconds of all outages so far, together."""
         return self._before + (_now() - self._began if self.lasts else 0.0)
 
     def time(self) -> float:

@@ -34,7 +34,7 @@ BODY_DEADLINE = 60.0
 IDLE_DEADLINE = 120.0
 """Seconds that a connection may be open without a whole request's headers."""
 CONNECTIONS = 16384
-"""Open at once; one more is closed at once."""
+"""Connections that may be open at the same time; one more is closed at once."""
 TOKENIZING = 2
 """Threads in which messages become tokens."""
 
@@ -135,7 +135,7 @@ class ChatProxy:
             self._running.get(name, set()).discard(task)
 
     async def _body(self, http: web.Request) -> Any:
-        """What the request says; ApiError for a body that is too long, too slow, or no JSON."""
+        """The request's body, read as JSON. Raises ApiError for one that is too long, too slow, or no JSON."""
         try:
             async with asyncio.timeout(self.body_deadline):
                 data = await http.read()

@@ -34,7 +34,7 @@ class Connections:
             connection.wait(self._idle)
 
     def enter(self, transport: asyncio.BaseTransport, connection: _Connection) -> bool:
-        """False: there are too many."""
+        """Admit a new connection; returns False if there are too many."""
         if len(self._open) >= self._most:
             self.refused += 1
             return False

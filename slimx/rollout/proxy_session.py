@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 TOKEN_CHARACTERS = 64
-"""Of a token, many times what tokens have on average: text beyond it is refused before it is tokenized."""
+"""Characters of a token, many times the average: longer text is refused before it is tokenized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

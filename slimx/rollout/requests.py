@@ -21,7 +21,7 @@ from slimx.rollout.outage import Absence, Outage
 NO_ENGINE = 503
 """The router's answer when no engine is registered."""
 UNREACHED = -1
-"""In place of a status: nobody listens at the address, so that the request was never sent."""
+"""Stands in place of a status: nobody listens at the address, so that the request was never sent."""
 
 JSON = {"Content-Type": "application/json"}
 KEY_HEADER = "X-SMG-Routing-Key"
@@ -45,13 +45,13 @@ class AnswerError(SlimxError):
 
 
 def lost(status: int) -> bool:
-    """Whether a request was lost with its engine: the connection broke, the router lost the engine it had chosen, or
-    the engine failed in a way that another one need not."""
+    """Returns True if a request was lost with its engine: the connection broke, the router lost the engine it had
+    chosen, or the engine failed in a way that another one need not."""
     return status == 0 or (status >= 500 and status != NO_ENGINE)
 
 
 def failed(error: aiohttp.ClientError) -> Answer:
-    """What stands for the answer of a request that got none."""
+    """A substitute for the answer of a request that got none: UNREACHED or 0 as its status, and the error's text."""
     status = UNREACHED if isinstance(error, aiohttp.ClientConnectorError) else 0
     return status, {"text": f"{type(error).__name__}: {error}"}
 

@@ -33,7 +33,7 @@ class _Call:
     result: asyncio.Future[tuple[Any, BaseException | None]]
     """What the hook returned, or raised."""
     began: float = 0.0
-    """Of the time of the loop that asked, once a worker has it."""
+    """Moment at which a worker took the call, in seconds of the clock of the loop that asked."""
     given_up: bool = False
 
 

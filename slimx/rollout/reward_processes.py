@@ -33,9 +33,9 @@ from slimx.rollout.process import end_with_parent, kill_descendants
 from slimx.rollout.reward_pool import RewardPool, Verdict, named, verdicts
 
 BEGIN_S = 120.0
-"""For a new process to import the driver's modules on a loaded machine."""
+"""Seconds for a new process to import the driver's modules on a loaded machine."""
 TAKE_S = 10.0
-"""For a process that has begun, and is idle, to take a call."""
+"""Seconds for a process that has begun, and is idle, to take a call."""
 TRIES = 3
 """Processes that a call is offered before it fails."""
 
@@ -51,14 +51,14 @@ class RewardProcesses:
         which an idle worker takes a call."""
         self.config, self.reward, self.tokenizer_path = config, reward, tokenizer_path
         self._hook = config.model_dump_json(), json.dumps(asdict(run))
-        """What a worker loads its hook from: text, by which it knows one that it has loaded."""
+        """Text from which a worker loads its hook, and by which it knows one that it has loaded."""
         self.killed = 0
         """Calls ended at their deadline."""
         self.replaced = 0
         """Idle workers that took no call: they had died, or did not answer."""
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="slimx-reward-process")
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        """The one used last comes first, so that few calls start few processes."""
+        """Idle workers. The one used last comes first, so that few calls start few processes."""
         self._workers = [_Worker(take_s) for _ in range(config.workers)]
         for worker in reversed(self._workers):
             self._idle.put(worker)
@@ -83,7 +83,7 @@ class RewardProcesses:
         self._threads.shutdown()
 
     def _ask(self, call: tuple[Any, ...], taken: list[_Worker]) -> Any:
-        """In a thread: what the hook returned."""
+        """The hook's result, awaited in a thread."""
         worker = self._idle.get()  # there is one for each thread
         taken.append(worker)
         try:
@@ -145,7 +145,7 @@ class _Worker:
         exchange(self._connection, call, seconds, self.kill)
 
     def result(self, seconds: float) -> tuple[bool, Any]:
-        """What became of the call: (True, what the hook returned), or (False, what it raised)."""
+        """Outcome of the call: (True, what the hook returned), or (False, what it raised)."""
         return exchange(self._connection, None, seconds, self.kill)
 
     def exit_status(self) -> int | None:
@@ -209,7 +209,7 @@ def _load(config: str, run: str) -> Reward:
 
 
 def _serve(connection: Connection, driver: int) -> None:
-    """What a worker does: takes a call, says so, and answers with the hook's result once it is asked for."""
+    """Main loop of a worker: it takes a call, says so, and answers with the hook's result once it is asked for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt ends
     end_with_parent(driver)
     # It warns at every use of a time-out in a thread; here they are in the main one.

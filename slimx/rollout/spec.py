@@ -68,7 +68,7 @@ class EngineSpec:
     node: NodeShare | None = None
     """None: the server is on one machine."""
     keys: Keys = field(default_factory=Keys.random, compare=False)
-    """What requests to it need."""
+    """Keys that requests to the server need."""
     gpus: tuple[str, ...] | None = None
     """GPUs that the server may use, by number or UUID; None: those of the process that starts it."""
 

@@ -15,7 +15,8 @@ if folder := os.environ.get("SLIMX_TEST_STACKS"):
     ASK = signal.SIGRTMAX - 1
 
     def answer() -> None:
-        """The file is named by the process, so that a signal goes to nobody who would die of it."""
+        """Answer signals with the stack, in a file named by the process id: a signal then goes to nobody who would die
+        of it."""
         if os.path.isdir(folder):
             file = open(os.path.join(folder, str(os.getpid())), "w")  # noqa: SIM115 (it stays open)
             faulthandler.register(ASK, file=file)

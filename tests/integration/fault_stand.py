@@ -25,7 +25,7 @@ VICTIMS: dict[str, Find] = {
     "raylet": matching(r"^raylet "),
     "gcs": matching(r"^gcs_server "),
 }
-"""How each kind of process of a run is found."""
+"""Functions that find each kind of process of a run."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Fault:
     ends: int | None
     """Exit status of a run that ends; None: it goes on."""
     names: str = ""
-    """What the one sentence of a run that ends must name."""
+    """A name that the one sentence of a run that ends must contain."""
     sections: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Of the run's configuration, over those of `config_of`."""
+    """Sections of the run's configuration, over those of `config_of`."""
     lasts: float | None = None
     """Seconds after which a stopped process is continued; None: it is not."""
 

@@ -1,4 +1,4 @@
-"""What a run listens on, and what the table in docs/operations.md says of it."""
+"""Ports on which a run listens, found on its processes and read from the table in docs/operations.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration.runs import TrainProcess
 
 TITLE = "## Ports and keys"
 ADDRESSES = {"all": "all", "own": "loopback", "loopback": "loopback"}
-"""By the table's word the kind of address that it means in a run on one machine."""
+"""Kind of address that each word of the table means in a run on one machine."""
 Port = tuple[str, str]
 """Process and kind of address."""
 

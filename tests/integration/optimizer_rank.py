@@ -25,7 +25,7 @@ UNDECAYED = ["*.mlp.router.weight", "model.layers.3.mlp.experts.5.down_proj.weig
 OPTIMIZER = {"lr": 2e-3, "weight_decay": 0.3, "clip_grad": 0.05, "betas": [0.9, 0.95], "eps": 1e-8}
 STEPS = 3
 SEQUENCES = 6
-"""Of each step: two micro-batches on every rank."""
+"""Sequences of each step: two micro-batches on every rank."""
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},

@@ -35,7 +35,7 @@ def run_ranks(module: str, out: Path, world: int, seconds: float = DEADLINE_S) -
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """The one of this test session."""
+    """The fork server of this test session."""
     return ForkServer()
 
 
@@ -74,7 +74,7 @@ class ForkServer:
                 fork_server.cache_clear()
 
     def _receive(self, end: float) -> Any:
-        """What the server says next; None if it says nothing until `end`."""
+        """The server's next message; None if there is none until `end`."""
         return self._connection.recv() if self._connection.poll(max(0.0, end - time.monotonic())) else None
 
     def children(self) -> list[psutil.Process]:

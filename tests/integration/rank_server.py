@@ -57,7 +57,7 @@ def run(connection: Connection, pids: list[int]) -> None:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """None of them has been waited for, so that no id is another process's by now."""
+    """Kill processes, none of which has been waited for, so that no id is another process's by now."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 

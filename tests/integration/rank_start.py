@@ -15,7 +15,7 @@ def join(trainer: Any, rank: int, init_method: str) -> Any:
 
 @functools.cache
 def prepare() -> None:
-    """Adapters first, then torch; once in a process and those that are forked from it."""
+    """Install the adapters, then import torch; once in a process and those that are forked from it."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from slimx.trainer.worker import install_adapters
 

@@ -79,7 +79,7 @@ class TrainProcess:
             )
 
     def wait(self, seconds: float = DEADLINE_S) -> int:
-        """Its exit status."""
+        """Wait for the run to end; returns its exit status."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ class TrainProcess:
         return self.output.read_text()
 
     def stacks(self) -> str:
-        """Where each of its Python processes is."""
+        """Stacks of the run's Python processes."""
         return stacks.told(process.pid for process in self.processes())
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -153,7 +153,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _collected(child: psutil.Process) -> bool:
-    """Whether `child` of this process has ended; it is collected then."""
+    """Returns True if `child` of this process has ended; it is collected then."""
     try:
         return os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
     except ChildProcessError:

@@ -80,7 +80,7 @@ def attacks(directory: Path, bucket: Bucket) -> list[tuple[str, dict[str, Any]]]
 async def test_a_strangers_control_calls_are_refused_and_change_nothing(
     engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
-    """Without a key, with a wrong one, and with the one that is for generation only."""
+    """Calls are made without a key, with a wrong one, and with the one that is for generation only."""
     await publish(engine, tiny_weights, 9)
     keys, shape = engine.spec.keys, ModelShape.of(read_model(tiny_model))
     (before,) = await engine.control.status()
@@ -137,7 +137,7 @@ async def test_the_keys_are_told_to_nobody(engine: Engine) -> None:
     "path", ["/etc/passwd", f"/proc/{os.getpid()}/environ", "/proc/self/mem"], ids=["file", "environment", "memory"]
 )
 async def test_a_server_opens_nothing_but_buckets_of_the_run(engine: Engine, tiny_weights: Weights, path: str) -> None:
-    """Not even for the run itself."""
+    """Other paths are refused even to the run itself."""
     await publish(engine, tiny_weights, 12)
     with Bucket(tiny_weights) as bucket:
         await engine.begin(manifest(13))

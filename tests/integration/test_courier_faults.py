@@ -25,7 +25,7 @@ class Publisher:
 
 
 def couriers() -> list[psutil.Process]:
-    """Those of this process's own Ray."""
+    """Couriers of this process's own Ray."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:

@@ -32,7 +32,7 @@ Find = Callable[[TrainProcess], list[psutil.Process]]
 
 
 def command_of(process: psutil.Process) -> str:
-    """Name and command line; "" of a process that has ended."""
+    """Name and command line of a process; "" if it has ended."""
     try:
         return f"{process.name()} {' '.join(process.cmdline())}"
     except psutil.Error:
@@ -71,7 +71,7 @@ class Part:
     restarts: str = ""
     """The part that is started again for it, as restarts name it; "": none is."""
     outlives_a_stop: bool = False
-    """Whether the run goes on without it, so that it is left as it is."""
+    """True if the run goes on while the part is stopped, so that it is left as it is."""
 
 
 ENGINE = "engine actor-0"

@@ -1,4 +1,4 @@
-"""What a test says whose ranks fail or hang."""
+"""Reports of tests whose ranks fail or hang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_rank_that_fails_is_named_with_its_words(tmp_path, rank):
 
 
 def test_ranks_that_hang_are_ended_and_the_function_of_each_is_named(tmp_path):
-    """However long a loaded machine takes until both are there."""
+    """The deadline grows, up to 60 s, until both ranks are there: a loaded machine takes long."""
     for seconds in (2, 8, 60):
         out = begin(tmp_path / str(seconds), None)
         with pytest.raises(AssertionError, match=f"not done after {seconds} s") as late:

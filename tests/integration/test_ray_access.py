@@ -31,7 +31,7 @@ print("joined", ray.get(ray.remote(lambda: 7).options(num_cpus=0).remote()))
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its address."""
+    """Starts a Ray of the run's own; yields its address."""
     run = {"run": {"dir": "none"}, "model": {"path": "none"}, "rollout": {"prompts": "none", "engines": []}}
     config = Config.model_validate(run | {"algorithm": {"name": "sft"}, "cluster": {"device": "cpu"}})
     start_ray(config, "cpu")

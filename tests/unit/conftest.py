@@ -1,5 +1,5 @@
-"""What several files of unit tests share: the emulated CUDA device and two checkpoints, each made once; hooks are
-written as modules."""
+"""Fixtures that several files of unit tests share: the emulated CUDA device, two checkpoints, each made once, and hooks
+that are written as modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the tests of conversions share: small checkpoints, a conversion that is checked, and what a directory holds."""
+"""Helpers of the tests of conversions: small checkpoints, a conversion that is checked, and the content of a
+directory."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ QWEN3: dict[str, Any] = {key: value for key, value in QWEN3_MOE.items() if "expe
     "model_type": "qwen3",
     "tie_word_embeddings": True,
 }
-"""Dense, its output layer tied to the embedding."""
+"""A dense model, its output layer tied to the embedding."""
 
 
 def go(conversion: work.Conversion, out: Path) -> Path:

@@ -11,7 +11,7 @@ from slimx.environments.sandbox import Limits, Sandbox
 
 
 class Marked(Sandbox):
-    """Its first process inside, with which the kernel ends all others, has a mark in its command line."""
+    """A sandbox whose first process inside, with which the kernel ends all others, has a mark in its command line."""
 
     def __init__(self, limits: Limits):
         super().__init__(limits)

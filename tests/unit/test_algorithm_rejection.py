@@ -81,7 +81,7 @@ def test_truncation_and_rejection_by_hand():
 
 
 def test_rejection_leaves_kl_and_entropy_of_a_token_as_they_are():
-    """What is rejected is the objective; the policy is held to its reference still."""
+    """Only the objective of a token is rejected; the policy is held to its reference still."""
     terms = {"reference": True, "kl_coef": 0.3, "entropy_coef": 0.2}
 
     def formula(sequences: list[list[Token]]) -> Number:

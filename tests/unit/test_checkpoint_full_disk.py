@@ -22,7 +22,7 @@ NBYTES = 2**20
 
 
 def written(directory: Path, rank: int = 1) -> Saver:
-    """What the thread of one rank of two does about a megabyte."""
+    """Write about a megabyte as the thread of one rank of two does."""
     planner = DefaultSavePlanner()
     planner.set_up_planner({"weight": torch.zeros(NBYTES // 4)}, is_coordinator=True)
     plan = planner.create_local_plan()

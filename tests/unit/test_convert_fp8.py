@@ -101,7 +101,7 @@ def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(tmp_path):
     ],
 )
 def test_verification_sees_values_that_are_not_the_sources(tmp_path, monkeypatch, broken):
-    """Checksums cannot: what was written is on the disk."""
+    """Checksums cannot see such values: the bytes on the disk are those that were written."""
     source = write_checkpoint(tmp_path / "source", WIDE, torch.float16)
     quantise = fp8._quantise
     monkeypatch.setattr(fp8, "_quantise", lambda name, values, *how: quantise(name, broken(values), *how))
@@ -158,7 +158,7 @@ def test_fp8_that_is_no_matrix_with_scales_is_refused_by_name(deepseek, tmp_path
 
 
 def test_a_dtype_that_metadata_and_file_do_not_agree_on_is_refused(qwen, tmp_path):
-    """Both have two bytes per element."""
+    """The two dtypes both have two bytes per element."""
     megatron = go(run.hf_to_megatron(qwen), tmp_path / "megatron")
     metadata = FileSystemReader(megatron / "release").read_metadata()
     key = "decoder.final_layernorm.weight"

@@ -1,4 +1,4 @@
-"""What conversions refuse of their input: by name, before anything is written."""
+"""Input that conversions refuse: by name, before anything is written."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def stood_in(qwen: Path) -> dict[str, torch.Tensor]:
 
 
 def refused(megatron: Path, config: Path, code: str, about: str) -> None:
-    """By conversion and by what trainers ask before they load."""
+    """Check that a directory is refused by the conversion and by what trainers ask before they load."""
     for read in (
         lambda: run.megatron_to_hf(megatron, config),
         lambda: check_fit(megatron, (spec := read_model(config)).table, prediction=spec.prediction_layers),

@@ -1,4 +1,4 @@
-"""How files of a conversion are written: resumed, checked, all or nothing, and nobody else's files touched."""
+"""Writing of a conversion's files: resumed, checked, all or nothing, and nobody else's files touched."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Numbers:
     small = ("notes",)
 
     def compare(self, directory: Path, advance: Callable[[int], None]) -> None:
-        """Their bytes say which file they are of."""
+        """Check that each file has its own bytes, which say which file they are of."""
         for file in self.files:
             assert set((directory / file.name).read_bytes()) == {file.number}
 
@@ -136,7 +136,7 @@ def test_a_finished_file_whose_bytes_have_changed_is_written_again(tmp_path):
 
 
 def put(path: Path, how: str) -> None:
-    """Something of a user's."""
+    """Put something of a user's at `path`: a file, a folder or a link."""
     if how == "file":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -226,7 +226,7 @@ def test_a_name_that_no_file_can_have_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("make", [run.hf_to_megatron, run.hf_to_fp8])
 def test_a_file_that_cannot_be_written_to_its_end_is_one_sentence(tmp_path, make):
-    """Of torch's writer too, which says of it only that a write has failed."""
+    """The sentence is the system's even through torch's writer, which says only that a write has failed."""
     source = write_checkpoint(tmp_path / "source", WIDE)
     conversion, limits = make(source), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))

@@ -170,7 +170,7 @@ def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:
 
 @asynccontextmanager
 async def servers(count: int) -> AsyncIterator[tuple[list[str], list[tuple[int, dict[str, Any], str | None]]]]:
-    """What answers as SGLang does; the requests that each got: its number, the body, the key."""
+    """Servers that answer as SGLang does, and the requests that they got: number of the server, body, key."""
     requests: list[tuple[int, dict[str, Any], str | None]] = []
 
     def app(number: int) -> aiohttp.web.Application:

@@ -28,7 +28,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "every other element": lambda x: x[::2],
     "a transposed matrix": lambda x: x[:200_000].view(400, 500).t(),
 }
-"""torch has a loop of its own for each of these."""
+"""Views of a tensor, for each of which torch has a loop of its own."""
 shapes = pytest.mark.parametrize("shape", SHAPES)
 
 
@@ -48,7 +48,7 @@ def spread(seed: int, least: int = -40, most: int = 40, dtype: torch.dtype = tor
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """expected: fp64."""
+    """Compare with `expected`, fp64."""
     wrong = found.double() != expected
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are not the nearest, as {found[wrong][0]!r}"
 
@@ -96,7 +96,7 @@ def test_fp32_square_roots(shape: str) -> None:
 
 @shapes
 def test_fp64_operations(shape: str) -> None:
-    """Against Python's own numbers, one by one."""
+    """Results are compared with those of Python's own numbers, one by one."""
     a, b = (SHAPES[shape](spread(seed, -200, 200, torch.float64)) for seed in (4, 5))
     a, b = (t[: 5000 if t.dim() == 1 else 10] for t in (a, b))
     c = a * torch.where(b > 0, 1.0 + 1e-9, 1e-9)  # near a, or small beside it
@@ -112,7 +112,7 @@ def test_fp64_operations(shape: str) -> None:
 @shapes
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
 def test_conversions(shape: str, dtype: torch.dtype) -> None:
-    """To nearest even; halves between two numbers are among those that are converted, and what is below the least."""
+    """Conversions round to nearest even; halves between two numbers are converted too, and numbers below the least."""
     for low, high in ((-100, 100), (-150, -120)):
         fine = spread(6, low, high, torch.float64)
         coarse = fine.to(torch.float32) if dtype == torch.bfloat16 else fine
@@ -129,7 +129,7 @@ ROUNDING = {
     torch.float64: {"add", "sub", "rsub", "mul", "div", "round", "sqrt", "_to_copy"},
     torch.bfloat16: {"add", "_to_copy"},
 }
-"""What the tests above hold, by the dtype of an argument or of the result."""
+"""Operations that the tests above hold, by the dtype of an argument or of the result."""
 EXACT = {
     *("abs", "alias", "amax", "cat", "clamp", "clone", "constant_pad_nd", "detach", "empty", "eq", "expand", "full"),
     *("full_like", "gather", "ge", "gt", "index", "index_put_", "isnan", "lift_fresh", "lt", "masked_fill"),

@@ -1,4 +1,4 @@
-"""How a driver ends: by a signal that it hears in any call, in bounded time, and with what a hook left to itself."""
+"""The end of a driver: by a signal that it hears in any call, in bounded time, and with what a hook left to itself."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_the_table_has_right_and_wrong_answers_of_each_kind():
 
 
 def test_known_limits_are_still_limits():
-    """One that is judged rightly from now on belongs into its group of the table."""
+    """An answer that is judged rightly from now on belongs into its group of the table."""
     rows = [row for row in ROWS if row["group"] == LIMITS]
     assert len(rows) == 7 and differing(rows) == rows
 

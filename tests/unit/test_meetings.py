@@ -1,4 +1,4 @@
-"""Where processes meet: at one address, which nobody else's machine reaches in a run on one machine."""
+"""Processes meet at one address, which nobody else's machine reaches in a run on one machine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ print(int(sys.argv[1]) in {c.laddr.port for c in psutil.Process().net_connection
 
 
 def test_a_process_of_sglang_listens_on_loopback_only() -> None:
-    """By SGLang's own hooks, through torch's own rendezvous."""
+    """The adapter is installed by SGLang's own hooks, and the address taken through torch's own rendezvous."""
     program = "from slimx.adapters import sglang_absent\nsglang_absent.install()\n" + HOOKED
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [sys.executable, "-c", program, str(free_port())]
@@ -123,8 +123,8 @@ os._exit(0)
 
 @pytest.mark.parametrize(("sender", "heard"), [("127.0.0.1", True), ("127.0.0.9", False)])
 def test_a_strangers_pickle_does_not_reach_sglangs_sockets(sender: str, heard: bool, tmp_path: Path) -> None:
-    """By SGLang's own functions, with the variables that its servers get. A machine of the server itself is heard, and
-    what it sends is run: this is what `cluster.trusted_network` is about."""
+    """The sockets are opened by SGLang's own functions, with the variables that its servers get. A machine of the
+    server itself is heard, and what it sends is run: this is what `cluster.trusted_network` is about."""
     share = shares_of(("127.0.0.1", "127.0.0.1"), "127.0.0.1:31000")[0]
     environment = server_env(EngineSpec("e", "/model", "float32", "cpu", 31000, node=share))
     program = tmp_path / "stranger.py"

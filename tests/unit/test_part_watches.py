@@ -1,4 +1,4 @@
-"""What dies or stands still among trainers and Ray's processes is found soon, and named alone."""
+"""Trainers and processes of Ray's that die or stand still are found soon, and named alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def process() -> Iterator[psutil.Process]:
-    """One that a test may kill or stop."""
+    """A process that a test may kill or stop."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield psutil.Process(child.pid)
     child.kill()

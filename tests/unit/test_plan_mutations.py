@@ -13,13 +13,13 @@ from slimx import cli
 from tests.unit.config_mutations import ROOT, Case, case
 
 CPU_SECONDS = 10.0
-"""Of one core, for one plan."""
+"""CPU seconds that one plan may take on one core."""
 
 
 def problem(
     mutated: Case, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> str | None:
-    """What is wrong with the answer to `mutated`; None: nothing."""
+    """The fault of the answer to `mutated`; None if it has none."""
     file = folder / "run.yaml"
     file.write_text(mutated.text)
     monkeypatch.setattr(sys, "argv", ["slimx", "plan", str(file), *mutated.overrides])

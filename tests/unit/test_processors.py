@@ -15,7 +15,7 @@ LESSER = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "SSE": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
-"""torch's own kernels, and oneDNN's; ours take every instruction set in turn in these tests."""
+"""Variables that limit torch's own kernels, and oneDNN's; ours take every instruction set in turn in these tests."""
 
 
 @pytest.mark.slow

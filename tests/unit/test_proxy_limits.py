@@ -20,7 +20,7 @@ USER = [{"role": "user", "content": "1+1="}]
 
 
 async def served(function: Any, *, tokens: int = 1000, proxy: ChatProxy | None = None) -> Any:
-    """What `async def function(url)` gives, as the agent of a rollout."""
+    """The result of `async def function(url)`, run as the agent of a rollout."""
     found: list[Any] = []
 
     async def act(url: str, prompt: Any) -> None:

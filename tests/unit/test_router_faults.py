@@ -28,7 +28,7 @@ META = {
 
 
 class Server:
-    """What the router and the client see of an engine. Requests are held while `open` is not set."""
+    """An engine as the router and the client see it. Requests are held while `open` is not set."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -59,7 +59,7 @@ class Stand:
 
     @property
     def process(self) -> psutil.Process:
-        """The router's own, below its guard."""
+        """The router's own process, below its guard."""
         return psutil.Process(self.router.process.pid).children()[0]
 
 

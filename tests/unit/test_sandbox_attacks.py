@@ -1,4 +1,4 @@
-"""What a program inside the sandbox may try beyond its name spaces: memory that no process has, forged failures, calls
+"""Attacks of a program inside the sandbox beyond its name spaces: memory that no process has, forged failures, calls
 that the kernel should not take from it, and the threads that everybody shares."""
 
 from __future__ import annotations
@@ -225,7 +225,8 @@ def test_a_machine_whose_calls_are_unknown_is_refused(monkeypatch):
 
 
 def test_a_run_that_is_given_up_as_it_begins_leaves_no_process():
-    """At every moment of the start: while unshare, bubblewrap, its child, or the program has just begun."""
+    """The run is given up at every moment of the start: while unshare, bubblewrap, its child, or the program has just
+    begun."""
     box = Marked(SMALL)
     for number in range(40):
         stop = threading.Event()

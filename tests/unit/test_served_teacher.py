@@ -132,7 +132,7 @@ async def test_a_teacher_that_does_not_answer_fails_the_group_with_its_reason(er
 
 
 class Unable(FakeTeacher):
-    """Cannot say the token before the last one at all."""
+    """A teacher that cannot say the token before the last one at all."""
 
     name = "wise"
 

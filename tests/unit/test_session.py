@@ -50,7 +50,7 @@ def saved(directory: Path, *steps: int) -> list[Path]:
 
 
 class Started:
-    """What stands for Ray and the parts of a run: notes from where each start went on, and may find damage then."""
+    """A stand-in for Ray and the parts of a run: it notes from where each start went on, and may find damage then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path):
         self.directory, self.at, self.damaged = directory, [], []

@@ -1,5 +1,5 @@
-"""What slime hooks are told of a run, and what its reward hub says, is what slime says: numbers of samples, `args`,
-rules of `rm_type`. What is not served is refused by name, for Miles' modules too."""
+"""Facts that slime hooks are told of a run, and verdicts of the reward hub, are those of slime: numbers of samples,
+`args`, rules of `rm_type`. What is not served is refused by name, for Miles' modules too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def keep(args, samples):
 
 
 async def test_samples_of_a_run_have_global_numbers_in_generate_reward_and_filter(mine):
-    """As slime's data source counts: group_index by prompt, index by sample, through the whole run."""
+    """Samples are numbered as by slime's data source: group_index by prompt, index by sample, through the whole run."""
     name = mine(TELLS)
     config = config_of(
         generate=f"slime:{name}.generate",
@@ -131,7 +131,8 @@ def test_f1_gives_nothing_for_words_around_yes_no_and_noanswer(said, right, scor
 
 
 def test_the_dapo_scorer_looks_at_the_end_of_the_text_alone():
-    """300 characters, and 100 for a box in the strict form: what the prompt has boxed is no answer."""
+    """Only the last 300 characters count, and 100 for a box in the strict form: what the prompt has boxed is no
+    answer."""
     asked = r"What is 40 + 6? For example \boxed{46}. Answer: 46"
     assert compute_score(asked + "." * 100, "46", strict_box_verify=True)["pred"] is None
     assert compute_score(asked + " " * 300, "46")["score"] == -1.0

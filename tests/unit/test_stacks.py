@@ -1,4 +1,4 @@
-"""What the report of a test says that has not ended: the Python stack of every process that it started."""
+"""The report of a test that has not ended has the Python stack of every process that it started."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ class RunFacts:
     """Facts of a run that slime hooks are told in every process: plain values."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Of `args`."""
+    """Attributes of the `args` that hooks are given, by name."""
     places: int = 1
     """Rollouts of a group: by so many the numbers of its samples lie apart from the next group's."""
     eval_places: int = 1
-    """The same in an evaluation."""
+    """Rollouts of a group in an evaluation."""
 
     @classmethod
     def of(cls, config: Config) -> RunFacts:
@@ -75,7 +75,7 @@ def addresses(ctx: Any) -> dict[str, Any]:
 
 
 def _values(config: Config) -> dict[str, Any]:
-    """What published hooks read of `args`, as far as a run of slimx has it."""
+    """Attributes of `args` that published hooks read, as far as a run of slimx has them."""
     rollout = config.rollout
     own = config.reward.function or ""
     policy = rollout.policy_engines[0].sglang if rollout.policy_engines else {}

@@ -99,7 +99,7 @@ RULES: dict[str, Callable[[str, Any], Any]] = {
     "dapo": compute_score,
     "f1": lambda text, label: f1_score(text, label)[0],
 }
-"""By `rm_type`."""
+"""Rules that grade a response against its label, by `rm_type`."""
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:

@@ -221,8 +221,8 @@ class KeepHook:
 
 
 def written_for_slime(path: str) -> bool:
-    """Whether the function at a path without the prefix is of slime or Miles, imports them, or begins with (args,
-    sample)."""
+    """Returns True if the function at a path without the prefix is of slime or Miles, imports them, or begins with
+    (args, sample)."""
     if path.partition(".")[0] in ROOTS:
         return True
     try:
@@ -235,7 +235,7 @@ def written_for_slime(path: str) -> bool:
 
 
 def _not_served(error: BaseException) -> NotServed | None:
-    """What of slime's or Miles' an import failed for; None where it failed for something else."""
+    """The NotServed for which an import failed, at any depth of its causes; None where it failed for something else."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, NotServed):
         cause = cause.__cause__

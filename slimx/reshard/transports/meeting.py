@@ -1,4 +1,4 @@
-"""Where processes of torch.distributed meet: a TCPStore that listens at one address.
+"""Rendezvous of processes of torch.distributed: a TCPStore that listens at one address.
 
 torch's own server listens on every interface, and asks nobody who it is: whoever reaches it reads, writes and deletes
 what the processes tell each other.

@@ -16,10 +16,10 @@ import torch
 from slimx.errors import SlimxError
 
 NAME = "slimx-bucket"
-"""Of every memory file, in /proc."""
+"""Name of every memory file, as /proc shows it."""
 DESCRIPTOR = re.compile(r"/proc/(\d+|self)/fd/\d+")
 BUCKET_FILE = re.compile(r"/.*/version-\d+(\.epoch-\d+\.partial)?/bucket-\d+\.safetensors")
-"""Of a version on disk (`slimx.reshard.transports.disk`)."""
+"""Path of a bucket's file of a version on disk (`slimx.reshard.transports.disk`)."""
 
 
 class MemoryFile:
@@ -69,7 +69,7 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
 
 
 def _offered(path: str) -> bool:
-    """Whether `path` is a memory file of this user by the name that slimx gives them, or a bucket's file."""
+    """Returns True if `path` is a memory file of this user by the name that slimx gives them, or a bucket's file."""
     if DESCRIPTOR.fullmatch(path):
         return os.readlink(path).startswith(f"/memfd:{NAME}") and os.stat(path).st_uid == os.geteuid()
     # The owner of a file on a network's file system may be anybody.

@@ -23,7 +23,7 @@ from slimx.errors import SlimxError
 MANIFEST = "slimx/manifest.json"
 REPORTS = "slimx/reports"
 ROOM = 1024
-"""Bytes of the report of a failure."""
+"""Bytes reserved for the report of a failure."""
 
 
 class Damaged(SlimxError):
@@ -103,7 +103,7 @@ def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -
 
 
 def unwritten(directory: Path, holder: str, reason: str) -> SlimxError:
-    """What ends a run whose checkpoint `holder` could not write."""
+    """The error that ends a run when `holder` could not write its part of a checkpoint."""
     return SlimxError(
         f"{directory}: {holder} could not write its part of the checkpoint ({reason}); free space or fix the disk, "
         "then start again: the run goes on from the newest complete one",

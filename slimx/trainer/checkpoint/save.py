@@ -65,7 +65,7 @@ class Saver:
         self._host = HostCopies()
         self._thread: threading.Thread | None = None
         self.failure: SlimxError | None = None
-        """Why a save failed that could not even report it: for whoever asks this rank."""
+        """Error of a save that could not even report it, for whoever asks this rank."""
 
     def begin(self, directory: Path, state: dict[str, Any]) -> None:
         """Copy `state` and start writing it into `directory`; collective. Returns when the state may change again.
