@@ -71,13 +71,14 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 	$(BIN)/slimx train configs/moe/quickstart.yaml
 	$(BIN)/slimx report runs/quickstart-sft runs/quickstart --out runs/quickstart/report.html --title "slimx quickstart"
 
-# Two tests at a time: many wait, for a server or a deadline. A file's tests stay together and share its fixtures; files
-# that start processes take longest and come first.
+# Two tests at a time: many wait, for a server or a deadline. A file's tests stay together and share its fixtures. Unit
+# and integration tests have processes of their own: some import parts of SGLang, which changes transformers.
 TESTS := $(BIN)/python -m pytest -rs --durations=20 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
-	$(TESTS) tests/integration tests/unit
+	$(TESTS) tests/unit
+	$(TESTS) tests/integration
 
 .PHONY: test-unit
 test-unit: $(LIBRARY) ## unit tests alone
