@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
 
-from slimx.adapters import megatron_cpu
 from slimx.errors import SlimxError
 from slimx.trainer.checkpoint import files
 from tests.full_disk import fill, small_disk
+from tests.unit.full_disk_rank import NBYTES
 from tests.unit.test_checkpoints import Bench, state
 
-megatron_cpu.install()
-from slimx.trainer.checkpoint.save import Saver  # noqa: E402 - the adapters come first
 
-NBYTES = 2**20
-
-
-def written(directory: Path, rank: int = 1) -> Saver:
-    """Write about a megabyte as the thread of one rank of two does."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner({"weight": torch.zeros(NBYTES // 4)}, is_coordinator=True)
-    plan = planner.create_local_plan()
-    saver = Saver(rank=rank, world=2, group=None, deadline_s=60)
-    saver._write(directory, plan, {item.index: planner.resolve_data(item) for item in plan.items}, b"")
-    return saver
+def written(directory: Path, rank: int = 1) -> SlimxError | None:
+    """Write about a megabyte as the thread of one rank of two does; the failure that the rank itself tells."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.full_disk_rank", str(directory), str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    return told and SlimxError(told["sentence"], code=told["code"], about=told["about"])
 
 
 @pytest.mark.parametrize("full_from_the_start", [False, True])
@@ -37,10 +32,10 @@ def test_a_rank_that_finds_the_disk_full_says_so_with_the_bytes_needed_and_free(
         (disk / files.REPORTS).mkdir(parents=True)
         if full_from_the_start:
             fill(disk)
-        saver = written(disk)
+        told = written(disk)
         with pytest.raises(SlimxError) as error:
-            if full_from_the_start and saver.failure is not None:
-                raise saver.failure  # no byte for a report: the rank itself tells
+            if full_from_the_start and told is not None:
+                raise told  # no byte for a report: the rank itself tells
             files.unreported(disk, range(2))
     assert error.value.code == "checkpoint.write" and error.value.about == str(disk)
     assert "trainer rank 1" in str(error.value) and f"writes {NBYTES} bytes" in str(error.value)
@@ -49,8 +44,8 @@ def test_a_rank_that_finds_the_disk_full_says_so_with_the_bytes_needed_and_free(
 
 def test_a_rank_that_has_room_reports_and_leaves_nothing_reserved(tmp_path):
     (tmp_path / files.REPORTS).mkdir(parents=True)
-    saver = written(tmp_path)
-    assert files.unreported(tmp_path, [1]) == [] and saver.failure is None
+    assert written(tmp_path) is None
+    assert files.unreported(tmp_path, [1]) == []
     assert sum(record.size for record in files.read_report(tmp_path, 1).files.values()) >= NBYTES
 
 
