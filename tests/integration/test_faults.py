@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.reshard.publish import Publication, Publisher, Staging
+from slimx.reshard.transports.memory import MemoryFile
 from slimx.rollout.client import Completion, GenerationClient, ModelShape
 from slimx.rollout.control import EngineControl
 from tests.integration.conftest import Bucket, Weights, perturbed
@@ -161,11 +161,14 @@ def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
     async def staged(packed: PackedBucket, number: int) -> None:
         if number != bucket:
             return await stage(packed, number)
-        with (copy := tempfile.NamedTemporaryFile()):
-            data = bytearray(Path(packed.path).read_bytes())
-            data[packed.tensors[2].offset] ^= 1
-            Path(copy.name).write_bytes(data)
-            await map_it(replace(packed, path=copy.name), number)
+        data = bytearray(Path(packed.path).read_bytes())
+        data[packed.tensors[2].offset] ^= 1
+        copy = MemoryFile(len(data))
+        copy.bytes.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        try:
+            await map_it(replace(packed, path=copy.path), number)
+        finally:
+            copy.close()
 
     engine.stage = staged
     try:
