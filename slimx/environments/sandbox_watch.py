@@ -139,7 +139,7 @@ class Watch:
         return self.group is not None and self.group.overflowed()
 
     def _feed(self, rest: memoryview) -> memoryview | None:
-        """What is left to write; None when there is nothing, or nobody who reads."""
+        """Remaining bytes to write; None when there are none, or nobody reads them."""
         try:
             rest = rest[os.write(self.process.stdin.fileno(), rest[:65536]) :] if rest else rest
         except BlockingIOError:

@@ -69,9 +69,9 @@ class ParameterRun:
     count: int
     dtype: str
     expert: bool
-    """Whether its gradients are summed over the expert groups."""
+    """True if gradients are summed over the expert groups."""
     tied: bool
-    """Whether another pipeline stage holds the same parameter: megatron-core gives it a bucket of its own."""
+    """True if another pipeline stage holds the same parameter: megatron-core gives it a bucket of its own."""
     trained: bool
     parameter: bool
     """False: a buffer of its module."""

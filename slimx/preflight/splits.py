@@ -12,7 +12,7 @@ from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import Machine
 
 SPLIT_TOKENS = 4096
-"""Of the longest sequence on each rank, below which context parallelism is not suggested."""
+"""Fewest tokens of the longest sequence on each rank for which context parallelism is suggested."""
 Fields = dict[str, Any]
 """Fields of the section trainer, or of an engine group, by name."""
 
