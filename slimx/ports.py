@@ -12,26 +12,49 @@ from slimx.errors import SlimxError
 
 LOOPBACK = "127.0.0.0/8"
 """The network of a run on one machine."""
-LISTENING = range(20000, 32000)
-"""Below the range from which Linux draws the ports of outgoing connections (32768 and up): one drawn from there would
-often be taken again before a server that takes 20 s to start listens on it."""
-TRIES = 200
+LISTENING = range(20000, 22000)
+"""Ports that no other part of a run draws from: Ray's workers take up to 19999, SGLang its own from 22000 to 29999, and
+Linux those of outgoing connections from 32768 up. One of theirs would often be taken again before a server that needs
+20 s to start listens on it."""
+TRIES = 500
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A random port of `LISTENING` on which nobody listens now. Each caller draws its own: two runs rarely meet."""
-    draw = random.SystemRandom()
-    for _ in range(TRIES):
-        port = draw.choice(LISTENING)
-        with socket.socket(family(host)) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
+    """A random port of `LISTENING` on which nobody listens now, and which no other process that asks here is given
+    while this process lives."""
+    for port in random.SystemRandom().sample(LISTENING, TRIES):
+        if _is_free(host, port) and _claim(port):
             return port
     raise SlimxError(
-        f"none of {TRIES} ports from {LISTENING.start} to {LISTENING.stop} on {host} is free; end what listens there"
+        f"none of {TRIES} ports from {LISTENING.start} to {LISTENING.stop} on {host} is free; end what listens there",
+        code="ports.none",
+        about=host,
     )
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(family(host)) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _claim(port: int) -> bool:
+    """Claim `port` among all processes of this network namespace; False if another one has it.
+
+    The claim is a name of an abstract Unix socket: it belongs to the same namespace as the port, and the kernel gives
+    it back when the process ends, however it ends.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0slimx-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    claim.detach()  # stays open as long as this process
+    return True
 
 
 def own_address(network: str | None) -> str:

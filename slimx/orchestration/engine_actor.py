@@ -13,6 +13,7 @@ from slimx.ports import LOOPBACK, free_port, own_address
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import ReceiverLost, Staging
+from slimx.rollout.control import PortTaken
 from slimx.rollout.engine import Engine, State
 from slimx.rollout.spec import EngineSpec, NodeShare
 
@@ -22,6 +23,8 @@ ENDING_S = 3.0
 """Seconds from a server's first refusal of a connection in which its process should be gone."""
 LOOK_S = 2.0
 """Seconds between two looks at a server's other machines while it starts."""
+PORTS = 3
+"""Ports that a start tries when other programs take them."""
 STOP_S = 30.0
 """Seconds in which a server's tree must be gone."""
 
@@ -61,8 +64,22 @@ class EngineActor:
     async def start(self, deadline_s: float) -> dict[str, Any]:
         """Start a server and wait until it attests the plugin; its URL and attestation.
 
-        Each start takes a port of its own: what was sent to an earlier server cannot reach the new one.
+        Each start takes a port of its own: what was sent to an earlier server cannot reach the new one. Another program
+        may take that port while the server imports its modules: up to `PORTS` are tried.
         """
+        for left in reversed(range(PORTS)):
+            try:
+                await self._start(deadline_s)
+                break
+            except PortTaken:
+                if not left:
+                    raise
+                await self.stop(ENDING_S)
+        spec = self.engine.spec
+        return {"url": spec.url, "bootstrap_port": spec.bootstrap_port, "attestation": self.engine.attestation}
+
+    async def _start(self, deadline_s: float) -> None:
+        """Start a server once."""
         node = None
         if self.places:
             spec = self.engine.spec
@@ -73,8 +90,6 @@ class EngineActor:
         self.engine.control.deadline_s = self.call_deadline_s
         self.engine.start()
         await self._ready(deadline_s)
-        spec = self.engine.spec
-        return {"url": spec.url, "bootstrap_port": spec.bootstrap_port, "attestation": self.engine.attestation}
 
     async def _ready(self, deadline_s: float) -> None:
         """Wait until the server is ready, or a machine has lost its share."""

@@ -43,6 +43,10 @@ PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
+class PortTaken(SlimxError):
+    """The server's HTTP port was taken between its choice and its use."""
+
+
 class RanksUnheard(SlimxError):
     """The server does not bring back the answer of each of its ranks."""
 
@@ -68,7 +72,11 @@ class EngineControl:
                 )
             if process is not None and PORT_TAKEN in process.tail(20):
                 # SGLang's process stays when its HTTP server could not start.
-                raise SlimxError(f"engine {self.name} cannot listen at {self.url}: the port is taken; start again")
+                raise PortTaken(
+                    f"engine {self.name} cannot listen at {self.url}: the port is taken; end what listens there",
+                    code="engine.port",
+                    about=self.url,
+                )
             try:
                 await self.health(min(30.0, deadline_s - waited))
                 return

@@ -62,6 +62,8 @@ class SupervisedProcess:
         self.name, self.argv, self.log_path, self.env = name, argv, Path(log_path), env or {}
         self.stdin = stdin
         self._guard: subprocess.Popen | None = None
+        self._log_begins = 0
+        """Bytes of the log that earlier starts wrote."""
 
     @property
     def pid(self) -> int | None:
@@ -75,6 +77,7 @@ class SupervisedProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         guard = [sys.executable, "-m", "slimx.rollout.process", "--owner", str(os.getpid()), "--", *self.argv]
         with self.log_path.open("ab") as log:
+            self._log_begins = log.tell()
             self._guard = subprocess.Popen(
                 guard,
                 stdin=subprocess.PIPE,
@@ -94,11 +97,11 @@ class SupervisedProcess:
         return self._guard.poll()
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of its output; reads at most 64 KiB."""
+        """The last lines of what it wrote since its last start; reads at most 64 KiB."""
         if not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 65536))
+            log.seek(max(self._log_begins, log.seek(0, os.SEEK_END) - 65536))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
     def stop(self, grace_s: float = 10.0) -> None:

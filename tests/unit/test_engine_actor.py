@@ -16,6 +16,7 @@ from slimx.orchestration.engine_handle import EngineHandle, Standing
 from slimx.orchestration.waiting import ActorDied
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import ReceiverLost
+from slimx.rollout.control import PortTaken
 from slimx.rollout.engine import State
 
 
@@ -205,3 +206,36 @@ async def test_an_engine_whose_actor_is_gone_is_lost_to_every_call_that_comes_la
     with pytest.raises(ReceiverLost, match="it hung"):
         await handle.load()
     assert await handle.ended() == "it hung"
+
+
+async def test_a_server_whose_port_is_taken_while_it_starts_gets_another(actor, monkeypatch):
+    ports, taken = [], 0
+
+    class Server(FakeEngine):
+        """A server that finds its port taken, `taken` times in a row."""
+
+        def __init__(self, spec: SimpleNamespace, log_path: str) -> None:
+            super().__init__()
+            self.spec, self.attestation, self.state = spec, [], State.STARTING
+
+        def start(self) -> None:
+            ports.append(self.spec.port)
+
+        async def wait_ready(self, deadline_s: float) -> None:
+            if len(ports) <= taken:
+                raise PortTaken("taken", code="engine.port")
+
+        async def stop(self, grace_s: float) -> None:
+            self.state = State.DEAD
+
+    monkeypatch.setattr(engine_actor, "Engine", Server)
+    taken = engine_actor.PORTS - 1
+    started = await actor.start(5)
+    assert started["url"] == f"http://127.0.0.1:{ports[-1]}"
+    assert len(set(ports)) == engine_actor.PORTS
+
+    ports.clear()
+    taken = engine_actor.PORTS
+    with pytest.raises(PortTaken):
+        await actor.start(5)
+    assert len(ports) == engine_actor.PORTS

@@ -194,6 +194,10 @@ def test_exit_status_and_the_end_of_the_log_are_kept(tmp_path: Path) -> None:
     process.start()
     wait_for(lambda: process.poll() is not None)
     assert process.poll() == 3 and process.tail(2) == "98\n99"
+    process.argv = [sys.executable, "-c", "print('next')"]
+    process.start()
+    wait_for(lambda: process.poll() is not None)
+    assert process.tail() == "next" and process.log_path.read_text().startswith("0\n1\n")
 
 
 async def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:

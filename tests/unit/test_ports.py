@@ -1,0 +1,40 @@
+"""Ports for servers that listen later: each is given to one process, as long as that process lives."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from slimx import ports
+from slimx.errors import SlimxError
+
+DRAWS = "from slimx.ports import free_port; print(*(free_port() for _ in range(8)), flush=True); input()"
+
+
+def test_no_two_processes_are_given_one_port_and_a_process_that_ends_gives_its_own_back(monkeypatch):
+    monkeypatch.setattr(ports, "LISTENING", range(20000, 20016))
+    monkeypatch.setattr(ports, "TRIES", 16)
+    command = f"from slimx import ports; ports.LISTENING = range(20000, 20016); ports.TRIES = 16; {DRAWS}"
+    other = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with other:
+        theirs = {int(port) for port in other.stdout.readline().split()}
+        ours = {ports.free_port() for _ in range(16 - len(theirs) - _taken(range(20000, 20016)))}
+        assert len(theirs) == 8 and ours and not ours & theirs
+        with pytest.raises(SlimxError) as none:
+            ports.free_port()
+        assert (none.value.code, none.value.about) == ("ports.none", "127.0.0.1")
+        other.kill()
+    assert ports.free_port() in theirs
+
+
+def test_a_port_on_which_somebody_listens_is_not_given():
+    with socket.create_server(("127.0.0.1", ports.free_port())) as taken:
+        assert not ports._is_free("127.0.0.1", taken.getsockname()[1])
+
+
+def _taken(among: range) -> int:
+    """Ports of `among` on which other programs listen."""
+    return sum(not ports._is_free("127.0.0.1", port) for port in among)
