@@ -35,7 +35,7 @@ from slimx.errors import SlimxError
 from slimx.orchestration.batches import make_update_rows
 from slimx.orchestration.heap import settled_heap
 from slimx.rollout.completion import Completion
-from slimx.rollout.hooks import load_hooks
+from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import GroupMaker
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slimx.config.engines import Engines
 from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
 
@@ -140,3 +141,25 @@ class EngineSizes:
     def expert_tensor(self) -> int:
         """Ranks that share one expert."""
         return self.tensor // self.expert
+
+
+def engine_sizes(group: Engines) -> EngineSizes:
+    """Parallel sizes of one engine of the group. Raises SlimxError for sizes that do not fit together, or never run."""
+    if group.pipeline > 1 and not group.frozen:
+        raise SlimxError(
+            f"rollout.engines.pipeline={group.pipeline} of engine {group.name}: SGLang 0.5.23 brings back the answers "
+            "of the first stage only, so that weights of others could not be proven; use tensor and expert parallelism"
+        )
+    redundant = group.sglang.get("ep_num_redundant_experts", 0)
+    if type(redundant) is not int or redundant < 0:
+        raise SlimxError(
+            f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} counts no experts; "
+            "set an integer of 0 or more"
+        )
+    return EngineSizes(
+        tensor=group.tensor,
+        expert=group.expert,
+        pipeline=group.pipeline,
+        attention_data=group.dp_attention,
+        redundant=redundant,
+    )

@@ -13,7 +13,7 @@ from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
 from slimx.data.tokens import check_prompts, load_tokenizer
 from slimx.errors import SlimxError
-from slimx.layout.ranks import Sizes
+from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import ModelSpec, configured_model
 from slimx.models.megatron_directory import check_fit, is_megatron
@@ -22,14 +22,14 @@ from slimx.preflight.constraints import batch_problems
 from slimx.preflight.exact import check_exact
 from slimx.preflight.layout import check_critic_layout, check_layout, critic_keys
 from slimx.preflight.probe import try_hooks
-from slimx.preflight.publication import engine_sizes, export_plan, publication_plan
+from slimx.preflight.publication import export_plan, publication_plan
 from slimx.preflight.routing import check_routing
 from slimx.preflight.serving import check_devices, check_transfer
 from slimx.preflight.teacher import check_served_teacher, check_teacher
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan import Plan
 from slimx.rewards.mixture import Mixture
-from slimx.rollout.hooks import Hooks, load_hooks
+from slimx.rollout.hook_loading import Hooks, load_hooks
 from slimx.rollout.replay import NO_HOOKS
 from slimx.rollout.spec import EngineSpec, server_args
 from slimx.trainer.backends import Backends, choose_backends, installed

@@ -13,14 +13,13 @@ import ray
 from slimx.config.engines import Engines
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
+from slimx.layout.ranks import engine_sizes
 from slimx.orchestration.engine_actor import EngineActor
 from slimx.orchestration.engine_handle import EngineHandle
 from slimx.orchestration.engine_nodes import Place, share_of
 from slimx.orchestration.recovery import Membership
 from slimx.orchestration.restarts import Restart
 from slimx.ports import free_port
-from slimx.preflight.publication import engine_sizes
-from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.keys import Keys, key_in
 from slimx.rollout.router import Router
 
@@ -151,20 +150,6 @@ class EngineGroup:
         for result in results:
             if isinstance(result, Exception):
                 raise result
-
-
-def prober(shape: ModelShape, config: Config) -> Callable[[EngineHandle], Awaitable[None]]:
-    """A probe that asks one engine itself, past the router, once for a token, with all that rollouts ask for."""
-    rollout = config.rollout
-
-    async def probe(engine: EngineHandle) -> None:
-        asked = GenerationClient(
-            engine.url, shape, rollout.health.timeout, retry_s=0, retries=0, api_key=engine.keys.api_key
-        )
-        async with asked as client:
-            await client.generate([0], {"max_new_tokens": 1}, 0, rollout.routed_experts)
-
-    return probe
 
 
 def tell_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:

@@ -30,15 +30,12 @@ from slimx.orchestration.cluster import device_of
 from slimx.orchestration.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.measure import group_metrics
 from slimx.orchestration.recording import drop_record
-from slimx.orchestration.saves import RunState, Saves, read_state
+from slimx.orchestration.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.serving import Serving, serving, without_trainers
 from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import Outcome
 from slimx.rollout.tickets import Batch
 from slimx.threads import in_thread
-
-CURSOR = "cursor"
-"""Where a run directory has the position of `slimx generate`."""
 
 
 def run_generation(config: Config, checkpoint: Path | None, console: Console) -> Path:

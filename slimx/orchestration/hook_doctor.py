@@ -27,7 +27,7 @@ from slimx.preflight.layout import check_layout
 from slimx.preflight.probe import try_hooks
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.completion import ModelShape
-from slimx.rollout.hooks import Hooks, load_generate, load_keep, load_rewards
+from slimx.rollout.hook_loading import Hooks, load_generate, load_keep, load_rewards
 from slimx.rollout.scripted_server import LOGPROB, VERDICT, ScriptedServer
 
 HELD_S = 0.5

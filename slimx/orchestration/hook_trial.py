@@ -16,7 +16,7 @@ from slimx.models.families import ModelSpec
 from slimx.rollout.client import GenerationClient
 from slimx.rollout.completion import ModelShape
 from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.hooks import Hooks
+from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.proxy import ChatProxy
 from slimx.rollout.rollouts import GroupMaker, Outcome
 from slimx.rollout.scripted_server import ScriptedServer

@@ -33,6 +33,9 @@ from slimx.trainer.checkpoint.files import MANIFEST, REPORTS, Damaged, FileRecor
 _NAME = re.compile(r"iter_(\d{7,})")
 _RUN, _TICKETS = "slimx/run.json", "slimx/tickets.bin"
 
+CURSOR = "cursor"
+"""Where a run directory has the position of `slimx generate`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunState:

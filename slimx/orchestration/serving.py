@@ -20,7 +20,7 @@ from slimx.models.megatron_directory import is_megatron
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.checks import Sources
 from slimx.orchestration.engine_handle import EngineHandle
-from slimx.orchestration.engines import EngineGroup, prober, tell_restarts
+from slimx.orchestration.engines import EngineGroup, tell_restarts
 from slimx.orchestration.frozen import FrozenEngines, admit_joining, keep_admitting
 from slimx.orchestration.heap import settled_heap
 from slimx.orchestration.lifetime import stopping, together
@@ -158,3 +158,17 @@ async def _ended(task: asyncio.Task[None]) -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+def prober(shape: ModelShape, config: Config) -> Callable[[EngineHandle], Awaitable[None]]:
+    """A probe that asks one engine itself, past the router, once for a token, with all that rollouts ask for."""
+    rollout = config.rollout
+
+    async def probe(engine: EngineHandle) -> None:
+        asked = GenerationClient(
+            engine.url, shape, rollout.health.timeout, retry_s=0, retries=0, api_key=engine.keys.api_key
+        )
+        async with asked as client:
+            await client.generate([0], {"max_new_tokens": 1}, 0, rollout.routed_experts)
+
+    return probe

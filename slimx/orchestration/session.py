@@ -29,9 +29,8 @@ from slimx.orchestration.checkpoints import check_resume
 from slimx.orchestration.checks import Prepared, check_run
 from slimx.orchestration.cluster import device_of
 from slimx.orchestration.critic import CriticGroup
-from slimx.orchestration.engines import EngineGroup, prober, tell_restarts
+from slimx.orchestration.engines import EngineGroup, tell_restarts
 from slimx.orchestration.frozen import FrozenEngines
-from slimx.orchestration.generate import CURSOR
 from slimx.orchestration.heap import settled_heap
 from slimx.orchestration.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
@@ -41,7 +40,8 @@ from slimx.orchestration.recording import Records, summary
 from slimx.orchestration.reference import restore_reference
 from slimx.orchestration.roster import Roster
 from slimx.orchestration.run import Run
-from slimx.orchestration.saves import RunState, Saves, read_state
+from slimx.orchestration.saves import CURSOR, RunState, Saves, read_state
+from slimx.orchestration.serving import prober
 from slimx.orchestration.trainers import TrainerGroup
 from slimx.preflight.routing import route_shape
 from slimx.rollout.client import GenerationClient, ModelShape

@@ -10,12 +10,11 @@ from slimx.config.engines import Engines
 from slimx.config.schema import Config
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
-from slimx.layout.ranks import EngineSizes
+from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import Machine
 from slimx.preflight.plan_record import EngineMemory
-from slimx.preflight.publication import engine_sizes
 from slimx.reshard.precision import ITEMSIZE, Quantisation
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from slimx.config.engines import Engines
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.layout.ranks import EngineSizes, Sizes, sizes_of
+from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes, sizes_of
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.batch_plan import batch_plan
 from slimx.preflight.colocated import colocated_memory
@@ -32,7 +32,7 @@ from slimx.preflight.link_model import Links, Traffic, gb300_nvlink, h100_infini
 from slimx.preflight.memory_engine import engine_memory
 from slimx.preflight.memory_trainer import trainer_memory
 from slimx.preflight.plan_record import EngineGroup, PlanReport, Prediction, PublicationFigures, RankMap, TrainerMemory
-from slimx.preflight.publication import PublicationPlan, engine_sizes, publication_plan
+from slimx.preflight.publication import PublicationPlan, publication_plan
 from slimx.preflight.rank_map import rank_map
 from slimx.preflight.routing import check_routing
 from slimx.preflight.serving import check_devices, server_problems

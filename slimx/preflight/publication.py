@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimx.config.engines import Engines
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
-from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.preflight.routing import route_shape
@@ -28,28 +27,6 @@ class PublicationPlan:
     encoding: Encoding
     note: str
     """Why this encoding."""
-
-
-def engine_sizes(group: Engines) -> EngineSizes:
-    """Parallel sizes of one engine of the group. Raises SlimxError for sizes that do not fit together, or never run."""
-    if group.pipeline > 1 and not group.frozen:
-        raise SlimxError(
-            f"rollout.engines.pipeline={group.pipeline} of engine {group.name}: SGLang 0.5.23 brings back the answers "
-            "of the first stage only, so that weights of others could not be proven; use tensor and expert parallelism"
-        )
-    redundant = group.sglang.get("ep_num_redundant_experts", 0)
-    if type(redundant) is not int or redundant < 0:
-        raise SlimxError(
-            f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} counts no experts; "
-            "set an integer of 0 or more"
-        )
-    return EngineSizes(
-        tensor=group.tensor,
-        expert=group.expert,
-        pipeline=group.pipeline,
-        attention_data=group.dp_attention,
-        redundant=redundant,
-    )
 
 
 def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:

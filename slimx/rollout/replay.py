@@ -10,7 +10,8 @@ from typing import Any
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.step_files import DIRECTORY, Origin, read_step, read_step_about, step_files
 from slimx.errors import SlimxError
-from slimx.rollout.hooks import Hooks, RolloutContext
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import RolloutContext
 from slimx.rollout.tickets import Batch
 from slimx.threads import in_thread
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout.hooks import Reward, RewardContext, name_of
+from slimx.rollout.hook_loading import name_of
+from slimx.rollout.hooks import Reward, RewardContext
 
 Verdict = tuple[float, dict[str, float]]
 """A reward and its parts."""

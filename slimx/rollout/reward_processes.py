@@ -28,7 +28,8 @@ from slimx.data.records import Group, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.exchange import exchange
-from slimx.rollout.hooks import Reward, RewardContext, in_process, load_reward, name_of
+from slimx.rollout.hook_loading import in_process, load_reward, name_of
+from slimx.rollout.hooks import Reward, RewardContext
 from slimx.rollout.process import end_with_parent, kill_descendants
 from slimx.rollout.reward_pool import RewardPool, Verdict, named, verdicts
 

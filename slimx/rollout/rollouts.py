@@ -19,7 +19,8 @@ from slimx.rollout.clock import Clock
 from slimx.rollout.environment_processes import Environments
 from slimx.rollout.frozen import FrozenEngine
 from slimx.rollout.gate import Gate
-from slimx.rollout.hooks import Generator, GivenUp, Hooks, RewardContext, RolloutContext, RolloutEngine, seed_of
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generator, GivenUp, RewardContext, RolloutContext, RolloutEngine, seed_of
 from slimx.rollout.interruption import Interruptible
 from slimx.rollout.outage import Outage
 from slimx.rollout.progress import Progress

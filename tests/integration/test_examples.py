@@ -22,7 +22,8 @@ from slimx.rollout import multi_turn
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.engine import Engine
 from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine, load_hooks
+from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
 from slimx.rollout.rollouts import GroupMaker
 from slimx.rollout.router import Router
 from tests.integration.conftest import Weights, publish

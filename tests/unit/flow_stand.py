@@ -14,7 +14,8 @@ from slimx.data.codec import decode, encode
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout.client import Completion
-from slimx.rollout.hooks import Hooks, RolloutContext, seed_of
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import RolloutContext, seed_of
 from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import GroupMaker, Outcome
 from slimx.rollout.tickets import SavedTicket

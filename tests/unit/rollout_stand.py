@@ -16,7 +16,8 @@ from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout import single_turn
 from slimx.rollout.client import Completion
-from slimx.rollout.hooks import Generate, Hooks, Keep, Reward, RewardContext
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
 from slimx.rollout.manager import RolloutManager
 from slimx.rollout.rollouts import GroupMaker, Outcome
 from slimx.rollout.tickets import Batch

@@ -20,7 +20,7 @@ from slimx.data.records import Prompt
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import multi_turn
 from slimx.rollout.environment_processes import Environments
-from slimx.rollout.hooks import load_hooks
+from slimx.rollout.hook_loading import load_hooks
 from tests.unit.rollout_stand import config_of
 from tests.unit.test_examples import PROMPT, ScriptedEngine, context
 

@@ -17,7 +17,8 @@ from slimx.data.records import Prompt
 from slimx.environments.python_tool import PythonTool
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import multi_turn
-from slimx.rollout.hooks import RewardContext, load_hooks
+from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hooks import RewardContext
 from tests.unit.environment_stand import Counting
 from tests.unit.rollout_stand import config_of
 from tests.unit.test_examples import PROMPT, ScriptedEngine, context, spans

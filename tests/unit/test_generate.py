@@ -26,7 +26,7 @@ from slimx.orchestration.saves import Saves, read_state
 from slimx.orchestration.serving import Serving, without_trainers
 from slimx.orchestration.session import run_training
 from slimx.rollout import single_turn
-from slimx.rollout.hooks import Hooks
+from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.rollouts import GroupMaker
 
 

@@ -14,7 +14,8 @@ from slimx.errors import SlimxError
 from slimx.rollout import demonstrations, single_turn
 from slimx.rollout.client import Completion
 from slimx.rollout.draft import Draft
-from slimx.rollout.hooks import RolloutContext, RolloutEngine, load_hooks
+from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hooks import RolloutContext, RolloutEngine
 
 # Drafts ---------------------------------------------------------------------------------------------------------------
 

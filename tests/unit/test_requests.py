@@ -13,7 +13,7 @@ import pytest
 from rollout_stand import config_of
 
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration.engines import prober
+from slimx.orchestration.serving import prober
 from slimx.ports import free_port
 from slimx.rollout.client import GenerationClient, ModelShape
 from slimx.rollout.keys import Keys

@@ -17,7 +17,7 @@ import pytest
 from slimx.adapters.slime_hooks.arguments import RunFacts
 from slimx.config.reward import Reward
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout.hooks import load_reward
+from slimx.rollout.hook_loading import load_reward
 from slimx.rollout.reward_pool import RewardPool
 from slimx.rollout.reward_processes import RewardProcesses, reward_runner
 from tests.unit.reward_stand import context, trajectory

@@ -12,7 +12,7 @@ from aiohttp import web
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.rewards import choice, f1, http, judge, math, overlong, pattern, remote
-from slimx.rollout.hooks import load_hooks
+from slimx.rollout.hook_loading import load_hooks
 from tests.unit.reward_stand import context, judged, trajectory
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"

@@ -32,7 +32,8 @@ from slimx.preflight.effects import effects
 from slimx.preflight.teacher import check_served_teacher
 from slimx.rollout import single_turn
 from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.hooks import Generate, Hooks, RolloutContext
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generate, RolloutContext
 from slimx.rollout.rollouts import GroupMaker
 from slimx.rollout.teacher import Teacher, check_vocabulary, make_teacher
 

@@ -18,7 +18,7 @@ from slimx.config.schema import Config
 from slimx.data.records import Group
 from slimx.errors import SlimxError
 from slimx.orchestration.evaluation import answer_all
-from slimx.rollout.hooks import load_hooks
+from slimx.rollout.hook_loading import load_hooks
 from tests.unit.reward_stand import context, trajectory
 
 HUB = "slime.rollout.rm_hub"

@@ -20,7 +20,8 @@ from slimx.data.codec import decode, encode
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout.client import Completion
-from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine, load_hooks
+from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
 from slimx.rollout.rollouts import GroupMaker
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46", metadata={"level": 1})

@@ -1,0 +1,135 @@
+"""Import of the configured hooks, with the checks that they pass before a run starts.
+
+Hooks of slime's form have the prefix `slime:` (slimx.adapters.slime_hooks).
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from slimx.adapters.slime_hooks import hooks as slime
+from slimx.config.reward import Reward as RewardConfig
+from slimx.config.reward import RewardPart
+from slimx.config.schema import Config
+from slimx.dotted import load_function
+from slimx.errors import SlimxError
+from slimx.rewards import needs
+from slimx.rewards.mixture import Mixture, Part
+from slimx.rollout.hooks import Generate, Keep, Reward
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The hooks of one run."""
+
+    generate: Generate
+    reward: Reward | None
+    keep: Keep | None
+
+
+def load_hooks(config: Config) -> Hooks:
+    """Import and check the configured hooks. Raises SlimxError naming the key, the path and what is wrong."""
+    return Hooks(generate=load_generate(config), reward=load_rewards(config), keep=load_keep(config))
+
+
+def load_rewards(config: Config) -> Reward | None:
+    """The reward hook, checked and asked whether it can work here; None where there is none."""
+    reward = load_reward(config.reward, slime.RunFacts.of(config))
+    if reward is not None:
+        in_process(config.reward, reward)
+        for hook in _parts(reward):
+            needs.check(hook)
+    return reward
+
+
+def load_keep(config: Config) -> Keep | None:
+    """The group filter; None where there is none."""
+    path = config.rollout.keep
+    if path is None:
+        return None
+    if path.startswith(slime.PREFIX):
+        return slime.KeepHook.load(config)
+    _refuse_slime("rollout.keep", path)
+    return load_function("rollout.keep", path, ("group",), is_async=False)
+
+
+def _refuse_slime(key: str, path: str) -> None:
+    if slime.written_for_slime(path):
+        raise SlimxError(
+            f"{key}: {path} is written for slime; name it as {slime.PREFIX}{path}",
+            code="hooks.slime_prefix",
+            about=path,
+        )
+
+
+def load_generate(config: Config) -> Generate:
+    """The generate hook, its options filled in, asked whether it can work here."""
+    if config.rollout.generate.startswith(slime.PREFIX):
+        return slime.GenerateHook.load(config)
+    _refuse_slime("rollout.generate", config.rollout.generate)
+    options = ("rollout.options", config.rollout.options)
+    hook = load_function("rollout.generate", config.rollout.generate, ("ctx", "prompt"), is_async=True, options=options)
+    needs.check(hook)
+    return hook
+
+
+def load_reward(config: RewardConfig, run: slime.RunFacts) -> Reward | None:
+    """The reward hook of a configuration, its parts and options filled in; SlimxError as `load_hooks`.
+
+    `run`: what hooks of slime's form are told."""
+    if config.parts:
+        return Mixture(
+            tuple(
+                Part(part.name, _load_reward(f"reward.parts.{number}", part, run), part.weight, part.where)
+                for number, part in enumerate(config.parts)
+            )
+        )
+    return _load_reward("reward", config, run) if config.function else None
+
+
+def in_process(config: RewardConfig, reward: Reward) -> bool:
+    """Whether calls of `reward` run in processes (`reward.isolation`). SlimxError where a hook refuses threads."""
+    needing = [name_of(hook) for hook in _parts(reward) if needs.asks_for_process(hook)]
+    if config.isolation == "thread" and needing:
+        raise SlimxError(
+            f"reward.isolation is thread, but {needing[0]} computes for long without awaiting and could not be ended "
+            "there at its deadline; set reward.isolation=auto"
+        )
+    return config.isolation == "process" or bool(needing)
+
+
+def name_of(hook: Any) -> str:
+    """A hook as an error names it."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    if isinstance(hook, slime.RewardHook):
+        return hook.path
+    if isinstance(hook, Mixture):
+        return " + ".join(map(name_of, _parts(hook)))
+    return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"
+
+
+def _parts(reward: Reward) -> list[Reward]:
+    return [part.hook for part in reward.parts] if isinstance(reward, Mixture) else [reward]
+
+
+def _load_reward(key: str, config: RewardConfig | RewardPart, run: slime.RunFacts) -> Reward:
+    if str(config.function).startswith(slime.PREFIX):
+        group = _scope(config) == "group"
+        return slime.RewardHook.load(key, str(config.function), config.options, group=group, run=run)
+    _refuse_slime(f"{key}.function", str(config.function))
+    scope = _scope(config)
+    hook = load_function(
+        f"{key}.function", config.function, ("ctx", scope), is_async=True, options=(f"{key}.options", config.options)
+    )
+    second = list(inspect.signature(hook).parameters)[1:2]
+    if second == ["trajectory" if scope == "group" else "group"]:
+        raise SlimxError(f"{key}.function: {config.function} judges a {second[0]}; set reward.scope={second[0]}")
+    return hook
+
+
+def _scope(config: RewardConfig | RewardPart) -> str:
+    return config.scope if isinstance(config, RewardConfig) else "trajectory"
