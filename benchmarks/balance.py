@@ -39,7 +39,7 @@ from slimx.data.batch import Row
 from slimx.data.packing import lay_out, slowdown
 from slimx.errors import SlimxError
 from slimx.models.flops import SequenceFlops
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 SHORTEST_STEP_S = 1.0

@@ -40,10 +40,10 @@ class BareMegatron:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         from slimx.layout.megatron import MegatronLayout
-        from slimx.trainer.backends import choose_backends
-        from slimx.trainer.forward_backward import sum_gradients
-        from slimx.trainer.transformer import transformer_config
-        from slimx.trainer.weights import Weights
+        from slimx.trainer.device.backends import choose_backends
+        from slimx.trainer.model.transformer import transformer_config
+        from slimx.trainer.model.weights import Weights
+        from slimx.trainer.step.forward_backward import sum_gradients
 
         backends = choose_backends(config.trainer, device="cpu", packages=())
         transformer = transformer_config(spec, config, backends, cpu=True)

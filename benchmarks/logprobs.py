@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from machine import surroundings
 
-from slimx.trainer.logprobs import Targets, chunk_tokens, label_logprobs
+from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
 MIB = 2**20
 

@@ -41,28 +41,28 @@ from figures import BareRound, Figures, SlimxStep, describe
 from machine import cpu_seconds, surroundings
 from rich.console import Console
 
+from slimx.cluster.connection import device_of, start_ray, stop_ray
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group
+from slimx.engines.fleet.group import EngineGroup
+from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
-from slimx.observability.jsonl import JsonlFile
-from slimx.observability.live import LiveTable
-from slimx.observability.timeline import Timeline
-from slimx.observability.tracker import make_tracker
+from slimx.observability.live.step_line import LiveTable
+from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration import loop
 from slimx.orchestration.batches import make_packer
-from slimx.orchestration.checks import check_run
-from slimx.orchestration.cluster import device_of, start_ray, stop_ray
-from slimx.orchestration.engines import EngineGroup
-from slimx.orchestration.heap import settled_heap
-from slimx.orchestration.recording import Records
+from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.prepare import check_run
+from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.run import Run
-from slimx.orchestration.saves import Saves
-from slimx.orchestration.trainers import TrainerGroup
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.keys import bearer
-from slimx.rollout.rollouts import GroupMaker
+from slimx.orchestration.state.recording import Records
+from slimx.orchestration.state.saves import Saves
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.flow.rollouts import GroupMaker
 
 ROOT = Path(__file__).parents[1]
 SHORTEST_STEP_S = 3.0

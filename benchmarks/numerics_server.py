@@ -22,10 +22,10 @@ from numerics_model import SIZES, make_model
 
 from slimx.convert import run
 from slimx.convert.work import convert
-from slimx.ports import free_port
-from slimx.rollout.engine import Engine
-from slimx.rollout.keys import bearer
-from slimx.rollout.spec import EngineSpec
+from slimx.engines.server.engine import Engine
+from slimx.engines.server.keys import bearer
+from slimx.engines.server.spec import EngineSpec
+from slimx.runtime.ports import free_port
 
 BATCHES = (1, 16, 64)
 PROMPT = 32

@@ -23,7 +23,7 @@ from trainer import VERSION, make_shards, median_interval
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 
 ROWS = {"tiny": 32, "hidden512": 6}
 """Rows of a step, of 256 tokens on average."""

@@ -36,15 +36,15 @@ from publish_model import TABLE, TRAINERS, Split, plan_of
 from publish_ranks import ENCODINGS, EngineProcess, TrainerProcess
 
 from slimx.errors import SlimxError
-from slimx.ports import free_port
-from slimx.preflight.link_model import Trial, predict, traffic_of
-from slimx.preflight.rehearsal import SMALL, OnlyOne, Rehearsal, calibrate, one_thread, rehearse
+from slimx.preflight.links.model import Trial, predict, traffic_of
+from slimx.preflight.links.rehearsal import SMALL, OnlyOne, Rehearsal, calibrate, one_thread, rehearse
 from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.pack.packer import describe as describe_bucket
+from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.packer import describe as describe_bucket
 from slimx.reshard.parties import Staging
-from slimx.reshard.pieces import PlannedBuckets
 from slimx.reshard.publish import Publisher
+from slimx.runtime.ports import free_port
 
 MIB = 2**20
 

@@ -11,9 +11,9 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models import deepseek_v3, qwen3_moe
-from slimx.preflight.link_model import Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
-from slimx.reshard.plan import compile_plan
-from slimx.reshard.precision import Precision, Quantisation
+from slimx.preflight.links.model import Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
+from slimx.reshard.plan.copy_plan import compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
 
 QWEN3_235B: dict[str, Any] = {
     "hidden_size": 4096,

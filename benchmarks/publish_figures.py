@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimx.preflight.link_model import TOLERANCE, Links, Trial
+from slimx.preflight.links.model import TOLERANCE, Links, Trial
 
 STAGES = {
     "pack": "gather, convert, pack",

@@ -13,8 +13,8 @@ from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.qwen3_moe import engine_table, weight_table
 from slimx.reshard.manifest import Encoding
-from slimx.reshard.plan import Plan, checkpoint_parts, compile_plan
-from slimx.reshard.precision import Precision
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision
 
 Split = Literal["tensor", "expert"]
 MODEL = {

@@ -14,11 +14,11 @@ from peer import DEADLINE_S
 from publish_model import TRAINERS, Split, engine_parameters, held_by, hf_places, plan_of
 
 from slimx.errors import SlimxError
-from slimx.preflight.rehearsal import EngineRank
-from slimx.reshard.gather import Gatherer
+from slimx.preflight.links.rehearsal import EngineRank
 from slimx.reshard.manifest import Encoding
+from slimx.reshard.pack.gather import Gatherer
+from slimx.reshard.pack.packer import Packer, Share
 from slimx.reshard.packed import PackedTensor
-from slimx.reshard.packer import Packer, Share
 
 ENCODINGS: tuple[Encoding, ...] = ("local", "hf")
 ENGINE = TRAINERS

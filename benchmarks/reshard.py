@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from reshard_layer import Job, Pieces, Shards, checksums, straightforward
 
-from slimx.reshard import kernel, reference
-from slimx.reshard.kernel import OP, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.kernels.cpu import OP, RULE
 
 JOBS = [
     Job("bf16 permute", OP.COPY_CHECKED),

@@ -26,10 +26,10 @@ import rollout_generation
 import rollout_skew
 from machine import surroundings
 
+from slimx.cluster.connection import device_of, start_ray, stop_ray
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.orchestration.cluster import device_of, start_ray, stop_ray
 
 ROOT = Path(__file__).parents[1]
 

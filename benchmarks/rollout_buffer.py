@@ -26,18 +26,18 @@ import numpy as np
 from rollout_plain import PlainPath
 from rollout_stand import GROUP_SIZE, RANKS, Answers, make_config, make_prompts, prompt_number
 
-from slimx.algorithms.estimate import all_advantages
+from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.config.schema import Config
 from slimx.data.packing import pack
 from slimx.data.prompts import PromptSource
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.orchestration.batches import make_update_rows
-from slimx.orchestration.heap import settled_heap
-from slimx.rollout.completion import Completion
+from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.flow.manager import RolloutManager
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
-from slimx.rollout.manager import RolloutManager
-from slimx.rollout.rollouts import GroupMaker
 
 PER_STEP = 625
 """Groups of a step: 10,000 trajectories."""

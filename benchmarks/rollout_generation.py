@@ -19,12 +19,12 @@ import numpy as np
 
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
+from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.models.families import configured_model
-from slimx.orchestration.checks import Sources, check_sources
+from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.serving import Serving, serving
-from slimx.rollout.keys import bearer
-from slimx.rollout.manager import RolloutManager
+from slimx.rollout.flow.manager import RolloutManager
 
 GOAL = 0.95
 """Of the bare client's throughput, what slimx is to reach at least."""

@@ -19,22 +19,22 @@ from rollout_hooks import EVERY, SHORT, SKEW
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group
-from slimx.observability.jsonl import JsonlFile
-from slimx.observability.live import LiveTable
-from slimx.observability.timeline import Timeline
-from slimx.observability.tracker import make_tracker
+from slimx.engines.fleet.group import EngineGroup
+from slimx.engines.server.control import EngineControl
+from slimx.observability.live.step_line import LiveTable
+from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration import loop
 from slimx.orchestration.batches import make_packer
-from slimx.orchestration.checks import Prepared, check_run
-from slimx.orchestration.engines import EngineGroup
-from slimx.orchestration.heap import settled_heap
-from slimx.orchestration.recording import Records
+from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.prepare import Prepared, check_run
+from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.run import Run
-from slimx.orchestration.saves import Saves
-from slimx.orchestration.trainers import TrainerGroup
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.control import EngineControl
-from slimx.rollout.rollouts import GroupMaker
+from slimx.orchestration.state.recording import Records
+from slimx.orchestration.state.saves import Saves
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.flow.rollouts import GroupMaker
 
 OVERRIDES = (
     "rollout.prompts_per_step=16",

@@ -31,7 +31,7 @@ from trainer_rank import VERSION, TrainerRank
 from slimx.data.batch import MicroBatch, Row
 from slimx.data.packing import pack
 from slimx.errors import SlimxError
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS: dict[int, dict[str, Any]] = {

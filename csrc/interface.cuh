@@ -1,4 +1,4 @@
-// interface.cuh: the plain C interface of the CUDA library, which slimx/reshard/kernel_cuda.py declares.
+// interface.cuh: the plain C interface of the CUDA library, which slimx/reshard/kernels/cuda.py declares.
 //
 // Functions return a cudaError_t, 0 for success; `stream` is a cudaStream_t. Calls on streams are asynchronous: none
 // waits for the device, allocates, or sets anything of the device, so that they can be captured into a graph.

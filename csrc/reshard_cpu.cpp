@@ -15,7 +15,7 @@
 
 using namespace slimx;
 
-static_assert(sizeof(SlimxPiece) == 128, "the record is read by slimx/reshard/kernel.py");
+static_assert(sizeof(SlimxPiece) == 128, "the record is read by slimx/reshard/kernels/cpu.py");
 
 namespace {
 

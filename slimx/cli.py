@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from slimx.commands.convert import app as convert
 from slimx.config import load_config
 from slimx.config.schema import Config
-from slimx.convert.command import app as convert
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.observability.terminal import one_line, plain, visible
+from slimx.observability.live.terminal import one_line, plain, visible
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,7 +54,7 @@ def generate(
 ) -> None:
     """Generate FILE's rollouts without training: engines only; the steps are saved as a run saves them."""
     config = load_config(file, overrides or [])
-    from slimx.orchestration.generate import run_generation
+    from slimx.commands.generate import run_generation
 
     console = Console()
     directory = run_generation(config, checkpoint, console)
@@ -75,7 +75,7 @@ def evaluate(
     config = load_config(file, overrides or [])
     import json
 
-    from slimx.orchestration.evaluation_command import run_evaluation, table
+    from slimx.commands.evaluate import run_evaluation, table
 
     found = run_evaluation(config, checkpoint, lambda text: print(text, file=sys.stderr))
     for line in [json.dumps(found, indent=1)] if as_json else table(found):
@@ -97,7 +97,7 @@ def plan(
 ) -> None:
     """Say what FILE's run would do, from it and the model's config.json alone: no weights, no GPU."""
     config = load_config(file, overrides or [])
-    from slimx.preflight.plan_command import run_plan
+    from slimx.commands.plan import run_plan
 
     for line in (done := run_plan(config, predict=predict, suggest=suggest, as_json=as_json)).lines:
         print(visible(line))
@@ -142,7 +142,7 @@ def doctor(
         if not fine:
             raise typer.Exit(1)
         return
-    from slimx.preflight.doctor import examine
+    from slimx.commands.doctor import examine
 
     console = Console()
     healthy = examine(console)
@@ -150,7 +150,7 @@ def doctor(
         console.print(plain(f"{file} is not checked: it needs what is missing"))
     elif file is not None:
         config = load_config(file, overrides or [])
-        from slimx.orchestration.checks import check_run
+        from slimx.orchestration.prepare import check_run
 
         prepared = check_run(config)
         told = f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way"
@@ -161,14 +161,14 @@ def doctor(
 
 def _show_gap(config: Config, layers: bool) -> bool:
     """False if numerics.mode is exact and there is a gap."""
-    from slimx.orchestration.gap import run_gap
+    from slimx.commands.gap import run_gap
 
     return run_gap(config, Console(), layers=layers) or not config.exact
 
 
 def _show_effects(file: Path, config: Config) -> bool:
     """False if a term that the configuration chose changes nothing."""
-    from slimx.preflight.effects import describe, effects
+    from slimx.preflight.effects.effects import describe, effects
 
     found = effects(config)
     print(f"{file}: what each term of the loss is worth in the gradient of a small invented batch")
@@ -179,7 +179,7 @@ def _show_effects(file: Path, config: Config) -> bool:
 
 def _show_hooks(file: Path, config: Config) -> bool:
     """False if a hook is wrong."""
-    from slimx.orchestration.hook_doctor import examine_hooks
+    from slimx.commands.hooks.doctor import examine_hooks
 
     found = examine_hooks(config)
     print(f"{file}: hooks, tried on one prompt with scripted engines")
@@ -200,7 +200,7 @@ def health(
     clock: Annotated[float | None, typer.Option(help="The launcher's time, seconds since the epoch.")] = None,
 ) -> None:
     """Say whether this node is fit for a run: exit code 0, or 1 with the reasons."""
-    from slimx.orchestration.node_health import Wanted, examine_node
+    from slimx.commands.node_health import Wanted, examine_node
 
     paths = path or Wanted().paths
     wanted = Wanted(gpus=gpus, disk_gib=disk, shm_gib=shm, paths=paths, hcas=hca or (), clock=clock)
@@ -226,11 +226,11 @@ def status(
 
     directory = Path(load_config(run, overrides or []).run.dir) if run.is_file() else run
     if saved:
-        from slimx.orchestration.saves import saved_step
+        from slimx.orchestration.state.saves import saved_step
 
         print(saved_step(directory))
         return
-    from slimx.observability.status import describe_status, run_status
+    from slimx.commands.status import describe_status, run_status
 
     found = run_status(directory)
     print(json.dumps(found, indent=1) if as_json else visible("\n".join(describe_status(found))))
@@ -252,7 +252,7 @@ def rollouts(
     debug: Debug = False,
 ) -> None:
     """Show what a run was trained on, group by group: prompts, texts, rewards, weight versions."""
-    from slimx.orchestration.rollouts_command import Choice, show_rollouts
+    from slimx.commands.rollouts import Choice, show_rollouts
 
     choice = Choice(group=group, reward_below=reward_below, limit=limit, tokens=tokens)
     for line in show_rollouts(directory, step, choice, buffer=buffer, dropped=dropped, as_json=as_json):
@@ -267,7 +267,7 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write one self-contained HTML report of one or more runs."""
-    from slimx.observability.report import write_report
+    from slimx.observability.report.report import write_report
 
     write_report(runs, out, title)
     Console().print(plain(f"report {out}"))
@@ -290,7 +290,7 @@ def main() -> None:
 def entry() -> None:
     """Entry point of the program: it ends when `main` does, whatever threads of hooks and exit functions of libraries
     still wait for."""
-    from slimx.orchestration.watchdog import Watchdog
+    from slimx.orchestration.lifetime.watchdog import Watchdog
 
     status: int | str | None = 1
     try:

@@ -35,7 +35,7 @@ def pytest_collection_finish() -> None:
     """Ends the session if a test module has changed torch, which all tests after it would compute with."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch.zeros, "__wrapped__"):
-        pytest.exit("a test module has called slimx.adapters.megatron_cpu.install(); give it a process of its own", 3)
+        pytest.exit("a test module has called slimx.adapters.megatron.cpu.install(); give it a process of its own", 3)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

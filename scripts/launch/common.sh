@@ -100,7 +100,7 @@ port_open() { timeout 2 bash -c 'exec 3<> "/dev/tcp/$1/$2"' bash "$1" "$2" 2> /d
 
 # free_ports ADDRESS COUNT
 free_ports() {
-  python -c 'import sys; from slimx.ports import free_port; print(*(free_port(sys.argv[1]) for _ in range(int(sys.argv[2]))))' "$@"
+  python -c 'import sys; from slimx.runtime.ports import free_port; print(*(free_port(sys.argv[1]) for _ in range(int(sys.argv[2]))))' "$@"
 }
 
 # A secret of this job that only its user can read: whoever has it may run code on all nodes.

@@ -33,7 +33,7 @@ class LossInputs:
     entropy: torch.Tensor | None = None
     """Of the distribution that each label is from, in nats, with gradient."""
     selected: torch.Tensor | None = None
-    """1 at the tokens that were chosen by their covariance (`slimx.algorithms.covariance`), else 0."""
+    """1 at the tokens that were chosen by their covariance (`slimx.algorithms.advantages.covariance`), else 0."""
     sequence_sum: SequenceSum | None = None
     """None: the whole micro-batch is one sequence on one rank."""
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from slimx.config.section import Amount, Count, Positive, Seconds, Section, Size
-from slimx.ports import LOOPBACK
+from slimx.runtime.ports import LOOPBACK
 
 
 class Run(Section):

@@ -12,7 +12,7 @@ import torch
 
 from slimx.convert.sources import Reading, row_blocks
 from slimx.errors import SlimxError
-from slimx.models.checkpoint_reader import bits
+from slimx.models.files.reader import bits
 
 _RELATIVE = 2.0**-4 + 2.0**-8
 """Largest relative error of a value: half of e4m3's last place, and of bf16's, in which codes are read."""

@@ -14,12 +14,13 @@ from slimx.convert.sources import Reading, Scratch, row_blocks
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
-from slimx.models import block_fp8
-from slimx.models.block_fp8 import SCALE_SUFFIX, Block, scales_shape
-from slimx.reshard import blocks, kernel
-from slimx.reshard.kernel import NONFINITE, OP, PIECE, RULE
-from slimx.reshard.precision import Quantisation, Rule
-from slimx.reshard.record import element_bytes
+from slimx.models.files import block_fp8
+from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, scales_shape
+from slimx.reshard.kernels import blocks
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels.cpu import NONFINITE, OP, PIECE, RULE
+from slimx.reshard.kernels.record import element_bytes
+from slimx.reshard.plan.precision import Quantisation, Rule
 
 
 def quantised_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
@@ -92,7 +93,7 @@ def _quantise(
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
-    """`slimx.models.block_fp8.dequantise` by the kernels where a block begins at (row, col), which is faster."""
+    """`slimx.models.files.block_fp8.dequantise` by the kernels where a block begins at (row, col), which is faster."""
     (rows, cols), (high, wide) = codes.shape, block
     if row % high or col % wide or codes.stride(1) != 1:
         return block_fp8.dequantise(codes, scales, block, row, col)

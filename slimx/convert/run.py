@@ -19,11 +19,11 @@ from slimx.convert.torch_dist import ToMegatron
 from slimx.convert.torch_dist_reader import TorchDistReader
 from slimx.errors import SlimxError
 from slimx.layout.stored import stored
-from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import Family, ModelSpec, read_model
-from slimx.models.megatron_directory import find_checkpoint, numbers_layers
-from slimx.models.safe_pickle import read_metadata
-from slimx.reshard.precision import Quantisation, Rule
+from slimx.models.files.megatron_directory import find_checkpoint, numbers_layers
+from slimx.models.files.reader import CheckpointReader
+from slimx.models.files.safe_pickle import read_metadata
+from slimx.reshard.plan.precision import Quantisation, Rule
 
 Layers = Literal["auto", "numbered", "stacked"]
 _PREDICTION = "mtp.layers."

@@ -24,9 +24,9 @@ from slimx.convert.work import Stream
 from slimx.durable import write_synced
 from slimx.layout.maps import Rect
 from slimx.layout.stored import stored
-from slimx.models.checkpoint_index import INDEX
-from slimx.models.checkpoint_reader import CheckpointReader
-from slimx.models.checkpoint_writer import TENSOR_SUFFIXES, shard_name
+from slimx.models.files.index import INDEX
+from slimx.models.files.reader import CheckpointReader
+from slimx.models.files.writer import TENSOR_SUFFIXES, shard_name
 
 CONFIG = "config.json"
 FILE_BYTES = 2 * 10**9

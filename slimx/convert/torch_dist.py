@@ -42,8 +42,8 @@ from slimx.durable import write_synced
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.models.families import ModelSpec
-from slimx.models.megatron_common import preloaded
-from slimx.models.megatron_directory import TRACKER, Place, places
+from slimx.models.files.megatron_common import preloaded
+from slimx.models.files.megatron_directory import TRACKER, Place, places
 
 FILE_BYTES = 5 * 10**8
 """A rank that reads a file of a thousand others should not wait long for it; a model of 1 TB has 2,000 of them."""

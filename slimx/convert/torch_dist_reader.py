@@ -1,7 +1,7 @@
 """Reads Hugging Face tensors out of a torch_dist checkpoint, whatever layout saved it, without loading whole files.
 
 Pieces of tensors are found by the checkpoint's metadata and read from mapped files. No byte is run as code: see
-`slimx.models.safe_pickle`, and torch's `weights_only`.
+`slimx.models.files.safe_pickle`, and torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from slimx.convert.sources import Scratch
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
-from slimx.models.megatron_directory import Place, check_fit, places
-from slimx.models.safe_pickle import read_metadata
-from slimx.reshard.intersect import Move, moves
+from slimx.models.files.megatron_directory import Place, check_fit, places
+from slimx.models.files.safe_pickle import read_metadata
+from slimx.reshard.plan.intersect import Move, moves
 
 _DTYPES = torch.bfloat16, torch.float32, torch.float16
 _HEADERS = threading.Lock()

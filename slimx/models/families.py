@@ -11,7 +11,7 @@ from slimx.dotted import load_module
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, qwen2, qwen3, qwen3_moe
-from slimx.models.checkpoint_index import read_object
+from slimx.models.files.index import read_object
 
 
 class Family(Protocol):

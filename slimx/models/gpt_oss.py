@@ -1,7 +1,7 @@
 """gpt-oss (20b, 120b and tiny ones): attention with sinks, every other layer over a window only, and biases everywhere.
 
 The experts stand in stacks, gate and up in alternating columns; published checkpoints hold them in MXFP4
-(`slimx.models.mxfp4`), transformers writes bf16. Exports are bf16 or fp32, as transformers writes them.
+(`slimx.models.files.mxfp4`), transformers writes bf16. Exports are bf16 or fp32, as transformers writes them.
 Source of the model: gpt-oss-120b & gpt-oss-20b Model Card (2508.10925); transformers' modeling_gpt_oss.py.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from slimx.layout.maps import Blocks, Deinterleave, Once
 from slimx.layout.table import Row, Table
-from slimx.models import decoder, engine_rows, mxfp4
+from slimx.models import decoder, engine_rows
+from slimx.models.files import mxfp4
 from slimx.models.rows import Attention, Layer, embedding, head
 
 ARCHITECTURE = "GptOssForCausalLM"

@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
+from slimx.engines.fleet.group import EngineGroup, keys_of
+from slimx.engines.fleet.handle import EngineHandle
 from slimx.errors import SlimxError
-from slimx.orchestration.engine_handle import EngineHandle
-from slimx.orchestration.engines import EngineGroup, keys_of
-from slimx.orchestration.restarts import Restart
 from slimx.reshard.parties import ReceiverLost
-from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.teacher import check_vocabulary
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.teacher import check_vocabulary
 
 
 class FrozenEngines:

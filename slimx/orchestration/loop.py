@@ -16,12 +16,12 @@ One loop serves every schedule. `schedule.max_staleness` says how many batches o
 that is waited for: with 0 the engines rest while the trainers train (synchronous), with 1 they generate the next batch
 meanwhile (one step off), with more they run several batches ahead, and a publication falls into the middle of rollouts
 (fully asynchronous). `run.rollouts.next_batch` keeps the promise that no trajectory is older when it is trained
-(slimx/rollout/manager.py, docs/flow.md). With `rollout.partial` it interrupts what is unfinished when it returns, and
-goes on with it when it is called again. A run without engines (supervised fine-tuning) goes round the same loop and
+(slimx/rollout/flow/manager.py, docs/flow.md). With `rollout.partial` it interrupts what is unfinished when it returns,
+and goes on with it when it is called again. A run without engines (supervised fine-tuning) goes round the same loop and
 publishes nothing.
 
 An engine that is lost does not show here: the others go on, it is started again in the background, and the publication
-after the next step brings it back (slimx/orchestration/recovery.py). If none is left, `run.watched` and `run.publish`
+after the next step brings it back (slimx/engines/fleet/membership.py). If none is left, `run.watched` and `run.publish`
 wait for one.
 
 A run that is asked to leave (SIGUSR1) does so where the loop waits for a batch: a step that has begun to train is
@@ -32,13 +32,13 @@ from __future__ import annotations
 
 import time
 
-from slimx.orchestration.advantages import estimate_advantages
 from slimx.orchestration.batches import batch_metrics
-from slimx.orchestration.evaluation import evaluate
-from slimx.orchestration.measure import check_gap, group_metrics, probe_gap, staleness_metrics
-from slimx.orchestration.ppo import train_step
-from slimx.orchestration.reference import refresh_reference
 from slimx.orchestration.run import Run
+from slimx.orchestration.step.advantages import estimate_advantages
+from slimx.orchestration.step.evaluation import evaluate
+from slimx.orchestration.step.measure import check_gap, group_metrics, probe_gap, staleness_metrics
+from slimx.orchestration.step.ppo import train_step
+from slimx.orchestration.step.reference import refresh_reference
 
 
 async def train(run: Run) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import ray
 
+from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
+from slimx.engines.fleet.group import EngineGroup
+from slimx.engines.fleet.nodes import place_of
 from slimx.errors import SlimxError
-from slimx.orchestration.engine_nodes import place_of
-from slimx.orchestration.engines import EngineGroup
-from slimx.orchestration.ranks import RankGroup
-from slimx.orchestration.waiting import gather
-from slimx.ports import is_own
-from slimx.preflight.serving import external_hosts
-from slimx.reshard.gather import PUBLISHER
+from slimx.orchestration.ranks.group import RankGroup
+from slimx.preflight.checks.serving import external_hosts
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.runtime.ports import is_own
 
 
 async def check_reach(config: Config, trainers: RankGroup, engines: EngineGroup) -> None:

@@ -10,33 +10,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slimx.algorithms.estimate import all_advantages
+from slimx.algorithms.advantages.estimate import all_advantages
+from slimx.cluster.restarts import Restarts
+from slimx.cluster.waiting import first_line
 from slimx.config.schema import Config
 from slimx.data.batch import Row
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
 from slimx.data.routes import RouteShape, check_routes
+from slimx.engines.delivery.transports import Joining, make_transport
+from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import Preempted, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.batches import Packer, make_update_rows
-from slimx.orchestration.checkpoints import Checkpoints, layout_of
-from slimx.orchestration.critic import CriticGroup
-from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
-from slimx.orchestration.recording import Records, drop_record
-from slimx.orchestration.restarts import Restarts
-from slimx.orchestration.saves import RunState, Saves
-from slimx.orchestration.trainers import TrainerGroup
-from slimx.orchestration.transports import Joining, make_transport
-from slimx.orchestration.waiting import first_line
+from slimx.orchestration.ranks.critic import CriticGroup
+from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.state.checkpoints import Checkpoints, layout_of
+from slimx.orchestration.state.recording import Records, drop_record
+from slimx.orchestration.state.saves import RunState, Saves
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.parties import Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publication, Publisher
-from slimx.rollout.client import GenerationClient
-from slimx.rollout.manager import RolloutManager
-from slimx.rollout.replay import Replay
-from slimx.rollout.rollouts import GroupMaker, Outcome
-from slimx.threads import in_thread
+from slimx.rollout.client.generation import GenerationClient
+from slimx.rollout.flow.manager import RolloutManager
+from slimx.rollout.flow.replay import Replay
+from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.runtime.threads import in_thread
 
 T = TypeVar("T")
 

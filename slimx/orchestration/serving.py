@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import TypeVar
 
 from slimx.config.schema import Config
+from slimx.engines.fleet.group import EngineGroup, tell_restarts
+from slimx.engines.fleet.handle import EngineHandle
+from slimx.engines.fleet.roster import Roster
+from slimx.engines.server.control import EngineControl
 from slimx.errors import SlimxError
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
-from slimx.models.megatron_directory import is_megatron
+from slimx.models.files.megatron_directory import is_megatron
 from slimx.orchestration.batches import longest_trajectory
-from slimx.orchestration.checks import Sources
-from slimx.orchestration.engine_handle import EngineHandle
-from slimx.orchestration.engines import EngineGroup, tell_restarts
 from slimx.orchestration.frozen import FrozenEngines, admit_joining, keep_admitting
-from slimx.orchestration.heap import settled_heap
-from slimx.orchestration.lifetime import stopping, together
-from slimx.orchestration.roster import Roster
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.control import EngineControl
-from slimx.rollout.proxy import ChatProxy
-from slimx.rollout.rollouts import GroupMaker
+from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.lifetime import stopping, together
+from slimx.orchestration.prepare import Sources
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.proxy.server import ChatProxy
 
 T = TypeVar("T")
 

@@ -10,44 +10,44 @@ from typing import Any
 
 from rich.console import Console
 
+from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
+from slimx.engines.fleet.group import EngineGroup, tell_restarts
+from slimx.engines.fleet.roster import Roster
 from slimx.errors import SlimxError
 from slimx.models.trunk import read_trunk
-from slimx.observability.activity import Activity
-from slimx.observability.jsonl import JsonlFile
-from slimx.observability.live import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
-from slimx.observability.report import write_report
-from slimx.observability.run_lock import held
-from slimx.observability.terminal import plain
-from slimx.observability.timeline import Timeline
-from slimx.observability.tracker import make_tracker
+from slimx.observability.live.activity import Activity
+from slimx.observability.live.run_lock import held
+from slimx.observability.live.step_line import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
+from slimx.observability.live.terminal import plain
+from slimx.observability.report.report import write_report
+from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration.batches import longest_trajectory, make_packer
-from slimx.orchestration.checkpoints import check_resume
-from slimx.orchestration.checks import Prepared, check_run
-from slimx.orchestration.cluster import device_of
-from slimx.orchestration.critic import CriticGroup
-from slimx.orchestration.engines import EngineGroup, tell_restarts
 from slimx.orchestration.frozen import FrozenEngines
-from slimx.orchestration.heap import settled_heap
-from slimx.orchestration.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
+from slimx.orchestration.lifetime.heap import settled_heap
+from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
-from slimx.orchestration.rank_watch import watch_ranks
+from slimx.orchestration.prepare import Prepared, check_run
+from slimx.orchestration.ranks.critic import CriticGroup
+from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.ranks.watch import watch_ranks
 from slimx.orchestration.reach import check_reach
-from slimx.orchestration.recording import Records, summary
-from slimx.orchestration.reference import restore_reference
-from slimx.orchestration.roster import Roster
 from slimx.orchestration.run import Run
-from slimx.orchestration.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.serving import prober
-from slimx.orchestration.trainers import TrainerGroup
+from slimx.orchestration.state.checkpoints import check_resume
+from slimx.orchestration.state.recording import Records, summary
+from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
+from slimx.orchestration.step.reference import restore_reference
 from slimx.preflight.routing import route_shape
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.proxy import ChatProxy
-from slimx.rollout.replay import Replay, check_replay
-from slimx.rollout.rollouts import GroupMaker
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.flow.replay import Replay, check_replay
+from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.proxy.server import ChatProxy
 from slimx.trainer.checkpoint.files import MANIFEST, Damaged
 
 

@@ -22,7 +22,7 @@ class PackedTensor:
     """Bytes from the start of the bucket."""
     nbytes: int
     checksum: int
-    """64 bits, `slimx.reshard.kernel.checksum_tensor`."""
+    """64 bits, `slimx.reshard.kernels.cpu.checksum_tensor`."""
 
     def to_json(self) -> dict[str, Any]:
         """The checksum as 16 hex digits: JSON numbers lose bits beyond 2^53."""

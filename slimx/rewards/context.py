@@ -25,7 +25,7 @@ class Context(Protocol):
 
     @property
     def engines(self) -> Mapping[str, Any]:
-        """Frozen models by their group's name (`slimx.rollout.frozen.FrozenEngine`)."""
+        """Frozen models by their group's name (`slimx.rollout.client.frozen.FrozenEngine`)."""
         ...
 
 

@@ -22,9 +22,9 @@ from slimx.errors import SlimxError
 from slimx.rewards.needs import checked_by
 from slimx.rollout.agent_process import run_command
 from slimx.rollout.hooks import GivenUp, RolloutContext
-from slimx.rollout.proxy_answer import Reading
-from slimx.rollout.proxy_session import Limits, Session
-from slimx.rollout.tool_calls import find_parser
+from slimx.rollout.proxy.answer import Reading
+from slimx.rollout.proxy.session import Limits, Session
+from slimx.rollout.proxy.tool_calls import find_parser
 
 
 def check(
@@ -82,8 +82,8 @@ async def generate(
     `max_context`: tokens of a conversation; None: what can be trained. `max_requests` and `max_tokens` (sampled, in all
     answers together) bound the session: further requests are refused, those under way are not. `sampling`: "run" gives
     an agent that asks for another temperature or top_p the run's, "strict" refuses it. `tool_parser`: a name for
-    `slimx.rollout.tool_calls.find_parser`. `separate_reasoning`: what stands before </think> is no answer's content.
-    `environment`: names of variables that a program gets besides `slimx.rollout.agent_process.ALLOWED`.
+    `slimx.rollout.proxy.tool_calls.find_parser`. `separate_reasoning`: what stands before </think> is no answer's
+    content. `environment`: names of variables that a program gets besides `slimx.rollout.agent_process.ALLOWED`.
 
     Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided), `branch` (its number), and
     `result`, what the agent returned or the program wrote. An agent that fails after it reached a limit has none, and

@@ -10,7 +10,7 @@ import numpy as np
 from slimx.data.records import Span, Status, Trajectory, Turn
 from slimx.data.support import Support
 from slimx.errors import SlimxError
-from slimx.rollout.completion import Completion
+from slimx.rollout.client.completion import Completion
 
 _STATUS: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 

@@ -1,6 +1,6 @@
 """Import of the configured hooks, with the checks that they pass before a run starts.
 
-Hooks of slime's form have the prefix `slime:` (slimx.adapters.slime_hooks).
+Hooks of slime's form have the prefix `slime:` (slimx.adapters.slime).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slimx.adapters.slime_hooks import hooks as slime
+from slimx.adapters.slime import hooks as slime
 from slimx.config.reward import Reward as RewardConfig
 from slimx.config.reward import RewardPart
 from slimx.config.schema import Config

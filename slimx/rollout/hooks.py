@@ -19,13 +19,13 @@ import numpy as np
 
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import PromptIds, encode_turn
+from slimx.environments.processes import Environments
 from slimx.errors import SlimxError
-from slimx.rollout.completion import Completion
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.sampling import checked_sampling
+from slimx.rollout.client.stream import TokenStream
 from slimx.rollout.draft import Draft
-from slimx.rollout.environment_processes import Environments
-from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.sampling import checked_sampling
-from slimx.rollout.stream import TokenStream
 
 
 class AgentServer(Protocol):
@@ -35,7 +35,7 @@ class AgentServer(Protocol):
     """Tokens of a trajectory that can be trained, at most."""
 
     def session(self, session: Any) -> AbstractAsyncContextManager[str]:
-        """Serve a `slimx.rollout.proxy_session.Session` inside the block; gives its base URL."""
+        """Serve a `slimx.rollout.proxy.session.Session` inside the block; gives its base URL."""
         ...
 
 

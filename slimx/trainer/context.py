@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from slimx.data.batch import MicroBatch
 from slimx.layout.zigzag import zigzag
-from slimx.trainer.transfer import to_device
+from slimx.trainer.device.transfer import to_device
 
 
 class ContextShard:

@@ -8,26 +8,26 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slimx.algorithms.value_loss import ValueInputs, ValueLoss, value_loss
+from slimx.algorithms.losses.value_loss import ValueInputs, ValueLoss, value_loss
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.trunk import read_trunk
-from slimx.trainer.backends import choose_backends, installed
 from slimx.trainer.checkpoint.load import restore
 from slimx.trainer.checkpoint.save import Saver
 from slimx.trainer.checkpoint.state import full_state
 from slimx.trainer.context import ContextShard
-from slimx.trainer.forward_backward import Pipeline, sum_gradients
-from slimx.trainer.metrics import reduce
-from slimx.trainer.model import build_model, unwrap
-from slimx.trainer.offload import Offload
-from slimx.trainer.optimizer import build_optimizer, learning_rate
-from slimx.trainer.optimizer_step import OptimizerStep
+from slimx.trainer.device.backends import choose_backends, installed
+from slimx.trainer.device.offload import Offload
+from slimx.trainer.model.build import build_model, unwrap
+from slimx.trainer.model.value_model import ValueModel
+from slimx.trainer.model.weights import Weights
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.updates import combine
-from slimx.trainer.value_model import ValueModel
-from slimx.trainer.weights import Weights
+from slimx.trainer.step.forward_backward import Pipeline, sum_gradients
+from slimx.trainer.step.metrics import reduce
+from slimx.trainer.step.optimizer import build_optimizer, learning_rate
+from slimx.trainer.step.optimizer_step import OptimizerStep
+from slimx.trainer.step.updates import combine
 
 
 class ValuePipeline(Pipeline):

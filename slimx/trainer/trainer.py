@@ -9,33 +9,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slimx.algorithms.objective import make_loss
+from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.router_terms import Totals
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
-from slimx.models.megatron_directory import check_fit, is_megatron
-from slimx.reshard.precision import Quantisation
-from slimx.trainer.backends import choose_backends, installed
+from slimx.models.files.megatron_directory import check_fit, is_megatron
+from slimx.reshard.plan.precision import Quantisation
 from slimx.trainer.checkpoint.load import load_weights, restore
 from slimx.trainer.checkpoint.save import Saver
 from slimx.trainer.checkpoint.state import full_state
 from slimx.trainer.context import ContextShard
-from slimx.trainer.forward_backward import Pipeline, sum_gradients
-from slimx.trainer.gpu import largest
-from slimx.trainer.metrics import gap_metrics, mismatch_metrics, mismatch_sums, reduce
-from slimx.trainer.model import build_model, compute_as_served, unwrap
-from slimx.trainer.offload import Offload
-from slimx.trainer.optimizer import build_optimizer, learning_rate
-from slimx.trainer.optimizer_step import OptimizerStep
+from slimx.trainer.device.backends import choose_backends, installed
+from slimx.trainer.device.gpu import largest
+from slimx.trainer.device.offload import Offload
+from slimx.trainer.model.build import build_model, compute_as_served, unwrap
+from slimx.trainer.model.weights import Weights
+from slimx.trainer.moe.routes import within_sequence
+from slimx.trainer.moe.routing import Routes, Routing
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.passes import ForwardPasses, Holder
-from slimx.trainer.routes import within_sequence
-from slimx.trainer.routing import Routes, Routing
-from slimx.trainer.trace import traced
-from slimx.trainer.updates import combine
-from slimx.trainer.weights import Weights
+from slimx.trainer.step.forward_backward import Pipeline, sum_gradients
+from slimx.trainer.step.metrics import gap_metrics, mismatch_metrics, mismatch_sums, reduce
+from slimx.trainer.step.optimizer import build_optimizer, learning_rate
+from slimx.trainer.step.optimizer_step import OptimizerStep
+from slimx.trainer.step.passes import ForwardPasses, Holder
+from slimx.trainer.step.trace import traced
+from slimx.trainer.step.updates import combine
 
 
 class Trainer:
@@ -165,7 +165,7 @@ class Trainer:
         return self._metrics(batches, [({}, each.logprobs) for each in scores], version, mismatch=mismatch)
 
     def trace(self, batches: list[MicroBatch]) -> dict[str, list[str]]:
-        """Digests of the residual stream in this rank's layers in a pass over `batches` (slimx.trainer.trace)."""
+        """Digests of the residual stream in this rank's layers in a pass over `batches` (slimx.trainer.step.trace)."""
         with traced([unwrap(chunk) for chunk in self.chunks]) as rows:
             self.pipeline.scores(self._local(batches))
         return dict(rows)

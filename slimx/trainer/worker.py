@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from slimx.machine import machine
-from slimx.ports import address, free_port, is_loopback, own_address
+from slimx.runtime.machine import machine
+from slimx.runtime.ports import address, free_port, is_loopback, own_address
 
 PROBE = b"slimx publisher"
 
@@ -60,7 +60,7 @@ class TrainerWorker:
 
         from slimx.layout.ranks import sizes_of
         from slimx.trainer.contract import contract_of
-        from slimx.trainer.memory import PhaseMemory, meter_of
+        from slimx.trainer.device.memory import PhaseMemory, meter_of
         from slimx.trainer.parallel import ParallelState
 
         torch.set_num_threads(config.trainer.threads)
@@ -88,8 +88,8 @@ class TrainerWorker:
         """Refuse a broken GPU, run on the CPUs beside it, and guard its memory from now on."""
         import torch
 
-        from slimx.trainer.gpu import MemoryGuard, check_health, set_affinity
-        from slimx.trainer.nvml import gpu_of
+        from slimx.trainer.device.gpu import MemoryGuard, check_health, set_affinity
+        from slimx.trainer.device.nvml import gpu_of
 
         gpu = gpu_of(device)
         health = check_health(gpu)
@@ -215,10 +215,10 @@ class TrainerWorker:
     def prepare(self, name: str, plan: bytes, remote: list[int], on_device: bool) -> None:
         """Get ready for the buckets of a plan; `remote`: the ranks that cannot reach the publisher's memory;
         `on_device`: whether that is its GPU's."""
-        from slimx.reshard.gather import Gatherer
-        from slimx.reshard.gather_device import DeviceGatherer
-        from slimx.reshard.packer import Packer
-        from slimx.reshard.plan import Plan
+        from slimx.reshard.pack.gather import Gatherer
+        from slimx.reshard.pack.gather_device import DeviceGatherer
+        from slimx.reshard.pack.packer import Packer
+        from slimx.reshard.plan.copy_plan import Plan
 
         packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.parameters)
         if on_device:  # the default group: NCCL over all ranks
@@ -243,7 +243,7 @@ class TrainerWorker:
 
     def write_bucket(self, packed: Any, path: str) -> list[str]:
         """Write a packed bucket as a safetensors file; its tensors' names."""
-        from slimx.models.checkpoint_writer import write_bucket
+        from slimx.models.files.writer import write_bucket
 
         return write_bucket(packed, path, self._trainer.weights.spec.table)
 
@@ -305,10 +305,10 @@ def install_adapters(*, exact: bool = False) -> list[str]:
     """Prepare this process for megatron.core, before anything imports it; returns the names of those in force.
 
     `exact`: for numerics.mode exact, whose layers are plain torch's on a GPU too."""
-    from slimx.adapters import megatron_cpu
+    from slimx.adapters.megatron import cpu as megatron_cpu
 
     adapters = megatron_cpu.install()
-    from slimx.adapters import megatron_layers  # imports megatron.core
+    from slimx.adapters.megatron import layers as megatron_layers
 
     adapters += megatron_cpu.install_megatron()
     return adapters + (["torch_layers"] if megatron_layers.install(always=exact) else [])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from slimx.trainer.worker import install_adapters, prepare_process
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimx.reshard import kernel_cuda
+from slimx.reshard.kernels import cuda as kernel_cuda
 
 WITHOUT_KERNELS = {"test_trainer.py", "test_exact_trainer.py"}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slimx.reshard.record import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, RULE
 
 FORMS = [  # op, rule, bytes of a source element, of a destination element
     *((OP.COPY, RULE.NONE, size, size) for size in (1, 2, 3, 4, 8)),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slimx.reshard import kernel, kernel_cuda
-from slimx.reshard.kernel_cuda import DevicePlan
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels.cuda import DevicePlan
 from tests.gpu.plans import Plan
 
 FILL = 7

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard import kernel, kernel_cuda
-from slimx.reshard.kernel_cuda import DevicePlan
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.transports.collective import Meeting, Receiving
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from tests.gpu.plans import random_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slimx.reshard.record import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, RULE
 from tests.gpu.plans import MARGIN, Plan
 
 AMAX = 0x7F80

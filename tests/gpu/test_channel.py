@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimx.reshard import kernel
+from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.transports.collective import _WAITS, ChannelError, Opening, Sending
 from tests.gpu.sharing_peer import Peer
 

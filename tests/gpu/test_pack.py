@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.reshard import kernel, kernel_cuda, ops
-from slimx.reshard.kernel_cuda import DevicePlan
-from slimx.reshard.record import OP, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels import ops
+from slimx.reshard.kernels.cuda import DevicePlan
+from slimx.reshard.kernels.record import OP, RULE
 from tests.gpu.plans import FORMS, Plan, random_plan
 from tests.gpu.running import OnDevice, on_cpu, on_gpu
 from tests.gpu.tables import every_rounding, one_block_per_amax

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from slimx.adapters.sglang_receiver import load_staged, receiver_of
+from slimx.adapters.sglang.weights.receiver import load_staged, receiver_of
 from slimx.errors import SlimxError
-from slimx.reshard import kernel
+from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from tests.gpu.plans import random_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slimx.reshard import kernel_cuda
+from slimx.reshard.kernels import cuda as kernel_cuda
 from tests.gpu.plans import random_plan
 from tests.gpu.running import OnDevice, on_cpu
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.reshard import kernel, kernel_cuda
-from slimx.reshard.record import OP, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels.record import OP, RULE
 from tests.gpu.plans import MARGIN, TRITON, random_plan
 from tests.gpu.running import on_cpu, on_gpu
 from tests.gpu.tables import AMAX, one_block_per_amax

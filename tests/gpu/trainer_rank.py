@@ -21,7 +21,7 @@ def run(name: str, out: Path, parallel: Any) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from slimx.algorithms.estimate import group_advantages
+    from slimx.algorithms.advantages.estimate import group_advantages
     from slimx.data.batch import make_rows
     from slimx.data.packing import pack
     from slimx.data.weights import loss_weights

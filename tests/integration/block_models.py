@@ -16,9 +16,9 @@ from slimx.convert.work import convert
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
-from slimx.reshard.packer import Packer
-from slimx.reshard.plan import checkpoint_parts, compile_plan
-from slimx.reshard.precision import Precision, Quantisation, Rule
+from slimx.reshard.pack.packer import Packer
+from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation, Rule
 from tests.integration.conftest import ROOT, Weights, perturbed
 
 WIDE = {

@@ -19,12 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slimx.ports import free_port
-from slimx.reshard.kernel import checksum_tensor
+from slimx.engines.server.engine import Engine
+from slimx.engines.server.spec import EngineSpec
+from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.rollout.engine import Engine
-from slimx.rollout.spec import EngineSpec
+from slimx.runtime.ports import free_port
 from tests.integration.recorded import recording_config
 from tests.integration.runs import TrainProcess
 

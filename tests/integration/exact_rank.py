@@ -106,9 +106,9 @@ def spoilt(what: str | None) -> Iterator[None]:
     from slimx.numerics.norm import rms_norm
 
     plain = {
-        "rms_norm": ("slimx.adapters.megatron_exact.ExactNormColumn.norm", staticmethod(rms_norm)),
+        "rms_norm": ("slimx.adapters.megatron.exact.ExactNormColumn.norm", staticmethod(rms_norm)),
         "linear": (
-            "slimx.adapters.megatron_exact._Column._forward_impl",
+            "slimx.adapters.megatron.exact._Column._forward_impl",
             lambda self, input, weight, *_, **__: F.linear(input, weight),
         ),
         "silu_and_mul": (

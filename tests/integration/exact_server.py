@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from slimx.engines.server.engine import Engine
+from slimx.engines.server.keys import bearer
+from slimx.engines.server.spec import EngineSpec
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
-from slimx.ports import free_port
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.engine import Engine
-from slimx.rollout.keys import bearer
-from slimx.rollout.spec import EngineSpec
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 
 Completions = list[dict[str, Any]]

@@ -20,7 +20,7 @@ from slimx.layout.ranks import Sizes
 from slimx.layout.stored import stored
 from slimx.layout.table import Table
 from slimx.models.families import Family, load_family, read_model
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights
 from tests.integration.family_cases import CASES
 from tests.integration.family_oracle import Oracle

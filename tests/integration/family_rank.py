@@ -56,7 +56,7 @@ class Rank:
 
     def run(self, case: dict[str, Any]) -> None:
         from slimx.models.families import configured_model
-        from slimx.trainer.model import unwrap
+        from slimx.trainer.model.build import unwrap
         from slimx.trainer.trainer import Trainer
 
         self.case = case["name"]
@@ -86,8 +86,8 @@ class Rank:
 
     def compare_plan(self, trainer: Any) -> None:
         """`slimx plan` knows the bytes that this rank holds now, of every family."""
-        from slimx.preflight.memory_state import state_bytes
-        from slimx.preflight.parameter_runs import Holdings
+        from slimx.preflight.memory.parameter_runs import Holdings
+        from slimx.preflight.memory.state import state_bytes
 
         config, sizes = trainer.config, self.parallel.sizes
         runs = Holdings(trainer.weights.spec.table, config.numerics.dtype).runs(sizes, self.rank)
@@ -113,8 +113,8 @@ class Rank:
         import torch
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        from slimx.trainer.logprobs import Targets
-        from slimx.trainer.model import unwrap
+        from slimx.trainer.model.build import unwrap
+        from slimx.trainer.model.logprobs import Targets
 
         bounds = torch.tensor([0, *batch.lengths]).cumsum(0).to(torch.int32)
         longest = max(batch.lengths)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from slimx.algorithms.estimate import group_advantages
+from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.codec import load_groups

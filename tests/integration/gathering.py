@@ -11,11 +11,11 @@ def write_tensors(path: Path, tensors: dict[str, Any], spec: Any, parallel: Any)
     import torch.distributed as dist
 
     from slimx.layout.megatron import MegatronLayout
-    from slimx.models.checkpoint_writer import write_bucket
-    from slimx.reshard.gather import PUBLISHER, Gatherer
-    from slimx.reshard.packer import Packer, describe
-    from slimx.reshard.plan import checkpoint_parts, compile_plan
-    from slimx.reshard.precision import Precision
+    from slimx.models.files.writer import write_bucket
+    from slimx.reshard.pack.gather import PUBLISHER, Gatherer
+    from slimx.reshard.pack.packer import Packer, describe
+    from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+    from slimx.reshard.plan.precision import Precision
 
     plan = compile_plan(
         MegatronLayout(spec.table, parallel.sizes).parts(),

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slimx.algorithms.estimate import group_advantages
+from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.config.schema import Config
 from slimx.data.batch import make_rows
 from slimx.data.codec import load_groups

@@ -55,8 +55,8 @@ def _kind(process: psutil.Process, loopback: bool) -> str:
             "ray/gcs/gcs_server": "gcs_server, raylet",
             "raylet/raylet": "gcs_server, raylet",
             "sglang::router": "router",
-            "slimx.rollout.router_server": "router",
+            "slimx.engines.server.router_launch": "router",
             "sglang::scheduler": "engine's scheduler",
-            "slimx.rollout.server": "engine",
+            "slimx.engines.server.launch": "engine",
         }
     return next((kind for part, kind in actors.items() if part in line), line)

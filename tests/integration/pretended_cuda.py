@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from slimx.adapters import megatron_cpu
+from slimx.adapters.megatron import cpu as megatron_cpu
 
 DEVICE = torch.device("cuda", 0)
 WAITS: Counter[str] = Counter()

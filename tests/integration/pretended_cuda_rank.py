@@ -26,10 +26,10 @@ def main() -> None:
 
     join = dist.init_process_group
     dist.init_process_group = lambda backend, **kwargs: join("gloo", **kwargs)
-    from slimx.adapters import megatron_layers
+    from slimx.adapters.megatron import layers as megatron_layers
     from slimx.layout.ranks import Sizes
-    from slimx.ports import free_port
-    from slimx.trainer.offload import Offload
+    from slimx.runtime.ports import free_port
+    from slimx.trainer.device.offload import Offload
     from slimx.trainer.parallel import ParallelState
     from tests.gpu.trainer_rank import run
 

@@ -18,8 +18,8 @@ import psutil
 import yaml
 
 from slimx.data.codec import decode
-from slimx.rollout.process import PR_SET_CHILD_SUBREAPER, shared_memory_inodes
-from slimx.rollout.tickets import SavedTicket
+from slimx.rollout.flow.tickets import SavedTicket
+from slimx.runtime.process import PR_SET_CHILD_SUBREAPER, shared_memory_inodes
 from tests import stacks
 
 MARK = "SLIMX_TEST_RUN"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 START_S, END_S = 300.0, 300.0

@@ -2,7 +2,7 @@
 
 import os
 
-from slimx.adapters import sglang_absent
+from slimx.adapters.sglang import absent as sglang_absent
 
 os.environ["SGLANG_PLUGINS"] = "none"
 sglang_absent.install()

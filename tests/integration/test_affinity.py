@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp.web
 import pytest
 
-from slimx.ports import free_port
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.router import Router
+from slimx.engines.server.router import Router
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.runtime.ports import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -17,16 +17,16 @@ import pytest
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.tokens import load_tokenizer
+from slimx.engines.server.engine import Engine
+from slimx.engines.server.router import Router
 from slimx.models.families import read_model
-from slimx.ports import free_port
 from slimx.rollout import agent
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.completion import Completion
-from slimx.rollout.engine import Engine
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
-from slimx.rollout.proxy import ChatProxy
-from slimx.rollout.router import Router
-from slimx.rollout.tool_calls import find_parser
+from slimx.rollout.proxy.server import ChatProxy
+from slimx.rollout.proxy.tool_calls import find_parser
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import ROOT, Weights, perturbed, publish
 
 pytestmark = pytest.mark.integration

@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.models.megatron_directory import check_fit
+from slimx.models.files.megatron_directory import check_fit
 from slimx.trainer.checkpoint import files
 from tests.integration.conftest import free_port
 from tests.integration.megatron_stand import megatron_tensors, write_megatron

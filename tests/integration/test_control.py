@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slimx.engines.server.control import NO_TENSORS, RECEIVER
+from slimx.engines.server.engine import Engine, State
+from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.control import NO_TENSORS, RECEIVER
-from slimx.rollout.engine import Engine, State
-from slimx.rollout.keys import bearer
+from slimx.rollout.client.generation import GenerationClient, ModelShape
 from tests.integration.conftest import Bucket, Weights, manifest, perturbed, publish
 
 pytestmark = pytest.mark.integration

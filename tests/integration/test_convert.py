@@ -12,7 +12,7 @@ import pytest
 from slimx.convert import run
 from slimx.convert.work import convert
 from slimx.models.families import load_family
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, same, tensors_of, write_checkpoint
 from tests.integration.family_cases import CASES
 from tests.integration.rank_processes import run_ranks

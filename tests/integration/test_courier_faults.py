@@ -10,10 +10,10 @@ import psutil
 import pytest
 import ray
 
+from slimx.cluster.connection import start_ray, stop_ray
+from slimx.cluster.restarts import Restarts
 from slimx.config.schema import Config
-from slimx.orchestration.cluster import start_ray, stop_ray
-from slimx.orchestration.courier import CourierHandle
-from slimx.orchestration.restarts import Restarts
+from slimx.engines.delivery.courier import CourierHandle
 from slimx.reshard.parties import TransportLost
 
 pytestmark = pytest.mark.integration

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.layout.ranks import Sizes, coordinates
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.critic_rank import CLIP, DEEPSEEK, QWEN, RATE, STEPS, critic_rows
 from tests.integration.deepseek_v3_oracle import MODELS

@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
+from slimx.engines.server.engine import Engine, State
+from slimx.engines.server.launch import CPU_VARIABLES
+from slimx.engines.server.router import Router
+from slimx.engines.server.spec import EngineSpec
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.ports import free_port
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.engine import Engine, State
-from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.router import Router
-from slimx.rollout.server import CPU_VARIABLES
-from slimx.rollout.spec import EngineSpec
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, publish
 
 pytestmark = pytest.mark.integration
@@ -335,8 +335,8 @@ async def test_the_router_sends_to_registered_engines_only(
 
 OWNER = """
 import sys, time
-from slimx.rollout.engine import Engine
-from slimx.rollout.spec import EngineSpec
+from slimx.engines.server.engine import Engine
+from slimx.engines.server.spec import EngineSpec
 spec = EngineSpec("orphan", sys.argv[1], "float32", "cpu", int(sys.argv[2]), max_total_tokens=1024)
 engine = Engine(spec, sys.argv[3])
 engine.start()

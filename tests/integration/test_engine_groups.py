@@ -14,20 +14,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slimx.cluster.connection import start_ray, stop_ray
 from slimx.config.schema import Config
 from slimx.data.tokens import load_tokenizer
+from slimx.engines.delivery.transports import GlooTransport
+from slimx.engines.fleet.group import EngineGroup
+from slimx.engines.fleet.handle import Standing
+from slimx.engines.server.engine import Engine
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.orchestration.cluster import start_ray, stop_ray
-from slimx.orchestration.engine_handle import Standing
-from slimx.orchestration.engines import EngineGroup
 from slimx.orchestration.frozen import FrozenEngines
-from slimx.orchestration.transports import GlooTransport
 from slimx.reshard.publish import Publisher
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.engine import Engine
-from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.teacher import check_vocabulary
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.teacher import check_vocabulary
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 from tests.integration.test_engine import PROMPT, logprobs_of
 from tests.integration.test_faults import Trainers
@@ -115,7 +115,7 @@ def _is_share(process: psutil.Process, model: Path, rank: int) -> bool:
     """Whether it is the first process of a share of a server of `model`."""
     line = process.info["cmdline"] or []
     return (
-        "slimx.rollout.server" in line
+        "slimx.engines.server.launch" in line
         and str(model) in line
         and ("--node-rank", str(rank)) in zip(line, line[1:], strict=False)
     )

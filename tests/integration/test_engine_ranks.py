@@ -22,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from examples import mixtral
+from slimx.engines.server.engine import Engine, State
+from slimx.engines.server.spec import EngineSpec
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
-from slimx.ports import free_port
-from slimx.rollout.engine import Engine, State
-from slimx.rollout.spec import EngineSpec
+from slimx.runtime.ports import free_port
 from tests.integration import engine_families
 from tests.integration.conftest import ROOT, START_S, Bucket, Weights, manifest, perturbed, publish
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slimx.layout.ranks import EngineSizes
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from tests.integration import exact_server
 from tests.integration.block_models import make_block_model
 from tests.integration.conftest import ROOT

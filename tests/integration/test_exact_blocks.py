@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from slimx.engines.server.engine import Engine
 from slimx.layout.ranks import EngineSizes
-from slimx.reshard.precision import Rule
-from slimx.rollout.engine import Engine
+from slimx.reshard.plan.precision import Rule
 from tests.integration import exact_server
 from tests.integration.block_models import in_fp8, make_block_model, published
 from tests.integration.conftest import Weights

@@ -16,16 +16,16 @@ from examples import debate, fan_out, judge, single_turn, two_turn
 from slimx.config.schema import Config
 from slimx.data.records import Prompt, Trajectory
 from slimx.data.tokens import load_tokenizer
+from slimx.engines.server.engine import Engine
+from slimx.engines.server.router import Router
 from slimx.models.families import read_model
-from slimx.ports import free_port
 from slimx.rollout import multi_turn
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.engine import Engine
-from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
-from slimx.rollout.rollouts import GroupMaker
-from slimx.rollout.router import Router
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, publish
 
 pytestmark = pytest.mark.integration

@@ -16,20 +16,20 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
+from slimx.cluster.connection import start_ray, stop_ray
 from slimx.config.schema import Config
+from slimx.engines.delivery.transports import GlooTransport
+from slimx.engines.fleet.group import EngineGroup
+from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.server.control import EngineControl
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.orchestration.cluster import start_ray, stop_ray
-from slimx.orchestration.engine_handle import EngineHandle, Standing
-from slimx.orchestration.engines import EngineGroup
-from slimx.orchestration.transports import GlooTransport
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.reshard.publish import Publication, Publisher, Staging
 from slimx.reshard.transports.memory import MemoryFile
-from slimx.rollout.client import Completion, GenerationClient, ModelShape
-from slimx.rollout.control import EngineControl
+from slimx.rollout.client.generation import Completion, GenerationClient, ModelShape
 from tests.integration.conftest import Bucket, Weights, perturbed
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.test_engine import PROMPT, fused

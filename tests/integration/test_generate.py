@@ -14,19 +14,19 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from slimx.cluster.connection import start_ray, stop_ray
+from slimx.commands.evaluate import evaluate_once
+from slimx.commands.generate import generate
 from slimx.config.load import load_config
 from slimx.config.schema import Config
 from slimx.data.records import Group, Trajectory
 from slimx.data.step_files import origin_of, read_step, step_files
 from slimx.models.families import configured_model
-from slimx.observability.live import LiveTable
-from slimx.orchestration.checks import Sources, check_sources
-from slimx.orchestration.cluster import start_ray, stop_ray
-from slimx.orchestration.evaluation_command import evaluate_once
-from slimx.orchestration.generate import generate
-from slimx.orchestration.saves import Saves
+from slimx.observability.live.step_line import LiveTable
+from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.serving import serving, without_trainers
-from slimx.rollout.replay import check_replay
+from slimx.orchestration.state.saves import Saves
+from slimx.rollout.flow.replay import check_replay
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.runs import write_config
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.layout.ranks import Sizes
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.family_cases import CASES
 from tests.integration.family_laboratory import difference
 from tests.integration.family_oracle import Oracle

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slimx.engines.server.engine import Engine
 from slimx.models.families import read_model
-from slimx.rollout.client import GenerationClient
-from slimx.rollout.clock import Clock
-from slimx.rollout.completion import Completion, ModelShape
-from slimx.rollout.engine import Engine
-from slimx.rollout.gate import Gate
-from slimx.rollout.interruption import Interruptible
-from slimx.rollout.progress import Journal
-from slimx.rollout.slots import Slots
+from slimx.rollout.client.completion import Completion, ModelShape
+from slimx.rollout.client.generation import GenerationClient
+from slimx.rollout.flow.gate import Gate
+from slimx.rollout.flow.interruption import Interruptible
+from slimx.rollout.flow.progress import Journal
+from slimx.rollout.flow.slots import Slots
+from slimx.runtime.standing_clock import Clock
 from tests.integration.conftest import Weights, perturbed, publish
 
 pytestmark = pytest.mark.integration

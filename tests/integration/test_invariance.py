@@ -20,7 +20,7 @@ from slimx.data.codec import save_groups
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.data.support import Support
 from slimx.models.families import read_model
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights
 from tests.integration.deepseek_v3_oracle import MODELS, SHAPE
 from tests.integration.invariance_rank import VERSION

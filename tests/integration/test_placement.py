@@ -12,9 +12,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from slimx.engines.fleet.nodes import Place, place_of, share_of
 from slimx.errors import DeadlineError
-from slimx.orchestration.engine_nodes import Place, place_of, share_of
-from slimx.orchestration.placement import PackedGpus
+from slimx.orchestration.ranks.placement import PackedGpus
 
 pytestmark = pytest.mark.integration
 MACHINES, GPUS = 2, 2

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from slimx.layout.ranks import coordinates, sizes_of
 from slimx.models.families import read_model
 from slimx.models.trunk import read_trunk
-from slimx.ports import free_port
-from slimx.preflight.batch_plan import batch_plan
-from slimx.preflight.memory_state import state_bytes
-from slimx.preflight.memory_trainer import trainer_memory
-from slimx.preflight.parameter_runs import Holdings
+from slimx.preflight.memory.batch_plan import batch_plan
+from slimx.preflight.memory.parameter_runs import Holdings
+from slimx.preflight.memory.state import state_bytes
+from slimx.preflight.memory.trainer import trainer_memory
+from slimx.runtime.ports import free_port
 from tests.integration.memory_rank import config
 from tests.integration.rank_processes import run_ranks
 from tests.integration.test_invariance import DEEPSEEK, QWEN
@@ -172,8 +172,10 @@ def check_case(job: dict[str, Any], model: str, case: dict[str, Any], said: list
 
 def test_what_slimx_plan_repeats_of_the_trainer_is_the_same_there():
     """These stand twice because a plan must not import torch."""
-    from slimx.preflight import memory_pipeline, memory_trainer
-    from slimx.trainer import host_moments, logprobs
+    from slimx.preflight.memory import pipeline as memory_pipeline
+    from slimx.preflight.memory import trainer as memory_trainer
+    from slimx.trainer.device import host_moments
+    from slimx.trainer.model import logprobs
 
     assert memory_pipeline.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert memory_pipeline.SMALLEST_CHUNK == logprobs.SMALLEST_CHUNK

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import ray
 
+from slimx.cluster.connection import start_ray, stop_ray
 from slimx.config.schema import Config
-from slimx.orchestration.cluster import start_ray, stop_ray
 
 pytestmark = pytest.mark.integration
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Prompt
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights
 from tests.integration.rank_processes import run_ranks
 from tests.integration.router_oracle import TERMS, RoutedModel, Trained, write_models

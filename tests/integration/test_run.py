@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slimx.commands.status import run_status
 from slimx.errors import LOST
-from slimx.observability.status import run_status
 from tests.integration.open_ports import documented, opened
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
 from tests.integration.test_resume import task  # noqa: F401

@@ -12,7 +12,7 @@ import torch
 
 from slimx.data.records import Group
 from slimx.data.step_files import DIRECTORY, read_step, step_files
-from slimx.orchestration.saves import read_state
+from slimx.orchestration.state.saves import read_state
 from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
 from tests.integration.runs import TrainProcess, steps, write_config

@@ -11,7 +11,7 @@ import pytest
 
 from slimx.data.codec import save_groups
 from slimx.data.step_files import DIRECTORY, read_step, step_files
-from slimx.ports import free_port
+from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, steps, write_config

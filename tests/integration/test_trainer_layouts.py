@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slimx.algorithms.estimate import group_advantages
+from slimx.algorithms.advantages.estimate import group_advantages
 from slimx.config.algorithm import Algorithm
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Prompt, Span, Trajectory

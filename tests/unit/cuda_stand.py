@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slimx.reshard import kernel_cuda
+from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.transports import device, landing
 
 CSRC = Path(__file__).parents[2] / "csrc"

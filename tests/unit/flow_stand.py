@@ -13,12 +13,12 @@ from slimx.config.schema import Config
 from slimx.data.codec import decode, encode
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.rollout.client import Completion
+from slimx.rollout.client.generation import Completion
+from slimx.rollout.flow.manager import RolloutManager
+from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.rollout.flow.tickets import SavedTicket
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext, seed_of
-from slimx.rollout.manager import RolloutManager
-from slimx.rollout.rollouts import GroupMaker, Outcome
-from slimx.rollout.tickets import SavedTicket
 
 TURN_TOKENS = 6
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from slimx.reshard import kernel, reference
-from slimx.reshard.kernel import OP, PIECE, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.kernels.cpu import OP, PIECE, RULE
 
 FP8_RULES = [RULE.IEEE, RULE.TE, RULE.UE8M0, RULE.TRITON]
 DTYPE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}

@@ -20,8 +20,8 @@ from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
 from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
-from slimx.reshard.plan import Plan
-from slimx.reshard.precision import ITEMSIZE
+from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.precision import ITEMSIZE
 
 # No two dimensions alike and no square matrix, so that a transposed or exchanged one cannot pass.
 QWEN: dict[str, Any] = {

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from slimx.reshard import kernel, reference
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.pack.packer import Packer, describe
+from slimx.reshard.pack.pieces import compact, pieces_of, spread
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.packer import Packer, describe
-from slimx.reshard.pieces import compact, pieces_of, spread
-from slimx.reshard.plan import Plan
+from slimx.reshard.plan.copy_plan import Plan
 from tests.unit.layout_stand import Tensors
 
 HUGE = 2**40

@@ -15,10 +15,10 @@ from rollout_stand import the_tokenizer
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.rollout import agent
-from slimx.rollout.completion import Completion
+from slimx.rollout.client.completion import Completion
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
-from slimx.rollout.proxy import ChatProxy
-from slimx.rollout.tool_calls import ToolCall
+from slimx.rollout.proxy.server import ChatProxy
+from slimx.rollout.proxy.tool_calls import ToolCall
 
 TEMPLATE = (
     "{% if tools %}{{ '[tools ' + tools|tojson + ']' }}{% endif %}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from slimx.cluster.restarts import Restart
 from slimx.config.engines import Health
+from slimx.engines.fleet.handle import Standing
+from slimx.engines.fleet.membership import Membership
+from slimx.engines.server.keys import NO_KEYS, Keys
 from slimx.errors import SlimxError
-from slimx.orchestration.engine_handle import Standing
-from slimx.orchestration.recovery import Membership
-from slimx.orchestration.restarts import Restart
 from slimx.reshard.parties import ReceiverLost
-from slimx.rollout.keys import NO_KEYS, Keys
 
 
 class FakeEngine:

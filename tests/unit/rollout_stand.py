@@ -15,12 +15,12 @@ from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout import single_turn
-from slimx.rollout.client import Completion
+from slimx.rollout.client.generation import Completion
+from slimx.rollout.flow.manager import RolloutManager
+from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.rollout.flow.tickets import Batch
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
-from slimx.rollout.manager import RolloutManager
-from slimx.rollout.rollouts import GroupMaker, Outcome
-from slimx.rollout.tickets import Batch
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "quickstart" / "make_model.py"
 

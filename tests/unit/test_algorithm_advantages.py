@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.algorithms.advantages import gdpo, remax, rloo
-from slimx.algorithms.covariance import select_tokens
-from slimx.algorithms.dpo import assign_preferences
-from slimx.algorithms.estimate import all_advantages, finish_advantages, group_advantages
+from slimx.algorithms.advantages.covariance import select_tokens
+from slimx.algorithms.advantages.dpo import assign_preferences
+from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages, group_advantages
+from slimx.algorithms.advantages.group import gdpo, remax, rloo
 from slimx.config.algorithm import Algorithm
 from slimx.data.batch import Row, make_rows
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
@@ -266,7 +266,7 @@ def test_the_policy_gradient_of_preferences_is_the_gradient_of_the_dpo_loss():
     import torch
 
     from slimx.algorithms.inputs import LossInputs
-    from slimx.algorithms.objective import make_loss
+    from slimx.algorithms.losses.objective import make_loss
 
     random = np.random.default_rng(1)
     groups = [group("a", [0.0, 1.0]), group("b", [1.0, 0.0]), group("c", [0.3, 2.0, 0.7])]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from slimx.algorithms.inputs import LossInputs
-from slimx.algorithms.kl import ESTIMATORS
-from slimx.algorithms.losses import policy_loss
-from slimx.algorithms.objective import make_loss
-from slimx.algorithms.surrogates import Surrogate, cispo, clip, kl_cov, sapo
+from slimx.algorithms.losses.kl import ESTIMATORS
+from slimx.algorithms.losses.objective import make_loss
+from slimx.algorithms.losses.policy import policy_loss
+from slimx.algorithms.losses.surrogates import Surrogate, cispo, clip, kl_cov, sapo
 from slimx.config.algorithm import LOSSES, Algorithm
 from slimx.config.presets import PRESETS
 

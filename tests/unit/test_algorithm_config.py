@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.algorithms.estimate import all_advantages
+from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.algorithms.inputs import LossInputs
-from slimx.algorithms.objective import make_loss
+from slimx.algorithms.losses.objective import make_loss
 from slimx.config.algorithm import NEEDS, Algorithm
 from slimx.config.presets import PRESETS
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.preflight.probe import try_hooks
+from slimx.preflight.effects.probe import try_hooks
 from tests.unit.test_algorithm_advantages import group
 
 BASE: dict[str, Any] = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}

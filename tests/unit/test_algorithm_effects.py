@@ -15,7 +15,7 @@ from slimx.config.run import Model
 from slimx.config.schema import Config
 from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
-from slimx.preflight.effects import Effect, effects
+from slimx.preflight.effects.effects import Effect, effects
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "moe"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slimx.config.presets import PRESETS
-from slimx.preflight.probe import Probe, make_probe, policy_gradient, value_gradient
+from slimx.preflight.effects.probe import Probe, make_probe, policy_gradient, value_gradient
 from tests.unit.test_algorithm_effects import config
 
 FAR = -1000.0

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.algorithms.corrections import correction
 from slimx.algorithms.inputs import LossInputs
-from slimx.algorithms.kl import ESTIMATORS
-from slimx.algorithms.losses import policy_loss
-from slimx.algorithms.objective import make_loss
+from slimx.algorithms.losses.corrections import correction
+from slimx.algorithms.losses.kl import ESTIMATORS
+from slimx.algorithms.losses.objective import make_loss
+from slimx.algorithms.losses.policy import policy_loss
 from slimx.config.algorithm import Algorithm
 from slimx.trainer.context import ContextShard
 

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.algorithms.estimate import all_advantages, finish_advantages
+from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages
 from slimx.data.batch import TrainBatch
 from slimx.data.codec import load_groups, save_groups
 from slimx.data.packing import pack
 from slimx.data.records import Prompt, Trajectory, Turn
 from slimx.errors import SlimxError
 from slimx.layout.zigzag import zigzag
-from slimx.orchestration.advantages import estimate_advantages
 from slimx.orchestration.batches import make_update_rows
-from slimx.orchestration.reference import refresh_reference, restore_reference
+from slimx.orchestration.step.advantages import estimate_advantages
+from slimx.orchestration.step.reference import refresh_reference, restore_reference
 from slimx.rollout import preferences, single_turn
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from slimx.trainer.context import ContextShard
-from slimx.trainer.metrics import mismatch_metrics, mismatch_sums
+from slimx.trainer.step.metrics import mismatch_metrics, mismatch_sums
 from tests.unit.rollout_stand import FakeEngine, Stand, config_of, one
 from tests.unit.test_algorithm_advantages import group
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slimx.algorithms.inputs import LossInputs
-from slimx.algorithms.objective import make_loss
+from slimx.algorithms.losses.objective import make_loss
 from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
 from tests.unit.test_algorithm_losses import CLIP, Number, Token, agree, batch, gap_of, three_tokens

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.algorithms.advantages import grpo
-from slimx.algorithms.estimate import group_advantages
+from slimx.algorithms.advantages.estimate import group_advantages
+from slimx.algorithms.advantages.group import grpo
 from slimx.algorithms.inputs import LossInputs
-from slimx.algorithms.kl import k3
-from slimx.algorithms.losses import policy_loss, sft_loss
-from slimx.algorithms.objective import make_loss
-from slimx.algorithms.surrogates import clip
+from slimx.algorithms.losses.kl import k3
+from slimx.algorithms.losses.objective import make_loss
+from slimx.algorithms.losses.policy import policy_loss, sft_loss
+from slimx.algorithms.losses.surrogates import clip
 from slimx.config.algorithm import Algorithm
 from slimx.data.batch import make_rows
 from slimx.data.packing import pack

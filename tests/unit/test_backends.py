@@ -6,7 +6,7 @@ import pytest
 
 from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
-from slimx.trainer.backends import choose_backends, installed
+from slimx.trainer.device.backends import choose_backends, installed
 
 TE, FLASH, DEEP, APEX = "transformer_engine", "flash_attn", "deep_ep", "fused_weight_gradient_mlp_cuda"
 

@@ -11,11 +11,11 @@ import pytest
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import Sizes
-from slimx.models.megatron_directory import find_checkpoint
-from slimx.observability.timeline import Timeline
-from slimx.orchestration import checkpoints as module
-from slimx.orchestration.checkpoints import Checkpoints, check_resume, layout_of
-from slimx.orchestration.saves import RunState, Saves, read_state
+from slimx.models.files.megatron_directory import find_checkpoint
+from slimx.observability.tracking.timeline import Timeline
+from slimx.orchestration.state import checkpoints as module
+from slimx.orchestration.state.checkpoints import Checkpoints, check_resume, layout_of
+from slimx.orchestration.state.saves import RunState, Saves, read_state
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord, Report, read_manifest
 

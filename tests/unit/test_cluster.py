@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from slimx.cluster import access as ray_access
+from slimx.cluster import connection as cluster
 from slimx.config.schema import Config
 from slimx.errors import LOST, REFUSED, PartLost, SlimxError
-from slimx.orchestration import cluster, ray_access
 
 
 def config() -> Config:

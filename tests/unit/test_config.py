@@ -17,8 +17,8 @@ import yaml
 from slimx import cli
 from slimx.config import load_config
 from slimx.errors import SlimxError
-from slimx.observability.run_files import read_config
-from slimx.observability.run_lock import held
+from slimx.observability.live.run_lock import held
+from slimx.observability.tracking.run_files import read_config
 from tools.quickstart.make_model import make_model
 
 PROMPT = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}

@@ -22,8 +22,8 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import read_model
+from slimx.models.files.reader import CheckpointReader
 from tests.checkpoint_stand import QWEN3_MOE, same, tensors_of, write_checkpoint
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.unit.convert_stand import LAYOUT, QWEN3, change, dtypes_of, fields, go

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from slimx.convert import fp8, run, sources, torch_dist
 from slimx.convert.work import convert
 from slimx.errors import SlimxError
-from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import read_model
-from slimx.reshard import blocks, reference
-from slimx.reshard.kernel import RULE
+from slimx.models.files.reader import CheckpointReader
+from slimx.reshard.kernels import blocks, reference
+from slimx.reshard.kernels.cpu import RULE
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.unit.convert_stand import LAYOUT, WIDE, change, go
 

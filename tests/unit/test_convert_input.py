@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from slimx.convert import run
 from slimx.errors import SlimxError
-from slimx.models.checkpoint_index import INDEX
-from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import read_model
-from slimx.models.megatron_directory import check_fit
+from slimx.models.files.index import INDEX
+from slimx.models.files.megatron_directory import check_fit
+from slimx.models.files.reader import CheckpointReader
 from tests.checkpoint_stand import QWEN3_MOE, same, tensors_of, write_checkpoint
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.unit.convert_stand import LAYOUT, QWEN3, fields, go

@@ -11,9 +11,9 @@ import pytest
 import ray
 
 from slimx.config.engines import Health
+from slimx.engines.delivery.courier import CourierHandle
+from slimx.engines.delivery.transports import GlooTransport, NcclTransport, make_transport
 from slimx.errors import SlimxError
-from slimx.orchestration.courier import CourierHandle
-from slimx.orchestration.transports import GlooTransport, NcclTransport, make_transport
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import ReceiverLost, TransportLost

@@ -10,10 +10,10 @@ import pytest
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import Sizes
-from slimx.observability.timeline import Timeline
-from slimx.orchestration import checkpoints as module
-from slimx.orchestration.checkpoints import Checkpoints, check_resume, layout_of
-from slimx.orchestration.saves import Saves, read_state
+from slimx.observability.tracking.timeline import Timeline
+from slimx.orchestration.state import checkpoints as module
+from slimx.orchestration.state.checkpoints import Checkpoints, check_resume, layout_of
+from slimx.orchestration.state.saves import Saves, read_state
 from slimx.trainer.checkpoint.files import read_manifest
 from tests.unit.test_checkpoints import LAYOUT, Trainers, config, state
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard import kernel, kernel_cuda
-from slimx.reshard.kernel_cuda import DevicePlan
-from slimx.reshard.record import OP, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels.cuda import DevicePlan
+from slimx.reshard.kernels.record import OP, RULE
 from tests.gpu.plans import FORMS, Plan, random_plan
 from tests.gpu.running import OnDevice, on_cpu
 from tests.unit.cuda_stand import DEVICE, use_emulator

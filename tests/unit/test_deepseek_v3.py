@@ -18,9 +18,9 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.deepseek_v3 import transformer_config, unsupported, weight_table
 from slimx.models.families import read_model
+from slimx.models.files.reader import CheckpointReader
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 V3: dict[str, Any] = {

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from slimx import cli
-from slimx.adapters import sglang_absent
+from slimx.adapters.sglang import absent as sglang_absent
+from slimx.commands import doctor
 from slimx.environments.sandbox import Sandbox
 from slimx.errors import SlimxError
 from slimx.numerics.exact import kernel as exact_kernel
-from slimx.preflight import doctor
-from slimx.reshard import kernel
+from slimx.reshard.kernels import cpu as kernel
 
 
 class Screen:
@@ -85,7 +85,7 @@ def test_no_package_is_needed_to_say_that_it_is_absent(absent):
     program = (
         "import runpy, sys\n"
         f"sys.modules.update(dict.fromkeys({absent.split(',')!r}))\n"
-        "runpy.run_module('slimx.preflight.doctor', run_name='__main__')\n"
+        "runpy.run_module('slimx.commands.doctor', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Adapters" in done.stdout

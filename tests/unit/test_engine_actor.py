@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimx.cluster.waiting import ActorDied
+from slimx.engines.fleet import actor as engine_actor
+from slimx.engines.fleet.actor import EngineActor
+from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.server.control import PortTaken
+from slimx.engines.server.engine import State
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration import engine_actor
-from slimx.orchestration.engine_actor import EngineActor
-from slimx.orchestration.engine_handle import EngineHandle, Standing
-from slimx.orchestration.waiting import ActorDied
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.parties import ReceiverLost
-from slimx.rollout.control import PortTaken
-from slimx.rollout.engine import State
 
 
 def manifest(epoch: int, version: int = 7) -> Manifest:

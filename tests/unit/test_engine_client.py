@@ -12,14 +12,14 @@ from typing import Any
 import aiohttp.web
 import pytest
 
+from slimx.engines.server.control import EngineControl
+from slimx.engines.server.engine import Engine, State
+from slimx.engines.server.spec import EngineSpec
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.control import EngineControl
-from slimx.rollout.engine import Engine, State
-from slimx.rollout.spec import EngineSpec
+from slimx.rollout.client.generation import GenerationClient, ModelShape
 
 
 async def serve(answers: list[tuple[int, dict]]):

@@ -16,22 +16,22 @@ import pytest
 from pydantic import ValidationError
 
 from slimx.config.schema import Config
+from slimx.engines.fleet.nodes import Place, share_of
+from slimx.engines.outage import Outage
+from slimx.engines.server import control
+from slimx.engines.server.keys import bearer
+from slimx.engines.server.router import Router
+from slimx.engines.server.spec import EngineSpec, NodeShare, server_args, server_env
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
-from slimx.orchestration.engine_nodes import Place, share_of
 from slimx.orchestration.reach import refuse
-from slimx.ports import free_port, is_own
-from slimx.preflight import serving
-from slimx.preflight.serving import check_devices, check_transfer, external_hosts
+from slimx.preflight.checks import serving
+from slimx.preflight.checks.serving import check_devices, check_transfer, external_hosts
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rewards import judge
-from slimx.rollout import control
-from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.keys import bearer
-from slimx.rollout.outage import Outage
-from slimx.rollout.requests import AnswerError, input_logprobs
-from slimx.rollout.router import Router
-from slimx.rollout.spec import EngineSpec, NodeShare, server_args, server_env
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.requests import AnswerError, input_logprobs
+from slimx.runtime.ports import free_port, is_own
 from tests.unit.reward_stand import context, trajectory
 
 PAIR = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]

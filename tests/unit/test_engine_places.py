@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from slimx.adapters.sglang_layout import hf_layout
-from slimx.adapters.sglang_places import Held, Place, held_sums, local_layout, staged_sums
+from slimx.adapters.sglang.weights.layout import hf_layout
+from slimx.adapters.sglang.weights.places import Held, Place, held_sums, local_layout, staged_sums
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
-from slimx.reshard.kernel import checksum_tensor
+from slimx.reshard.kernels.cpu import checksum_tensor
 from tests.unit.engine_model import (
     DEEPSEEK,
     GLM,

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.adapters import sglang_plugin
-from slimx.adapters.sglang_receiver import Receiver, load_staged, receiver_of
+from slimx.adapters.sglang import plugin as sglang_plugin
+from slimx.adapters.sglang.weights.receiver import Receiver, load_staged, receiver_of
+from slimx.engines.server import control
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
-from slimx.reshard.kernel import checksum_tensor
+from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Manifest
-from slimx.rollout import control
 from tests.unit.engine_model import (
     DEEPSEEK,
     QWEN3,

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.adapters import sglang_buckets
-from slimx.adapters.sglang_places import held_sums, local_layout, staged_sums
-from slimx.adapters.sglang_receiver import receiver_of
+from slimx.adapters.sglang.weights import buckets as sglang_buckets
+from slimx.adapters.sglang.weights.places import held_sums, local_layout, staged_sums
+from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
-from slimx.reshard.kernel import checksum_tensor
-from slimx.reshard.record import PIECE, rectangle
-from slimx.reshard.sums import sum_rects
+from slimx.reshard.kernels.cpu import checksum_tensor
+from slimx.reshard.kernels.record import PIECE, rectangle
+from slimx.reshard.kernels.sums import sum_rects
 from slimx.reshard.transports.device import DeviceMemory
 from tests.unit.cuda_stand import DEVICE, use_emulator
 from tests.unit.engine_model import DEEPSEEK, ServerModel, Weights, checkpoint, rank_local

@@ -14,14 +14,15 @@ import psutil
 import pytest
 import torch
 
-from slimx.adapters import sglang_cpu, sglang_plugin
+from slimx.adapters.sglang import cpu as sglang_cpu
+from slimx.adapters.sglang import plugin as sglang_plugin
+from slimx.engines.server import control
+from slimx.engines.server.arguments import check_server_args, command_line, server_fields
+from slimx.engines.server.engine import TRANSITIONS, Engine, State
+from slimx.engines.server.spec import EngineSpec, server_argv, server_env
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import EngineSizes
-from slimx.rollout import control
-from slimx.rollout.arguments import check_server_args, command_line, server_fields
-from slimx.rollout.engine import TRANSITIONS, Engine, State
-from slimx.rollout.process import LOOK_S, SupervisedProcess
-from slimx.rollout.spec import EngineSpec, server_argv, server_env
+from slimx.runtime.process import LOOK_S, SupervisedProcess
 
 CPU = EngineSpec("e", "/model", "float32", "cpu", 31000, max_total_tokens=512, seed=7)
 
@@ -63,7 +64,7 @@ async def test_calls_in_a_wrong_state_are_refused_without_asking_the_server(tmp_
 
 def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:
     cpu, gpu = server_argv(CPU), server_argv(replace(CPU, device="cuda", dtype="bfloat16", max_total_tokens=None))
-    assert cpu[1:6] == ["-m", "slimx.rollout.server", "--keys", "-", "--"]
+    assert cpu[1:6] == ["-m", "slimx.engines.server.launch", "--keys", "-", "--"]
     for flag, value in (("--model-path", "/model"), ("--port", "31000"), ("--random-seed", "7"), ("--device", "cpu")):
         assert cpu[cpu.index(flag) + 1] == value
     for flag in ("--sleep-on-idle", "--disable-cuda-graph", "--attention-backend", "--disable-radix-cache"):
@@ -107,7 +108,7 @@ def test_unknown_and_ill_typed_arguments_are_refused_with_the_nearest_name() -> 
 
 def test_arguments_are_read_without_importing_sglang() -> None:
     code = (
-        "import sys; from slimx.rollout.spec import check_server_args\n"
+        "import sys; from slimx.engines.server.spec import check_server_args\n"
         "check_server_args({'tp_size': 1}); print('sglang' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
@@ -156,7 +157,7 @@ def test_stop_ends_a_stubborn_tree_with_its_orphans(tmp_path: Path) -> None:
 
 def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom slimx.rollout.process import SupervisedProcess\n"
+        "import sys, time\nfrom slimx.runtime.process import SupervisedProcess\n"
         f"p = SupervisedProcess('x', [sys.executable, '-c', {STUBBORN!r}], {str(tmp_path / 'log')!r})\n"
         "p.start(); print(p.pid, flush=True); time.sleep(600)"
     )

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from slimx.data.records import Prompt
+from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import multi_turn
-from slimx.rollout.environment_processes import Environments
 from slimx.rollout.hook_loading import load_hooks
 from tests.unit.rollout_stand import config_of
 from tests.unit.test_examples import PROMPT, ScriptedEngine, context
@@ -168,7 +168,7 @@ def test_a_number_of_processes_that_is_none_is_refused():
 DRIVER = f"""
 import asyncio
 from slimx.data.records import Prompt
-from slimx.rollout.environment_processes import Environments
+from slimx.environments.processes import Environments
 
 async def main():
     world = Environments().make("{WORLD}", {{}}, deadline_s=60, rollout="g/0", processes=1)

@@ -12,7 +12,7 @@ import pytest
 from examples import debate, fan_out
 from examples.python_tool import Solver
 from examples.search import Search
-from slimx.adapters.slime_hooks import modules
+from slimx.adapters.slime import modules
 from slimx.data.records import Prompt
 from slimx.environments.python_tool import PythonTool
 from slimx.errors import DeadlineError, SlimxError

@@ -9,7 +9,7 @@ import pytest
 
 from slimx.config.rollout import Eval
 from slimx.data.records import Group
-from slimx.orchestration.evaluation import answers, score
+from slimx.orchestration.step.evaluation import answers, score
 from tests.unit.reward_stand import trajectory
 from tests.unit.rollout_stand import config_of, prompts
 

@@ -16,25 +16,25 @@ import torch
 from pydantic import ValidationError
 
 import slimx
-from slimx.adapters import sglang_ranks
-from slimx.adapters.sglang_blocks import LINEAR as BLOCK_LINEAR
-from slimx.adapters.sglang_experts import BLOCKS, EXPERTS, GROUPED_TOP_K, TOP_K
-from slimx.adapters.sglang_latent import CORE as LATENT_CORE
-from slimx.adapters.sglang_numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ROTARY, ExactServer, asked_leaves
+from slimx.adapters.sglang.exact import ranks as sglang_ranks
+from slimx.adapters.sglang.exact.blocks import LINEAR as BLOCK_LINEAR
+from slimx.adapters.sglang.exact.experts import BLOCKS, EXPERTS, GROUPED_TOP_K, TOP_K
+from slimx.adapters.sglang.exact.latent import CORE as LATENT_CORE
+from slimx.adapters.sglang.exact.numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ROTARY, ExactServer, asked_leaves
 from slimx.config.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
+from slimx.engines.server.control import PROTOCOL, EngineControl
+from slimx.engines.server.engine import Engine
+from slimx.engines.server.launch import CPU_VARIABLES
+from slimx.engines.server.spec import EngineSpec, server_argv
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.numerics import exact
 from slimx.numerics.exact import kernel_cuda
-from slimx.orchestration.measure import check_gap
-from slimx.preflight.exact import check_exact
-from slimx.preflight.publication import publication_plan
-from slimx.rollout.control import PROTOCOL, EngineControl
-from slimx.rollout.engine import Engine
-from slimx.rollout.server import CPU_VARIABLES
-from slimx.rollout.spec import EngineSpec, server_argv
+from slimx.orchestration.step.measure import check_gap
+from slimx.preflight.checks.exact import check_exact
+from slimx.preflight.links.publication import publication_plan
 from tests.checkpoint_stand import QWEN3_MOE
 
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, exact_leaves=2)
@@ -359,7 +359,7 @@ from sglang.srt.layers.moe.topk import TopK, TopKConfig
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from slimx.adapters.sglang_coverage import uncovered
+from slimx.adapters.sglang.exact.coverage import uncovered
 
 def made(kind, **fields):
     module = kind.__new__(kind)

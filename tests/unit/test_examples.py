@@ -8,7 +8,7 @@ import pytest
 from examples import single_turn, two_turn
 from slimx.data.records import Prompt
 from slimx.data.tokens import encode_turn
-from slimx.rollout.client import Completion
+from slimx.rollout.client.generation import Completion
 from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
 from tools.quickstart.make_model import make_tokenizer
 

@@ -18,8 +18,8 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import FAMILIES, ModelSpec, configured_model, load_family, read_model
 from slimx.models.trunk import read_trunk
-from slimx.preflight.layout import check_layout
-from slimx.rollout.client import ModelShape
+from slimx.preflight.checks.layout import check_layout
+from slimx.rollout.client.generation import ModelShape
 
 QWEN3_32B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -22,9 +22,9 @@ from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.errors import DeadlineError
 from slimx.orchestration.batches import make_update_rows
-from slimx.rollout.completion import Completion
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.flow.interruption import Pending
 from slimx.rollout.hooks import seed_of
-from slimx.rollout.interruption import Pending
 
 STEPS, SIZE = 7, 4
 PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7]) for n in range(23)]

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from slimx.algorithms.gae import explained_variance, gae, token_rewards, whiten
-from slimx.algorithms.value_loss import ValueInputs, value_loss
+from slimx.algorithms.advantages.gae import explained_variance, gae, token_rewards, whiten
+from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
 
 
 def naive(

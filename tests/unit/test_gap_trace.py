@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
-from slimx.adapters.sglang_trace import Trace
+from slimx.adapters.sglang.trace import Trace
+from slimx.commands.gap import describe
 from slimx.numerics.rows import OUTPUT, attention_point, first_difference, mlp_point, row_digests
-from slimx.orchestration.gap import describe
-from slimx.trainer.trace import traced
+from slimx.trainer.step.trace import traced
 
 POINTS = [point(layer) for layer in range(2) for point in (attention_point, mlp_point)] + [OUTPUT]
 

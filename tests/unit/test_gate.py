@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from slimx.errors import SlimxError
-from slimx.rollout import gate, interruption
-from slimx.rollout.clock import Clock
-from slimx.rollout.completion import Completion
-from slimx.rollout.gate import Gate
-from slimx.rollout.interruption import Interruptible
-from slimx.rollout.progress import Journal
-from slimx.rollout.slots import Slots
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.flow import gate, interruption
+from slimx.rollout.flow.gate import Gate
+from slimx.rollout.flow.interruption import Interruptible
+from slimx.rollout.flow.progress import Journal
+from slimx.rollout.flow.slots import Slots
+from slimx.runtime.standing_clock import Clock
 
 SAMPLING = {"max_new_tokens": 4}
 

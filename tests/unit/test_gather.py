@@ -18,12 +18,12 @@ import torch.distributed as dist
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.reshard import reference
-from slimx.reshard.gather import PUBLISHER, Gatherer
+from slimx.reshard.kernels import reference
+from slimx.reshard.pack.gather import PUBLISHER, Gatherer
+from slimx.reshard.pack.packer import Packer, Share, describe
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.packer import Packer, Share, describe
-from slimx.reshard.plan import Plan, compile_plan
-from slimx.reshard.precision import Precision
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.precision import Precision
 from tests.unit.engine_stand import SERVED, engine_rank
 from tests.unit.layout_stand import MODELS, Tensors, bytes_read, checkpoint, held_by_trainers
 

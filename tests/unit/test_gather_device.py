@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from slimx.errors import SlimxError
-from slimx.reshard import reference
-from slimx.reshard.gather import PUBLISHER
-from slimx.reshard.gather_device import SLOTS, DeviceGatherer
+from slimx.reshard.kernels import reference
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
+from slimx.reshard.pack.packer import Packer, Share, describe
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.packer import Packer, Share, describe
 from slimx.reshard.transports.device import fetch
-from slimx.trainer.memory import PhaseMemory, ProcessMeter
+from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
 from slimx.trainer.worker import TrainerWorker
 from tests.unit.cuda_stand import DEVICE, use_emulator
 from tests.unit.engine_stand import SERVED, engine_rank

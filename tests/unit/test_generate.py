@@ -15,19 +15,19 @@ import pytest
 from rich.console import Console
 from rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
+from slimx.commands.evaluate import evaluate_once, run_evaluation, table
+from slimx.commands.generate import generate, run_generation
 from slimx.config.schema import Config
 from slimx.data.step_files import read_step, step_files
 from slimx.errors import Preempted, SlimxError
-from slimx.observability.live import LiveTable
-from slimx.orchestration.checks import Sources
-from slimx.orchestration.evaluation_command import evaluate_once, run_evaluation, table
-from slimx.orchestration.generate import generate, run_generation
-from slimx.orchestration.saves import Saves, read_state
+from slimx.observability.live.step_line import LiveTable
+from slimx.orchestration.prepare import Sources
 from slimx.orchestration.serving import Serving, without_trainers
 from slimx.orchestration.session import run_training
+from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout import single_turn
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
-from slimx.rollout.rollouts import GroupMaker
 
 
 @pytest.fixture

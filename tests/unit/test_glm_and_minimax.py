@@ -22,9 +22,9 @@ from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models import glm4_moe, glm4_moe_lite, minimax_m2
-from slimx.models.checkpoint_reader import CheckpointReader
 from slimx.models.families import UNBUILDABLE, ModelSpec, read_model
-from slimx.preflight.publication import publication_plan
+from slimx.models.files.reader import CheckpointReader
+from slimx.preflight.links.publication import publication_plan
 
 GLM: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -216,7 +216,7 @@ def test_what_cannot_be_built_is_refused_in_words(tmp_path: Path, hf: dict[str, 
 
 
 def test_a_norm_per_head_is_not_asked_for_beside_that_of_all_heads():
-    from slimx.trainer.projection_norm import install
+    from slimx.trainer.model.projection_norm import install
 
     with pytest.raises(SlimxError, match=r"trainer\.megatron\.qk_layernorm is true, but this model's norms span"):
         install(SimpleNamespace(layer_specs=[]), SimpleNamespace(qk_layernorm=True))

@@ -23,16 +23,17 @@ from slimx.layout.parts import Part, check_coverage
 from slimx.layout.patterns import select
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.models import gpt_oss, mxfp4
-from slimx.models.checkpoint_reader import CheckpointReader
-from slimx.models.checkpoint_writer import finish_directory
+from slimx.models import gpt_oss
 from slimx.models.families import read_model
+from slimx.models.files import mxfp4
+from slimx.models.files.reader import CheckpointReader
+from slimx.models.files.writer import finish_directory
 from slimx.models.flops import sequence_flops
-from slimx.preflight.layout import divisor_problems
-from slimx.preflight.publication import PublicationPlan, publication_plan
-from slimx.reshard.plan import checkpoint_parts, compile_plan
-from slimx.reshard.precision import Precision
-from slimx.trainer.backends import choose_backends
+from slimx.preflight.checks.layout import divisor_problems
+from slimx.preflight.links.publication import PublicationPlan, publication_plan
+from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision
+from slimx.trainer.device.backends import choose_backends
 from tests.unit.test_plan import carry_out
 
 HF: dict[str, Any] = {
@@ -355,7 +356,7 @@ def test_experts_with_biases_are_not_split_among_ranks(tmp_path: Path):
 
 
 def test_kernels_that_cannot_compute_sinks_are_refused(tmp_path: Path):
-    from slimx.trainer.transformer import transformer_config  # imports megatron-core
+    from slimx.trainer.model.transformer import transformer_config  # imports megatron-core
 
     (tmp_path / "config.json").write_text(json.dumps(HF))
     config = Config.model_validate(

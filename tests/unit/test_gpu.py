@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from slimx.errors import SlimxError
-from slimx.trainer.gpu import MIB, MemoryGuard, check_health, largest, set_affinity
-from slimx.trainer.nvml import NvmlGpu, Process
+from slimx.trainer.device.gpu import MIB, MemoryGuard, check_health, largest, set_affinity
+from slimx.trainer.device.nvml import NvmlGpu, Process
 
 
 @dataclass

@@ -9,9 +9,9 @@ from rollout_stand import FakeEngine, config_of, prompts, the_tokenizer
 
 from slimx.data.records import Group
 from slimx.errors import SlimxError
+from slimx.rollout.flow.rollouts import GroupMaker, Outcome
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
-from slimx.rollout.rollouts import GroupMaker, Outcome
 
 HERE = "tests.unit.test_group_rewards"
 

@@ -11,9 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from slimx.cli import app
+from slimx.commands.hooks import trial as hook_trial
+from slimx.commands.hooks.doctor import Examined, examine_hooks
 from slimx.config import load_config
-from slimx.orchestration import hook_trial
-from slimx.orchestration.hook_doctor import Examined, examine_hooks
 
 STAND = "tests.unit.hook_doctor_stand"
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "quickstart" / "make_model.py"

@@ -12,7 +12,7 @@ from rollout_stand import FakeEngine, config_of, the_tokenizer
 from slimx.data.records import Prompt, Span
 from slimx.errors import SlimxError
 from slimx.rollout import demonstrations, single_turn
-from slimx.rollout.client import Completion
+from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RolloutContext, RolloutEngine

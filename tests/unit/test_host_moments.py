@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.adapters.megatron_layers import Adam
-from slimx.trainer.host_moments import HostMoments
+from slimx.adapters.megatron.layers import Adam
+from slimx.trainer.device.host_moments import HostMoments
 
 
 def parameters() -> list[list[torch.Tensor]]:

@@ -8,8 +8,9 @@ import torch
 from kernel_stand import Tensor, plan, random_bits, random_weights
 
 from slimx.errors import SlimxError
-from slimx.reshard import kernel, reference
-from slimx.reshard.kernel import OP, PIECE, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.kernels.cpu import OP, PIECE, RULE
 
 
 def test_checksum_is_the_same_for_every_order_and_split_and_bucket() -> None:

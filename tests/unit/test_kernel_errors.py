@@ -9,8 +9,8 @@ import torch
 from kernel_stand import Tensor, plan
 
 from slimx.errors import SlimxError
-from slimx.reshard import kernel
-from slimx.reshard.kernel import OP, PIECE, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels.cpu import OP, PIECE, RULE
 
 
 @pytest.mark.parametrize(

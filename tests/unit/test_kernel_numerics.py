@@ -8,8 +8,9 @@ import pytest
 import torch
 from kernel_stand import FP8_RULES, Tensor, all_bf16, bits, plan, some_triton_scales
 
-from slimx.reshard import kernel, reference
-from slimx.reshard.kernel import NONFINITE, OP, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.kernels.cpu import NONFINITE, OP, RULE
 
 TABLE = some_triton_scales()
 RULES = [*FP8_RULES, RULE.MXFP8]

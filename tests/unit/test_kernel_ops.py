@@ -8,8 +8,9 @@ import torch
 from kernel_stand import Plan, Tensor, plan, random_weights
 
 from slimx.errors import SlimxError
-from slimx.reshard import kernel, ops
-from slimx.reshard.kernel import NONFINITE, OP, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import ops
+from slimx.reshard.kernels.cpu import NONFINITE, OP, RULE
 
 Arguments = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

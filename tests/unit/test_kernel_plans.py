@@ -8,8 +8,9 @@ import pytest
 import torch
 from kernel_stand import DTYPE, Plan, Tensor, plan, random_tensor, random_weights, some_triton_scales
 
-from slimx.reshard import kernel, reference
-from slimx.reshard.kernel import OP, PIECE, RULE
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.kernels.cpu import OP, PIECE, RULE
 
 TABLE = some_triton_scales()
 

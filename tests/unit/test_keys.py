@@ -15,16 +15,16 @@ import psutil
 import pytest
 
 from slimx.config.engines import Engines
+from slimx.engines.fleet.group import keys_of
+from slimx.engines.server.control import EngineControl
+from slimx.engines.server.keys import NO_KEYS, Keys, bearer
+from slimx.engines.server.router import Router
+from slimx.engines.server.spec import EngineSpec, server_args, server_argv, server_env
 from slimx.errors import SlimxError
-from slimx.orchestration.engines import keys_of
-from slimx.ports import free_port
 from slimx.reshard.transports.memory import MemoryFile, open_memory
-from slimx.rollout.control import EngineControl
-from slimx.rollout.frozen import FrozenEngine
-from slimx.rollout.keys import NO_KEYS, Keys, bearer
-from slimx.rollout.process import SupervisedProcess
-from slimx.rollout.router import Router
-from slimx.rollout.spec import EngineSpec, server_args, server_argv, server_env
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.runtime.ports import free_port
+from slimx.runtime.process import SupervisedProcess
 
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000)
 
@@ -87,7 +87,10 @@ def test_keys_of_servers_that_run_already_are_named_by_their_variables(monkeypat
 
 def test_a_process_reads_its_keys_where_nobody_else_sees_them(tmp_path: Path) -> None:
     keys = Keys.random()
-    code = "import time; from slimx.rollout.keys import Keys; print(Keys.read('-').api_key, flush=True); time.sleep(60)"
+    code = (
+        "import time; from slimx.engines.server.keys import Keys; "
+        "print(Keys.read('-').api_key, flush=True); time.sleep(60)"
+    )
     process = SupervisedProcess("p", [sys.executable, "-c", code], tmp_path / "log", stdin=keys.to_bytes())
     process.start()
     try:

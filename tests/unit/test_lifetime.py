@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from slimx.errors import LOST, DeadlineError, Interrupted, PartLost, Preempted, SlimxError, ending_of
-from slimx.orchestration.lifetime import Alarm, EndingStack, interruptible, run_loop
-from slimx.orchestration.remains import unguarded
-from slimx.orchestration.signals import Signals
-from slimx.orchestration.watchdog import Watchdog
-from slimx.threads import in_thread
+from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, interruptible, run_loop
+from slimx.orchestration.lifetime.remains import unguarded
+from slimx.orchestration.lifetime.signals import Signals
+from slimx.orchestration.lifetime.watchdog import Watchdog
+from slimx.runtime.threads import in_thread
 
 PRELUDE = """
 import asyncio, ctypes, os, sys, threading, time
@@ -93,7 +93,7 @@ def test_threads_and_tasks_of_hooks_that_never_end_do_not_keep_a_finished_run():
             "for _ in range(64):\n"
             "    asyncio.ensure_future(asyncio.to_thread(time.sleep, 600))\n"
             "await asyncio.sleep(0.1)\n"
-            "from slimx.threads import in_thread\n"
+            "from slimx.runtime.threads import in_thread\n"
             "await asyncio.wait_for(in_thread(print, 'kept'), 30)"  # slimx's own work does not wait behind them
         ),
         seconds=100,
@@ -230,11 +230,11 @@ def test_a_disarmed_watchdog_ends_nothing_and_one_that_is_armed_twice_keeps_to_t
 
 OWNER = """
 import subprocess, sys, time
-from slimx.orchestration.remains import watch_over_this_process
+from slimx.orchestration.lifetime.remains import watch_over_this_process
 watch_over_this_process()
 child = subprocess.Popen([sys.executable, "-c", "import subprocess, sys, time; "
     "print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"], start_new_session=True)
-guard = subprocess.Popen([sys.executable, "-m", "slimx.rollout.process", "--owner", str(__import__('os').getpid()),
+guard = subprocess.Popen([sys.executable, "-m", "slimx.runtime.process", "--owner", str(__import__('os').getpid()),
     "--", "sleep", "600"], start_new_session=True)
 print(child.pid, guard.pid, flush=True)
 time.sleep(600)

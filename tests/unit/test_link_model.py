@@ -12,7 +12,7 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.qwen3_moe import engine_table, weight_table
-from slimx.preflight.link_model import (
+from slimx.preflight.links.model import (
     STEPS,
     Links,
     Traffic,
@@ -22,9 +22,9 @@ from slimx.preflight.link_model import (
     predict,
     traffic_of,
 )
-from slimx.preflight.rehearsal import Rehearsal, rehearse
-from slimx.reshard.plan import checkpoint_parts, compile_plan
-from slimx.reshard.precision import Precision, Quantisation
+from slimx.preflight.links.rehearsal import Rehearsal, rehearse
+from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
 from slimx.reshard.transports.memory import open_memory
 from tests.unit.layout_stand import bytes_read
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slimx.data.support import Support
-from slimx.trainer.logprobs import SMALLEST_CHUNK, KeptTokens, Targets, chunk_tokens, label_logprobs
+from slimx.trainer.model.logprobs import SMALLEST_CHUNK, KeptTokens, Targets, chunk_tokens, label_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 53, 24, 97
 CHUNKS = (1, 7, 53, 64)

@@ -12,14 +12,14 @@ from threading import Thread
 import psutil
 import pytest
 
-from slimx.adapters import sglang_meeting
+from slimx.adapters.sglang import meeting as sglang_meeting
+from slimx.cluster.access import ADDRESS, keep_to_owner, local_options
 from slimx.config.run import Cluster
+from slimx.engines.fleet.nodes import shares_of
+from slimx.engines.server.spec import EngineSpec, server_env
 from slimx.errors import SlimxError
-from slimx.orchestration.engine_nodes import shares_of
-from slimx.orchestration.ray_access import ADDRESS, keep_to_owner, local_options
-from slimx.ports import LOOPBACK, free_port, own_address
 from slimx.reshard.transports.meeting import meet
-from slimx.rollout.spec import EngineSpec, server_env
+from slimx.runtime.ports import LOOPBACK, free_port, own_address
 
 LIMIT = timedelta(seconds=60)
 

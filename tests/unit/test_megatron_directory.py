@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slimx.errors import SlimxError
-from slimx.models.megatron_directory import TRACKER, find_checkpoint, is_megatron
-from slimx.models.safe_pickle import read_metadata
+from slimx.models.files.megatron_directory import TRACKER, find_checkpoint, is_megatron
+from slimx.models.files.safe_pickle import read_metadata
 
 
 def megatron(directory: Path, name: str, backend: str = "torch_dist") -> Path:

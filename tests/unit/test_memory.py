@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from slimx.trainer.memory import PhaseMemory, ProcessMeter
+from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimx.config import load_config
-from slimx.preflight.plan_report import plan_report
+from slimx.preflight.plan.report import plan_report
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(file for file in (ROOT / "configs/moe").glob("*.yaml") if not file.stem.startswith("quickstart"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from slimx.commands.node_health import Places, Wanted, examine_node
 from slimx.errors import SlimxError
-from slimx.orchestration.node_health import Places, Wanted, examine_node
 from tests.unit.test_gpu import FakeGpu
 
 

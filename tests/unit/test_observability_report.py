@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from slimx.errors import SlimxError
-from slimx.observability.curves import curves
-from slimx.observability.metrics import StepRecord
-from slimx.observability.phase_charts import phase_charts
-from slimx.observability.phases import Phase
-from slimx.observability.report import write_report
-from slimx.observability.samples import Sample, compare
+from slimx.observability.report.curves import curves
+from slimx.observability.report.phase_charts import phase_charts
+from slimx.observability.report.report import write_report
+from slimx.observability.tracking.metrics import StepRecord
+from slimx.observability.tracking.phases import Phase
+from slimx.observability.tracking.samples import Sample, compare
 
 START = 1_760_000_000.0
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from slimx.observability.phases import Phase, place
-from slimx.observability.timeline import Timeline, chrome_trace
+from slimx.observability.tracking.phases import Phase, place
+from slimx.observability.tracking.timeline import Timeline, chrome_trace
 
 
 def phases(run_dir) -> list[Phase]:

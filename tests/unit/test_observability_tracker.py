@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from slimx.errors import SlimxError
-from slimx.observability.guard import Guard
-from slimx.observability.jsonl import JsonlFile, load_records
-from slimx.observability.metrics import StepRecord, flatten
-from slimx.observability.timeline import Timeline
-from slimx.observability.tracker import JsonlSink, Tracker, WandbSink, make_tracker
+from slimx.observability.tracking.guard import Guard
+from slimx.observability.tracking.jsonl import JsonlFile, load_records
+from slimx.observability.tracking.metrics import StepRecord, flatten
+from slimx.observability.tracking.timeline import Timeline
+from slimx.observability.tracking.tracker import JsonlSink, Tracker, WandbSink, make_tracker
 
 
 def lines(path) -> list[dict]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rollout_stand import FakeEngine, Stand, config_of
 
+from slimx.engines.outage import Elsewhere, Outage
 from slimx.errors import DeadlineError
-from slimx.rollout.clock import Clock
-from slimx.rollout.outage import Elsewhere, Outage
+from slimx.runtime.standing_clock import Clock
 
 
 class Away(FakeEngine):

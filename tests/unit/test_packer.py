@@ -18,10 +18,10 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.models.checkpoint_reader import CheckpointReader
-from slimx.reshard.packer import Packer, Share
-from slimx.reshard.plan import Plan, checkpoint_parts, compile_plan
-from slimx.reshard.precision import Precision, Quantisation
+from slimx.models.files.reader import CheckpointReader
+from slimx.reshard.pack.packer import Packer, Share
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
 from tests.unit.engine_stand import SERVED, engine_rank
 from tests.unit.layout_stand import (
     LAYOUTS,

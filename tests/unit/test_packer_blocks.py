@@ -14,9 +14,10 @@ from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.models import deepseek_v3
-from slimx.reshard import kernel, reference
-from slimx.reshard.plan import checkpoint_parts, compile_plan
-from slimx.reshard.precision import Precision, Quantisation
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
 from tests.unit.engine_stand import SERVED, engine_rank
 from tests.unit.layout_stand import (
     MODELS,

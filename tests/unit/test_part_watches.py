@@ -15,12 +15,13 @@ import psutil
 import pytest
 import ray
 
+from slimx.cluster.calls import ask_ray
+from slimx.cluster.watch import has_ended, watch_ray
 from slimx.errors import LOST, PartLost, SlimxError
-from slimx.machine import machine
-from slimx.orchestration import lifetime, rank_watch
-from slimx.orchestration.rank_watch import local_pids, watch_ranks
-from slimx.orchestration.ray_calls import ask_ray
-from slimx.orchestration.ray_watch import has_ended, watch_ray
+from slimx.orchestration.lifetime import lifetime
+from slimx.orchestration.ranks import watch as rank_watch
+from slimx.orchestration.ranks.watch import local_pids, watch_ranks
+from slimx.runtime.machine import machine
 
 HANG_S = 60
 

@@ -10,7 +10,7 @@ from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.patterns import select
 from slimx.models.families import ModelSpec, read_model
-from slimx.preflight.layout import check_layout
+from slimx.preflight.checks.layout import check_layout
 from tools.quickstart.make_model import CONFIG
 
 

@@ -20,8 +20,8 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.reshard.plan import ALIGNMENT, Plan, checkpoint_parts, compile_plan
-from slimx.reshard.precision import ITEMSIZE, Precision, Quantisation
+from slimx.reshard.plan.copy_plan import ALIGNMENT, Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import ITEMSIZE, Precision, Quantisation
 from tests.unit.engine_stand import SERVED, engine_rank, engine_sizes
 from tests.unit.layout_stand import (
     LAYOUTS,

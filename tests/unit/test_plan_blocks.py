@@ -15,8 +15,8 @@ from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.models import deepseek_v3
-from slimx.reshard.plan import Plan, checkpoint_parts, compile_plan
-from slimx.reshard.precision import Precision, Quantisation
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
 from tests.unit.layout_stand import DEEPSEEK
 
 BLOCKS = {(128, 128): "ieee", (1, 32): "mxfp8", (4, 8): "te"}

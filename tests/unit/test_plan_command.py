@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from slimx import cli
-from slimx.preflight import plan_text, rehearsal
-from slimx.preflight.link_model import Trial
-from slimx.preflight.plan_record import PlanReport
+from slimx.preflight.links import rehearsal
+from slimx.preflight.links.model import Trial
+from slimx.preflight.plan import text as plan_text
+from slimx.preflight.record import PlanReport
 
 QWEN3_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -254,7 +255,7 @@ def test_a_config_that_is_no_models_is_refused_with_its_file(plan, content, told
 def test_nothing_heavy_is_imported(tmp_path: Path):
     code = """
 import sys
-import slimx.preflight.plan_report
+import slimx.preflight.plan.report
 print([name for name in ("torch", "ray", "sglang", "megatron", "transformers") if name in sys.modules])
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,14 +20,14 @@ from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table
 from slimx.models import deepseek_v3, qwen3_moe
 from slimx.models.families import read_model
-from slimx.preflight.memory_activations import Setting, layer_bytes
-from slimx.preflight.memory_engine import kv_bytes
-from slimx.preflight.memory_pipeline import _layers, in_flight
-from slimx.preflight.memory_state import state_bytes
-from slimx.preflight.memory_trainer import trainer_memory
-from slimx.preflight.parameter_runs import Holdings
-from slimx.reshard.precision import Quantisation
-from slimx.reshard.served import ServedWeights
+from slimx.preflight.memory.activations import Setting, layer_bytes
+from slimx.preflight.memory.engine import kv_bytes
+from slimx.preflight.memory.parameter_runs import Holdings
+from slimx.preflight.memory.pipeline import _layers, in_flight
+from slimx.preflight.memory.state import state_bytes
+from slimx.preflight.memory.trainer import trainer_memory
+from slimx.reshard.pack.served import ServedWeights
+from slimx.reshard.plan.precision import Quantisation
 from tests.unit.test_plan_command import DEEPSEEK_V3, QWEN3_30B
 
 QWEN = QWEN3_30B | {

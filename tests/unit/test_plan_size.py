@@ -14,8 +14,8 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models import deepseek_v3
-from slimx.reshard.plan import Plan, compile_plan
-from slimx.reshard.precision import Precision, Quantisation
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
 
 GOAL_S, GOAL_MB = 5.0, 1024.0
 """Of reshard.md section 6, on one core."""

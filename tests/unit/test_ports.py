@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from slimx import ports
 from slimx.errors import SlimxError
+from slimx.runtime import ports
 
-DRAWS = "from slimx.ports import free_port; print(*(free_port() for _ in range(8)), flush=True); input()"
+DRAWS = "from slimx.runtime.ports import free_port; print(*(free_port() for _ in range(8)), flush=True); input()"
 
 
 def test_no_two_processes_are_given_one_port_and_a_process_that_ends_gives_its_own_back(monkeypatch):

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.algorithms.token_rewards import assign_advantages
+from slimx.algorithms.advantages.token_rewards import assign_advantages
 from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, Row
 from slimx.data.packing import pack
 from slimx.data.support import Support
 from slimx.layout.ranks import Sizes
-from slimx.orchestration.critic import CriticGroup
+from slimx.orchestration.ranks.critic import CriticGroup
 from tests.unit.test_gae import naive
 
 

@@ -21,7 +21,7 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
 from slimx.rollout import agent
 from slimx.rollout.hooks import GivenUp
-from slimx.rollout.proxy import ChatProxy
+from slimx.rollout.proxy.server import ChatProxy
 
 USER = list(PROMPT.messages)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]

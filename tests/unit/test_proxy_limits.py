@@ -13,8 +13,8 @@ import pytest
 from proxy_stand import PROMPT, Script, bare, context
 
 from slimx.rollout import agent
-from slimx.rollout.proxy import ChatProxy
-from slimx.rollout.proxy_session import TOKEN_CHARACTERS
+from slimx.rollout.proxy.server import ChatProxy
+from slimx.rollout.proxy.session import TOKEN_CHARACTERS
 
 USER = [{"role": "user", "content": "1+1="}]
 
@@ -85,7 +85,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatc
         tokenized.append(sum(len(message["content"]) for message in messages))
         return [1]
 
-    monkeypatch.setattr("slimx.rollout.conversations.encode_chat", watched)
+    monkeypatch.setattr("slimx.rollout.proxy.conversations.encode_chat", watched)
     status, error = await served(lambda url: post(url, body(messages=long)))
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert tokenized == [len("1+1=")]
@@ -101,7 +101,7 @@ async def test_the_loop_goes_on_while_messages_become_tokens(monkeypatch: pytest
         time.sleep(1.0)
         return [1]
 
-    monkeypatch.setattr("slimx.rollout.conversations.encode_chat", slow)
+    monkeypatch.setattr("slimx.rollout.proxy.conversations.encode_chat", slow)
 
     async def turns_of_the_loop(url: str) -> int:
         async with aiohttp.ClientSession() as http:

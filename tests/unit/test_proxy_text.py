@@ -19,9 +19,9 @@ from slimx.errors import SlimxError
 from slimx.rollout import agent
 from slimx.rollout.agent_process import ALLOWED, run_command
 from slimx.rollout.hooks import GivenUp
-from slimx.rollout.proxy import ChatProxy
-from slimx.rollout.proxy_answer import Pieces, Reading
-from slimx.rollout.tool_calls import ToolCall, find_parser, hermes
+from slimx.rollout.proxy.answer import Pieces, Reading
+from slimx.rollout.proxy.server import ChatProxy
+from slimx.rollout.proxy.tool_calls import ToolCall, find_parser, hermes
 
 
 def bytewise() -> PreTrainedTokenizerFast:

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimx.adapters.sglang_buckets import open_bucket
-from slimx.adapters.sglang_places import Held, Place, staged_sums
+from slimx.adapters.sglang.weights.buckets import open_bucket
+from slimx.adapters.sglang.weights.places import Held, Place, staged_sums
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
-from slimx.reshard.gather import PUBLISHER
-from slimx.reshard.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.manifest import Manifest
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
+from slimx.reshard.pack.packer import Packer, describe
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.packer import Packer, describe
 from slimx.reshard.parties import NoReceiverLeft, Staging
 from slimx.reshard.publish import Publisher
 from tests.unit.cuda_stand import DEVICE, use_emulator

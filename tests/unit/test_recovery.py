@@ -8,10 +8,10 @@ from contextlib import suppress
 import pytest
 from recovery_stand import FakeEngine, Stand, gone
 
+from slimx.cluster.restarts import Restarts
 from slimx.config.engines import Health
+from slimx.engines.fleet.handle import Standing
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration.engine_handle import Standing
-from slimx.orchestration.restarts import Restarts
 from slimx.reshard.parties import ReceiverLost
 
 

@@ -15,10 +15,10 @@ from slimx.data.codec import encode_groups
 from slimx.data.records import Group, Prompt
 from slimx.data.step_files import Origin, StepFiles
 from slimx.errors import SlimxError
-from slimx.orchestration.checkpoints import check_resume
-from slimx.orchestration.saves import RunState, Saves
 from slimx.orchestration.session import resume_point
-from slimx.rollout.replay import Replay, check_replay
+from slimx.orchestration.state.checkpoints import check_resume
+from slimx.orchestration.state.saves import RunState, Saves
+from slimx.rollout.flow.replay import Replay, check_replay
 from tests.unit.reward_stand import trajectory
 
 ORIGIN = Origin(

@@ -12,13 +12,13 @@ import aiohttp.web
 import pytest
 from rollout_stand import config_of
 
+from slimx.engines.outage import Outage
+from slimx.engines.server.keys import Keys
 from slimx.errors import DeadlineError, SlimxError
 from slimx.orchestration.serving import prober
-from slimx.ports import free_port
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.keys import Keys
-from slimx.rollout.outage import Outage
-from slimx.rollout.requests import KEY_HEADER, AnswerError
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.requests import KEY_HEADER, AnswerError
+from slimx.runtime.ports import free_port
 
 GOOD = (
     200,

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from slimx.adapters.slime_hooks.arguments import RunFacts
+from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.reward import Reward
 from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.flow.reward_pool import RewardPool
+from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner
 from slimx.rollout.hook_loading import load_reward
-from slimx.rollout.reward_pool import RewardPool
-from slimx.rollout.reward_processes import RewardProcesses, reward_runner
 from tests.unit.reward_stand import context, trajectory
 
 HOOK = "tests.unit.reward_stand.misbehaving"

@@ -15,8 +15,8 @@ from slimx.data.codec import decode, encode
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError
 from slimx.rollout import single_turn
+from slimx.rollout.flow.tickets import SavedTicket
 from slimx.rollout.hooks import Generate, RolloutContext, seed_of
-from slimx.rollout.tickets import SavedTicket
 
 
 def stuck(*tickets: int) -> Generate:
@@ -162,7 +162,7 @@ async def test_a_restored_manager_continues_as_the_uninterrupted_one_would_have(
         await stand.next_batch()
         await until(lambda: stand.manager.in_flight == 2 * max_staleness)
         state = stand.manager.state()
-    # As a checkpoint keeps it: `slimx.orchestration.saves`.
+    # As a checkpoint keeps it: `slimx.orchestration.state.saves`.
     state["tickets"] = decode(list[SavedTicket], encode(state["tickets"]))
     complete = [ticket.number for ticket in state["tickets"] if ticket.group is not None]
     assert [t.number for t in state["tickets"]] == ([8, 9, 10, 11] if max_staleness else [])

@@ -19,8 +19,8 @@ from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import single_turn
+from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.hooks import Generate, Reward, RewardContext, RolloutContext
-from slimx.rollout.reward_pool import RewardPool
 
 
 def second_prompt() -> str:

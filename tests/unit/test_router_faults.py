@@ -14,10 +14,10 @@ import pytest
 from recovery_stand import FakeEngine
 
 from slimx.config.engines import Health
-from slimx.orchestration.recovery import Membership
-from slimx.ports import free_port
-from slimx.rollout.client import GenerationClient, ModelShape
-from slimx.rollout.router import Router
+from slimx.engines.fleet.membership import Membership
+from slimx.engines.server.router import Router
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.runtime.ports import free_port
 
 META = {
     "output_token_logprobs": [[-1.5, 4, None]],

@@ -102,7 +102,7 @@ def batch():
 
 
 def engine_routes(batch, layers):
-    from slimx.trainer.routes import engine_routes as function
+    from slimx.trainer.moe.routes import engine_routes as function
 
     return function(batch, layers, experts=8, topk=3)
 

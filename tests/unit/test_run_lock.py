@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimx.errors import SlimxError
-from slimx.observability.run_lock import LOCK, held, is_held
+from slimx.observability.live.run_lock import LOCK, held, is_held
 
 
 def refused(directory: Path) -> bool:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from slimx.errors import SlimxError
+from slimx.rollout.client.sampling import checked_sampling
 from slimx.rollout.hooks import RolloutEngine
-from slimx.rollout.sampling import checked_sampling
 
 
 def test_numbers_of_numpy_are_sent_as_numbers():

@@ -28,14 +28,14 @@ from slimx.data.records import Prompt, Span, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.data.weights import loss_weights
 from slimx.errors import DeadlineError, SlimxError
-from slimx.preflight.effects import effects
-from slimx.preflight.teacher import check_served_teacher
+from slimx.preflight.checks.teacher import check_served_teacher
+from slimx.preflight.effects.effects import effects
 from slimx.rollout import single_turn
-from slimx.rollout.frozen import FrozenEngine
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.teacher import Teacher, check_vocabulary, make_teacher
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
-from slimx.rollout.rollouts import GroupMaker
-from slimx.rollout.teacher import Teacher, check_vocabulary, make_teacher
 
 ACTOR, TEACHER = {"name": "actor"}, {"name": "wise", "frozen": True, "model": "t"}
 SERVED = {"algorithm__name": "distillation", "algorithm__teacher_engine": "wise", "engines": [ACTOR, TEACHER]}

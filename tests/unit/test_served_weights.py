@@ -11,10 +11,10 @@ from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models import deepseek_v3
-from slimx.reshard import blocks, reference
-from slimx.reshard.kernel import RULE
-from slimx.reshard.precision import Quantisation
-from slimx.reshard.served import ServedWeights
+from slimx.reshard.kernels import blocks, reference
+from slimx.reshard.kernels.cpu import RULE
+from slimx.reshard.pack.served import ServedWeights
+from slimx.reshard.plan.precision import Quantisation
 from tests.unit.layout_stand import MODELS, Model, checkpoint, held_by_trainers
 from tests.unit.packer_stand import DTYPES, Values, one_thread
 from tests.unit.test_packer_blocks import WIDE

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rollout_stand import Stand, config_of, prompts
 
-from slimx.adapters.slime_hooks import hooks as slime
-from slimx.adapters.slime_hooks.arguments import Arguments, RunFacts
-from slimx.adapters.slime_hooks.grading import async_rm, batched_async_rm, compute_score, deepscaler, f1_score
-from slimx.adapters.slime_hooks.sample import Sample
+from slimx.adapters.slime import hooks as slime
+from slimx.adapters.slime.arguments import Arguments, RunFacts
+from slimx.adapters.slime.grading import async_rm, batched_async_rm, compute_score, deepscaler, f1_score
+from slimx.adapters.slime.sample import Sample
 from slimx.config.schema import Config
 from slimx.data.records import Group
 from slimx.errors import SlimxError
-from slimx.orchestration.evaluation import answer_all
+from slimx.orchestration.step.evaluation import answer_all
 from slimx.rollout.hook_loading import load_hooks
 from tests.unit.reward_stand import context, trajectory
 

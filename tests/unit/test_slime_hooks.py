@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from rollout_stand import config_of, the_tokenizer
 
-from slimx.adapters.slime_hooks import hooks as slime
-from slimx.adapters.slime_hooks.arguments import Arguments, RunFacts
-from slimx.adapters.slime_hooks.convert import begin, to_sample, to_trajectory
-from slimx.adapters.slime_hooks.grading import compute_score, grade
-from slimx.adapters.slime_hooks.sample import Sample
-from slimx.adapters.slime_hooks.scene import Call
+from slimx.adapters.slime import hooks as slime
+from slimx.adapters.slime.arguments import Arguments, RunFacts
+from slimx.adapters.slime.convert import begin, to_sample, to_trajectory
+from slimx.adapters.slime.grading import compute_score, grade
+from slimx.adapters.slime.sample import Sample
+from slimx.adapters.slime.scene import Call
 from slimx.data.codec import decode, encode
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import SlimxError
-from slimx.rollout.client import Completion
+from slimx.rollout.client.generation import Completion
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
-from slimx.rollout.rollouts import GroupMaker
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46", metadata={"level": 1})
 END = 3
@@ -75,7 +75,7 @@ def context(engine: Any, *, routed: bool = True, sampling: dict[str, Any] | None
 
 
 def load(name: str, **options: Any) -> Any:
-    reward = "slimx.adapters.slime_hooks.hooks.reward"
+    reward = "slimx.adapters.slime.hooks.reward"
     return load_hooks(config_of(generate=f"slime:{name}", options=options, reward__function=reward)).generate
 
 

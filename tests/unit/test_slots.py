@@ -9,9 +9,9 @@ import pytest
 from rollout_stand import FakeEngine, Stand, config_of
 
 from slimx.data.records import Prompt, Trajectory
-from slimx.rollout.clock import Clock
+from slimx.rollout.flow.slots import Slots
 from slimx.rollout.hooks import RolloutContext
-from slimx.rollout.slots import Slots
+from slimx.runtime.standing_clock import Clock
 
 
 class Tools:

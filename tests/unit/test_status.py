@@ -15,10 +15,10 @@ import yaml
 from rollout_stand import Stand, config_of
 
 from slimx import cli
+from slimx.commands.status import run_status
 from slimx.data.records import Prompt, Trajectory
-from slimx.observability import activity
-from slimx.observability.run_lock import held
-from slimx.observability.status import run_status
+from slimx.observability.live import activity
+from slimx.observability.live.run_lock import held
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import RolloutContext
 

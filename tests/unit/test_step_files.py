@@ -29,7 +29,7 @@ from slimx.data.step_files import (
     without_routes,
 )
 from slimx.errors import SlimxError
-from slimx.orchestration.saves import RunState, Saves
+from slimx.orchestration.state.saves import RunState, Saves
 from slimx.rollout.hooks import RewardContext
 
 

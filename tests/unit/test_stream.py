@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout.client import GenerationClient, ModelShape
+from slimx.rollout.client.generation import GenerationClient, ModelShape
 
 SHAPE = ModelShape(1000, layers=2, top_k=1, experts=4)
 TOKENS = [50, 51, 52, 53, 54, 3]

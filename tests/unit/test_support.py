@@ -12,7 +12,7 @@ from slimx.data.records import Trajectory
 from slimx.data.support import Support
 from slimx.data.weights import loss_weights
 from slimx.errors import SlimxError
-from slimx.rollout.client import Completion
+from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
 from slimx.trainer.context import ContextShard
 

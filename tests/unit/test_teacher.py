@@ -11,7 +11,7 @@ import pytest
 
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.preflight.teacher import check_teacher
+from slimx.preflight.checks.teacher import check_teacher
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slimx.data.records import Group, Prompt
-from slimx.rollout.rollouts import Outcome
-from slimx.rollout.tickets import Rules, Ticket
+from slimx.rollout.flow.rollouts import Outcome
+from slimx.rollout.flow.tickets import Rules, Ticket
 
 
 def queue_of(marks: str, born: list[int], started: bool = True) -> list[Ticket]:

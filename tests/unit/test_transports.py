@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transport_peer import Peer, region
 
 from slimx.errors import SlimxError
-from slimx.reshard.kernel import checksum_tensor
+from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.transports import collective, disk

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard.kernel import checksum_tensor
+from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.transports.collective import _WAITS, ChannelError
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from recovery_stand import Stand, gone
 
+from slimx.engines.fleet.handle import Standing
 from slimx.errors import SlimxError
-from slimx.orchestration.engine_handle import Standing
 from slimx.orchestration.run import Run
 
 

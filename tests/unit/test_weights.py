@@ -14,7 +14,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
-from slimx.trainer.weights import Weights
+from slimx.trainer.model.weights import Weights
 from tests.unit.test_deepseek_v3 import V3
 
 SMALL = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard.kernel import checksum_tensor
+from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.collective import Meeting, Receiving
 from slimx.reshard.transports.memory import open_memory

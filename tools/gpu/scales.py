@@ -7,7 +7,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # slimx need not be installed
 
-from slimx.reshard import kernel, kernel_cuda  # noqa: E402
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
 
 
 def main(folder: Path) -> None:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from slimx.errors import SlimxError
-from slimx.ports import family
 from slimx.reshard.transports.meeting import listen, serve
+from slimx.runtime.ports import family
 
 Backend = Literal["gloo", "nccl"]
 PUBLISHER = 0

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from slimx.errors import SlimxError
-from slimx.reshard import kernel_cuda
+from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.packed import ON_DEVICE
 
 UNIT = 2 * 2**20

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from slimx.ports import family
+from slimx.runtime.ports import family
 
 
 def listen(host: str, port: int = 0) -> socket.socket:

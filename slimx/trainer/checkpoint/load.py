@@ -1,8 +1,8 @@
 """Loading a torch_dist checkpoint under any layout. No byte of it is run as code.
 
 Tensors are read by torch with `weights_only`; so are `common.pt` and the objects of a rank, whose classes are numbers,
-strings, tensors and `argparse.Namespace`. `.metadata` goes through `slimx.models.safe_pickle`. Of a checkpoint that is
-not the run's own only tensors are read.
+strings, tensors and `argparse.Namespace`. `.metadata` goes through `slimx.models.files.safe_pickle`. Of a checkpoint
+that is not the run's own only tensors are read.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slimx.errors import SlimxError
-from slimx.models.megatron_directory import Fit
-from slimx.models.safe_pickle import read_metadata
+from slimx.models.files.megatron_directory import Fit
+from slimx.models.files.safe_pickle import read_metadata
 from slimx.trainer.checkpoint import state as states
-from slimx.trainer.model import unwrap
+from slimx.trainer.model.build import unwrap
 
 _EXTRA = "_extra_state"
 """fp8 scales of Transformer Engine's layers; absent where these layers are absent."""

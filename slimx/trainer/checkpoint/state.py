@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from slimx.models.megatron_common import preloaded
-from slimx.trainer.model import unwrap
+from slimx.models.files.megatron_common import preloaded
+from slimx.trainer.model.build import unwrap
 
 RANDOM = "random_state"
 

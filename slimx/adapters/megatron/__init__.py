@@ -1,0 +1,1 @@
+"""What megatron-core needs from slimx."""

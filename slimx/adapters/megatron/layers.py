@@ -1,0 +1,246 @@
+"""Layers of Transformer Engine's shape in plain torch, for machines without Transformer Engine (CPU, or one bare GPU)
+and for exact mode, whose operations take the place of theirs.
+
+Parameter names, shapes and checkpoint keys are those of the Transformer Engine layers that
+`get_gpt_decoder_block_spec(config, use_transformer_engine=True)` asks for, so that one model definition, one weight
+table and one checkpoint serve both. The arithmetic is that of `slimx.numerics`. Written for megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import optimizer
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from slimx.adapters.megatron import without_te as megatron_without_te
+from slimx.adapters.megatron.attention import Attention
+from slimx.numerics.norm import rms_norm
+
+
+def install(*, always: bool = False) -> bool:
+    """Give megatron.core these layers, and a fused-shape Adam unless apex has one, where there is no CUDA or no
+    Transformer Engine, or `always`; says whether it did."""
+    if torch.cuda.is_available() and HAVE_TE and not always:
+        return False
+    megatron_without_te.install()
+    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchSpecProvider, Norm
+    if optimizer.USING_PYTORCH_OPTIMIZER or not torch.cuda.is_available():
+        # torch's AdamW keeps a step per parameter; the distributed optimizer can save such a state but not load it.
+        optimizer.Adam = optimizer.distrib_optimizer.Adam = Adam
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        optimizer.distrib_optimizer.HAVE_APEX_OR_TE = optimizer.distrib_optimizer.USING_APEX_OPTIMIZER = True
+    return True
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm with a `weight` [hidden]."""
+
+    norm = staticmethod(rms_norm)
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise NotImplementedError(f"normalization {config.normalization} has no plain-torch layer; use RMSNorm")
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x, self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm and a column-parallel product in one module, with `layer_norm_weight` [hidden] beside `weight`."""
+
+    norm = staticmethod(rms_norm)
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(self.norm(x, self.layer_norm_weight, self.config.layernorm_epsilon))
+
+
+class GroupedLinear(torch.nn.Module):
+    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... and `bias0`, ... as Transformer
+    Engine's GroupedLinear."""
+
+    layer: type[torch.nn.Module]
+    axis: int
+    options: dict[str, Any]
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        pg_collection: Any,
+        bias: bool = False,
+        skip_bias_add: bool = True,
+        **_: Any,
+    ):
+        super().__init__()
+        self.groups, self.skip_bias_add = pg_collection, skip_bias_add
+        experts = [
+            self.layer(
+                input_size,
+                output_size,
+                config=config,
+                init_method=init_method,
+                bias=bias,
+                is_expert=True,
+                skip_bias_add=True,
+                tp_group=pg_collection.expt_tp,
+                **self.options,
+            )
+            for _ in range(num_gemms)
+        ]
+        self.__dict__["experts"] = (
+            experts  # not registered as submodules: the parameters' names are weight0, weight1, ...
+        )
+        for index, expert in enumerate(experts):
+            self.register_parameter(f"weight{index}", expert.weight)
+            if bias:
+                # RowParallelLinear would have it summed over the ranks of TP, which hold other experts.
+                expert.bias.sequence_parallel = False
+                if self.axis == 1:
+                    # The gradient norm counts a tensor that is not split on the first rank of TP only, but here each
+                    # rank of TP may hold experts of its own: it counts on the first rank that shares an expert.
+                    expert.bias.tensor_model_parallel = pg_collection.expt_tp.rank() == 0
+                self.register_parameter(f"bias{index}", expert.bias)
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """x [tokens sorted by expert, input]; one product per expert. The biases come beside it if they are not to be
+        added here."""
+        parts = x.split(list(tokens_per_expert))
+        pairs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+        if pairs[0][1] is None:
+            return torch.cat([out for out, _ in pairs]), None
+        if self.skip_bias_add:
+            return torch.cat([out for out, _ in pairs]), [bias for _, bias in pairs]
+        return torch.cat([out + bias for out, bias in pairs]), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """Checkpoint keys as Transformer Engine's layers write them: one tensor per layer with an expert axis, or
+        (`singleton_local_shards`) one per expert."""
+        count, expert_group, out = len(self.experts), self.groups.ep, {}
+        for index, expert in enumerate(self.experts):
+            number = expert_group.rank() * count + index
+            place: tuple = ((len(sharded_offsets), number, expert_group.size() * count),)
+            key = prefix
+            if metadata.get("singleton_local_shards"):
+                place, key = (), f"{number}.{prefix}"
+            state = {f"{index}.weight": expert.weight}
+            if expert.bias is not None:
+                state[f"{index}.bias"] = expert.bias
+            shards = make_sharded_tensors_for_checkpoint(
+                state,
+                "",
+                {f"{index}.weight": self.axis, **({f"{index}.bias": 0} if self.axis == 0 else {})},
+                (*sharded_offsets, *place),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(shards, f"{index}.", key)
+            for name in state:
+                shard = shards[name]
+                shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
+                out[f"{prefix}{name.split('.')[1]}{index}"] = shard
+        return out
+
+
+class ColumnGroupedLinear(GroupedLinear):
+    layer, axis, options = ColumnParallelLinear, 0, {"gather_output": False}
+
+
+class RowGroupedLinear(GroupedLinear):
+    layer, axis, options = RowParallelLinear, 1, {"input_is_parallel": True}
+
+
+class TorchSpecProvider(BackendSpecProvider):
+    """Where megatron.core asks which class builds each part of a layer."""
+
+    def linear(self) -> type:
+        return Linear
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return Attention
+
+    def grouped_mlp_modules(self, *_: Any) -> tuple[type, MLPSubmodules]:
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+
+    def activation_func(self) -> None:
+        return None
+
+
+class Adam(torch.optim.Optimizer):
+    """AdamW whose state has the shape of apex's and Transformer Engine's FusedAdam: a step per group, two moments
+    each."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_: Any,
+    ):
+        if not adam_w_mode:
+            raise NotImplementedError("this Adam decouples the weight decay (adam_w_mode=True) only")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            beta1, beta2 = group["betas"]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            grads = [p.grad for p in parameters]
+            mean = [self.state[p]["exp_avg"] for p in parameters]
+            square = [self.state[p]["exp_avg_sq"] for p in parameters]
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_lerp_(mean, grads, 1 - beta1)
+            torch._foreach_mul_(square, beta2)
+            torch._foreach_addcmul_(square, grads, grads, value=1 - beta2)
+            root = torch._foreach_div(square, 1 - beta2 ** group["step"])
+            torch._foreach_sqrt_(root)
+            torch._foreach_add_(root, group["eps"])
+            torch._foreach_addcdiv_(parameters, mean, root, value=-group["lr"] / (1 - beta1 ** group["step"]))

@@ -1,0 +1,1 @@
+"""The slimx plugin inside SGLang."""

@@ -1,0 +1,236 @@
+"""What SGLang's CPU path lacks: one entry per gap, applied only where the server runs on the CPU.
+
+Written for sglang 0.5.23. `Gap.open` tells whether SGLang still lacks it; an entry whose gap has closed refuses to
+start, so that it is deleted and does not shadow SGLang's own code. What functions can be wrapped go through SGLang's
+HookRegistry (it also reaches the modules that imported the function by name); the rest are entries in SGLang's own
+tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slimx.errors import SlimxError
+from slimx.numerics.norm import rms_scale
+
+BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
+MINIMAX_SQUARES = "sglang.srt.models.minimax_m2.rms_sumsq_serial"
+MINIMAX_NORM = "sglang.srt.models.minimax_m2.rms_apply_serial"
+NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    name: str
+    reason: str
+    open: Callable[[], bool]
+    """Whether it is missing at this moment; after `close` it is not."""
+    close: Callable[[], None]
+
+
+# Seeded sampling ----------------------------------------------------------------------------------------------------
+
+MASK = 0xFFFFFFFF
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (x86, 32 bits) of the 16 bytes (seed low, seed high, position, column): uint32 [seeds, columns].
+
+    The same function as SGLang's Triton kernel (kernels/ops/sampling/murmur_hash.py), so that a seed draws the same
+    tokens on the CPU and on a GPU. Words are held in int64 because torch has no wrapping uint32 arithmetic.
+    """
+    seed, positions, columns = seed.long()[:, None], positions.long()[:, None], columns.long()[None, :]
+    state = torch.zeros_like(seed)
+    for word in (seed & MASK, (seed >> 32) & MASK, positions & MASK, columns & MASK):
+        mixed = _product(_rotate(_product(word, 0xCC9E2D51), 15), 0x1B873593)
+        state = (_product(_rotate(state ^ mixed, 13), 5) + 0xE6546B64) & MASK
+    state = state ^ 16  # the length in bytes
+    state = _product(state ^ (state >> 16), 0x85EBCA6B)
+    state = _product(state ^ (state >> 13), 0xC2B2AE35)
+    return (state ^ (state >> 16)).to(torch.uint32)
+
+
+def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((word << bits) | (word >> (32 - bits))) & MASK
+
+
+def _product(word: torch.Tensor, factor: int) -> torch.Tensor:
+    """word * factor mod 2^32 by halves of the factor: the full product would overflow int64."""
+    return (word * (factor & 0xFFFF) + (((word * (factor >> 16)) & 0xFFFF) << 16)) & MASK
+
+
+def _has_murmur() -> bool:
+    return hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu")
+
+
+def _add_murmur() -> None:
+    torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu", murmur_hash32)
+
+
+# Tables -------------------------------------------------------------------------------------------------------------
+
+
+def _deterministic_choices() -> list[str]:
+    from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+
+    return DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+
+
+def _deterministic_mla_choices() -> list[str]:
+    from sglang.srt.arg_groups.choices import RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+
+    return RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+
+
+def _host_allocators() -> dict[str, Callable[..., torch.Tensor]]:
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    return ALLOC_MEMORY_FUNCS
+
+
+def _allocate_on_host(
+    dims: tuple, dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any, **_: Any
+) -> torch.Tensor:
+    return allocator.allocate(dims, dtype=dtype, device=device)
+
+
+def _add_host_allocator() -> None:
+    _host_allocators()["cpu"] = _allocate_on_host
+
+
+def _native_attention() -> type:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return TorchNativeAttnBackend
+
+
+def _add_idle_length() -> None:
+    _native_attention().get_cpu_graph_seq_len_fill_value = lambda backend: 1  # as SGLang's other CPU backend
+
+
+CHOICES = (
+    Gap(
+        "deterministic-attention",
+        "--enable-deterministic-inference (seeds, log-probs at the sampling temperature) refuses torch_native",
+        open=lambda: "torch_native" not in _deterministic_choices(),
+        close=lambda: _deterministic_choices().append("torch_native"),
+    ),
+    Gap(
+        # Deterministic mode also has SGLang's dispatch take absorbed MLA for every batch, the only form that
+        # torch_native computes. Side effect of the list: the radix cache stays on unless --disable-radix-cache.
+        "deterministic-mla",
+        "--enable-deterministic-inference refuses torch_native for models with absorbed MLA (DeepSeek)",
+        open=lambda: "torch_native" not in _deterministic_mla_choices(),
+        close=lambda: _deterministic_mla_choices().append("torch_native"),
+    ),
+)
+"""Gaps of argument checking: closed in every process, before arguments are read."""
+
+GAPS = (
+    Gap(
+        "seeded-sampling",
+        "an operator of sgl_kernel's CPU build, of which PyPI has no wheel; without it a seed ends the scheduler",
+        open=lambda: not _has_murmur(),
+        close=_add_murmur,
+    ),
+    Gap(
+        "host-pool",
+        "capture of routed experts would allocate through cudaHostRegister, the default of devices not listed",
+        open=lambda: "cpu" not in _host_allocators(),
+        close=_add_host_allocator,
+    ),
+    Gap(
+        "idle-length",
+        "DP-attention pads batches with sequences of a length that torch_native does not name",
+        open=lambda: not hasattr(_native_attention(), "get_cpu_graph_seq_len_fill_value"),
+        close=_add_idle_length,
+    ),
+)
+
+
+# Functions ----------------------------------------------------------------------------------------------------------
+
+
+def no_batch_invariant_mode(*args: Any, **kwargs: Any) -> None:
+    """Deterministic mode swaps in Triton kernels for CUDA and XPU; there is none for the CPU and nothing to swap."""
+
+
+def moe_without_absent_experts(
+    native: Callable, layer: Any, x: torch.Tensor, topk_output: Any, config: Any
+) -> torch.Tensor:
+    """Expert parallelism marks experts of other ranks by id -1, which SGLang's native CPU path takes for an index.
+
+    With such ids, one top-k slot is computed at a time, over the rows whose expert is here. x: [tokens, hidden].
+    """
+    weights, ids, *_ = topk_output
+    if bool((ids >= 0).all()):
+        return native(layer, x, topk_output, config)
+    out = torch.zeros_like(x)
+    for slot in range(ids.shape[1]):
+        rows = (ids[:, slot] >= 0).nonzero()[:, 0]
+        if len(rows):
+            one = (weights[rows, slot : slot + 1], ids[rows, slot : slot + 1], None)
+            out[rows] += native(layer, x[rows], one, config)
+    return out
+
+
+def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """In place of MiniMax-M2's Triton kernel: fp32 [2 * tokens], of query [tokens, n] and then of key [tokens, m]."""
+    return torch.cat([x.float().square().sum(-1) for x in (query, key)])
+
+
+def normed_by_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    sums: torch.Tensor,
+    ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of MiniMax-M2's Triton kernel: query and key by the `sums` of squares of all ranks."""
+    means = (total[:, None] / (x.shape[-1] * ranks) for x, total in zip((query, key), sums.chunk(2), strict=True))
+    return tuple(
+        rms_scale(x, mean, weight, eps)
+        for x, mean, weight in zip((query, key), means, (query_weight, key_weight), strict=True)
+    )
+
+
+def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
+    """Register the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: also those of
+    experts, which exact mode replaces altogether."""
+    registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
+    if experts:
+        registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)
+    registry.register(MINIMAX_SQUARES, sums_of_squares, kinds.REPLACE)
+    registry.register(MINIMAX_NORM, normed_by_sums, kinds.REPLACE)
+
+
+def open_choices() -> None:
+    """Have SGLang's arguments accept what works on the CPU."""
+    _close(CHOICES)
+
+
+def close_gaps() -> None:
+    """Close the gaps of the scheduler process."""
+    _close(GAPS)
+
+
+def _close(gaps: tuple[Gap, ...]) -> None:
+    """Close them; refuse if SGLang closed one itself."""
+    for gap in gaps:
+        if not gap.open():
+            raise SlimxError(
+                f"sglang now has what slimx.adapters.sglang.cpu adds as '{gap.name}' ({gap.reason}); delete that entry"
+            )
+        gap.close()
+
+
+def attest() -> dict[str, bool]:
+    """Name of every gap -> whether it is closed now."""
+    return {gap.name: not gap.open() for gap in (*CHOICES, *GAPS)}

@@ -1,0 +1,1 @@
+"""Receipt of publications inside SGLang."""

@@ -1,0 +1,279 @@
+"""Where this rank of a loaded SGLang model holds each Hugging Face tensor: one row per kind of parameter.
+
+Written for sglang 0.5.23: tensor, expert and DP-attention parallel engines, fused shared experts, redundant experts.
+SGLang fuses and splits tensors while it loads them. The same map, read the other way, finds each tensor's bytes in what
+the rank holds, so that they can be compared with the publisher's. Sizes and ranks are read from the model's own
+modules, not from the tables that publishers plan with (`slimx.models`): two accounts of one fact that must agree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from slimx.adapters.sglang.weights.places import Held, Layout, Place, weights_of
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.parts import check_boxes, matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rectangle of one Hugging Face tensor in the held parameter."""
+
+    tensor: str | None
+    """Name, with the row's groups still to fill in; None for padding."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    rect: Rect | None
+    """None: other ranks hold the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A held parameter and the modules around it."""
+
+    held: torch.Tensor
+    owner: nn.Module
+    parent: nn.Module
+    experts: Any
+    """SGLang's ExpertLocationMetadata; None without it: physical experts are then the model's."""
+
+    @property
+    def cols(self) -> int:
+        return matrix(self.held.shape)[1]
+
+
+def whole(at: Parameter) -> Iterator[Piece]:
+    """Held as it is in the checkpoint, the same on every rank."""
+    yield _piece("{name}", tuple(at.held.shape))
+
+
+def vocabulary(at: Parameter) -> Iterator[Piece]:
+    """This rank's rows of the real vocabulary, then padding."""
+    indices, (rows, cols) = at.owner.shard_indices, at.held.shape
+    start, real = indices.org_vocab_start_index, indices.num_org_elements
+    _expect(indices.num_added_elements == 0, "an added vocabulary is held in the same parameter")
+    yield Piece("{name}", (at.owner.org_vocab_size, cols), Rect(0, start, 0, real, cols, 0, 0))
+    yield Piece(None, (), Rect(0, 0, 0, rows - real, cols, real, 0))
+
+
+def rows_split(at: Parameter) -> Iterator[Piece]:
+    """ColumnParallelLinear: this rank's rows."""
+    yield _rows("{name}", at.owner.output_size, at.cols, at.held.shape[0], _rank(at.owner.tp_group), 0)
+
+
+def columns_split(at: Parameter) -> Iterator[Piece]:
+    """RowParallelLinear: this rank's columns."""
+    yield _columns("{name}", tuple(at.held.shape), at.owner.input_size, _rank(at.owner.tp_group), 0)
+
+
+def qkv(at: Parameter) -> Iterator[Piece]:
+    """Rows of q, then k, then v; with more ranks than KV heads, several hold the same."""
+    owner, vector = at.owner, at.held.dim() == 1
+    rank, kv_rank = _rank(owner.tp_group), _rank(owner.kv_tp_group) // owner.num_kv_head_replicas
+    heads, groups = owner.total_num_heads, owner.total_num_kv_heads
+    start = 0
+    for part, count, mine, shard, size in (
+        ("q_proj", heads, rank, owner.q_proj_shard_size, owner.head_size),
+        ("k_proj", groups, kv_rank, owner.kv_proj_shard_size, owner.head_size),
+        ("v_proj", groups, kv_rank, owner.v_proj_shard_size, owner.v_head_size),
+    ):
+        yield _rows("{at}." + part + ".{kind}", count * size, at.cols, shard, mine, start, vector)
+        start += shard
+
+
+def latent_down(at: Parameter) -> Iterator[Piece]:
+    """MLA's first projections on every rank: rows of the query's, then of the key-value's."""
+    query = at.parent.q_lora_rank
+    yield _rows("{at}.q_a_proj.weight", query, at.cols, query, 0, 0)
+    rest = at.owner.output_size - query
+    yield _rows("{at}.kv_a_proj_with_mqa.weight", rest, at.cols, rest, 0, query)
+
+
+def gate_up(at: Parameter) -> Iterator[Piece]:
+    """Rows of gate, then up, of a dense MLP or a shared expert."""
+    start = 0
+    for name, size, shard in zip(("gate", "up"), at.owner.output_sizes, at.owner.output_partition_sizes, strict=True):
+        yield _rows(f"{{at}}.{name}_proj.weight", size, at.cols, shard, _rank(at.owner.tp_group), start)
+        start += shard
+
+
+def heads_norm(at: Parameter) -> Iterator[Piece]:
+    """A norm of query or key: of each head, the same on every rank, or (MiniMaxM2RMSNormTP) of all heads together, of
+    which ranks hold those that they compute."""
+    owner = at.owner
+    if not hasattr(owner, "num_head_replicas"):
+        yield from whole(at)
+        return
+    shard = at.held.shape[0]
+    total = shard * owner.attn_tp_size // owner.num_head_replicas
+    yield _rows("{name}", total, 1, shard, owner.attn_tp_rank // owner.num_head_replicas, 0, vector=True)
+
+
+def experts_gate_up(at: Parameter, names: tuple[str, str] = ("gate_proj", "up_proj")) -> Iterator[Piece]:
+    """w13: per expert the rows of gate, then up (FlashInfer's kernels want up first and say so on their method).
+    `names`: the checkpoint's for both."""
+    owner, inner = at.owner, at.owner.intermediate_size_per_partition
+    method = getattr(owner, "weight_load_method", None) or owner.quant_method
+    order = names[::-1] if getattr(method, "load_up_proj_weight_first", False) else names
+    _expect(tuple(at.held.shape) == (owner.num_local_experts, 2 * inner, owner.hidden_size), _unlike(at))
+    shape = (inner * owner.moe_tp_size, owner.hidden_size)
+    for name, slot in _experts(at):
+        for number, part in enumerate(order):
+            start = None if slot is None else (2 * slot + number) * inner
+            tensor = f"{name}.{part}.weight"
+            if start is None:
+                yield Piece(tensor, shape, None)
+            else:
+                yield _rows(tensor, *shape, inner, owner.moe_tp_rank, start)
+
+
+def experts_down(at: Parameter, part: str = "down_proj") -> Iterator[Piece]:
+    """w2: one matrix per expert, split by columns; `part`: its name in the checkpoint."""
+    owner, inner = at.owner, at.owner.intermediate_size_per_partition
+    _expect(tuple(at.held.shape) == (owner.num_local_experts, owner.hidden_size, inner), _unlike(at))
+    for name, slot in _experts(at):
+        tensor, total = f"{name}.{part}.weight", inner * owner.moe_tp_size
+        if slot is None:
+            yield Piece(tensor, (owner.hidden_size, total), None)
+        else:
+            yield _columns(tensor, (owner.hidden_size, inner), total, owner.moe_tp_rank, slot * owner.hidden_size)
+
+
+Split = Callable[[Parameter], Iterator[Piece]]
+ATTENTION, MLP = r"(?P<at>.+\.self_attn)\.", r"(?P<at>.+\.mlp(\.shared_experts)?)\."
+ROWS: tuple[tuple[str, Split], ...] = (
+    # held parameter                                                      -> Hugging Face tensors
+    (r"(model\.embed_tokens|lm_head)\.weight", vocabulary),
+    (ATTENTION + r"qkv_proj\.(?P<kind>weight|bias)", qkv),
+    (ATTENTION + r"fused_qkv_a_proj_with_mqa\.weight", latent_down),
+    (ATTENTION + r"(q_proj|q_b_proj|kv_b_proj)\.weight", rows_split),
+    (ATTENTION + r"o_proj\.weight", columns_split),
+    (ATTENTION + r"(kv_a_proj_with_mqa|q_a_layernorm|kv_a_layernorm)\.weight", whole),
+    (ATTENTION + r"(q_norm|k_norm)\.weight", heads_norm),
+    (r".+\.(input_layernorm|post_attention_layernorm)\.weight|model\.norm\.weight", whole),
+    (MLP + r"gate_up_proj\.weight", gate_up),
+    (MLP + r"down_proj\.weight", columns_split),
+    (r".+\.(mlp|block_sparse_moe)\.(gate\.weight|(gate\.)?e_score_correction_bias)", whole),
+    (r"(?P<mlp>.+\.mlp)\.experts\.w13_weight", experts_gate_up),
+    (r"(?P<mlp>.+\.mlp)\.experts\.w2_weight", experts_down),
+    (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w13_weight", partial(experts_gate_up, names=("w1", "w3"))),
+    (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w2_weight", partial(experts_down, part="w2")),
+)
+
+TOGETHER: tuple[Split, ...] = (latent_down,)
+"""Rows whose tensors `load_weights` fuses only if one call brings them all; alone it drops each without a word."""
+
+
+class _Unexpected(Exception):
+    """A parameter that its row does not describe; ends up in `Layout.uncovered`."""
+
+
+def hf_layout(model: nn.Module, experts: Any = None) -> Layout:
+    """Find every Hugging Face tensor in `model`. What no row explains is listed in `uncovered`, never skipped.
+
+    `experts`: SGLang's ExpertLocationMetadata of this process, which says which experts the slots hold.
+    """
+    layout, modules = Layout(), dict(model.named_modules())
+    for name, held in weights_of(model).items():
+        owner = name.rpartition(".")[0]
+        at = Parameter(held, modules[owner], modules[owner.rpartition(".")[0]], experts)
+        try:
+            _add(layout, name, at)
+        except (_Unexpected, AttributeError, SlimxError) as error:
+            layout.uncovered[name] = str(error)
+    return layout
+
+
+def _add(layout: Layout, name: str, at: Parameter) -> None:
+    """Add all pieces of one parameter, once they are proven to cover it exactly."""
+    split, groups = _row(name)
+    _expect(at.held.data.is_contiguous(), f"strides {at.held.stride()} are not those of contiguous memory")
+    pieces = list(split(at))
+    boxes = [(p.rect.local_row, p.rect.local_col, p.rect.rows, p.rect.cols) for p in pieces if p.rect is not None]
+    check_boxes(f"parameter {name}", matrix(at.held.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
+    names = []
+    for piece in pieces:
+        if piece.tensor is None:
+            continue
+        names.append(piece.tensor.format(name=name, **groups))
+        place = layout.places.setdefault(names[-1], Place(at.held.dtype, piece.shape))
+        if piece.rect is not None:
+            _expect(all(_same(held.rect, piece.rect) for held in place.held), f"{names[-1]} is held in different parts")
+            place.held.append(Held(name, tuple(at.held.shape), piece.rect))
+    if split in TOGETHER:
+        layout.together.update({one: tuple(other for other in names if other != one) for one in names})
+
+
+def _row(name: str) -> tuple[Split, dict[str, str]]:
+    for pattern, split in ROWS:
+        if found := re.fullmatch(pattern, name):
+            return split, found.groupdict()
+    raise _Unexpected("no row of slimx.adapters.sglang.weights.layout.ROWS names it")
+
+
+def _experts(at: Parameter) -> Iterator[tuple[str, int | None]]:
+    """(name of an expert, slot in this rank's parameter or None): the slots in order, then what other ranks hold."""
+    owner, layer = at.owner, at.owner.layer_id
+    shared = owner.num_fused_shared_experts
+    routed = owner.num_local_experts - shared
+    first = owner.moe_ep_rank * routed
+    logical = list(range(first, first + routed))
+    total = routed * owner.moe_ep_size
+    if at.experts is not None:
+        logical = at.experts.physical_to_logical_map_cpu[layer, first : first + routed].tolist()
+        total = at.experts.num_logical_experts
+    for slot, expert in enumerate(logical):
+        yield f"{{mlp}}.experts.{expert}", slot
+    _expect(shared <= 1, f"{shared} shared experts are fused with the others, SGLang loads at most one")
+    if shared:
+        yield "{mlp}.shared_experts", routed
+    for expert in sorted(set(range(total)) - set(logical)):
+        yield f"{{mlp}}.experts.{expert}", None
+
+
+def _piece(tensor: str, shape: tuple[int, ...]) -> Piece:
+    rows, cols = matrix(shape)
+    return Piece(tensor, shape, Rect(0, 0, 0, rows, cols, 0, 0))
+
+
+def _rows(tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False) -> Piece:
+    """Rows `rank * shard` and on of a tensor of `total` rows, from row `start` of the parameter on."""
+    shape = (total,) if vector else (total, cols)
+    return Piece(tensor, shape, Rect(0, rank * shard, 0, shard, cols, start, 0))
+
+
+def _columns(tensor: str, held: tuple[int, ...], total: int, rank: int, start: int) -> Piece:
+    """Columns `rank * shard` and on of a tensor of `total` columns, from row `start` of the parameter on."""
+    rows, shard = held
+    return Piece(tensor, (rows, total), Rect(0, 0, rank * shard, rows, shard, start, 0))
+
+
+def _rank(group: Any) -> int:
+    """Rank in the group that splits a layer; a layer without one is not split."""
+    return 0 if group is None else group.rank_in_group
+
+
+def _same(one: Rect, other: Rect) -> bool:
+    return (one.row, one.col, one.rows, one.cols) == (other.row, other.col, other.rows, other.cols)
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise _Unexpected(otherwise)
+
+
+def _unlike(at: Parameter) -> str:
+    owner = at.owner
+    return (
+        f"shape {tuple(at.held.shape)} is not {owner.num_local_experts} experts of hidden size {owner.hidden_size} and "
+        f"inner size {owner.intermediate_size_per_partition} (a repacked or split layout)"
+    )

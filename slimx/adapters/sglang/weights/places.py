@@ -1,0 +1,163 @@
+"""Places: what one engine rank holds of each tensor that a publication brings, and proofs over their bytes.
+
+Two namings of the same weights: Hugging Face tensors, of which a rank holds some rectangle somewhere in its fused
+parameters (`sglang_layout`), and the rank's own parameters as they are (`local_layout`). Receiver and proofs see only
+places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from slimx.layout.maps import Rect
+from slimx.layout.parts import matrix
+from slimx.reshard.kernels.cpu import PIECE, rectangle, seeds
+from slimx.reshard.kernels.cuda import LONGEST
+from slimx.reshard.kernels.sums import sum_rects
+
+Parameters = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Part of a tensor in a parameter: `rect.local_*` count in the parameter's matrix, the rest in the tensor's.
+
+    The parameter is found by name whenever it is looked at: SGLang puts others in place when it packs weights.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    """Of the parameter."""
+    rect: Rect
+
+    def view(self, parameters: Parameters) -> torch.Tensor | None:
+        """The held values [rows, cols], without a copy; None if the parameter has got another form."""
+        r, parameter = self.rect, parameters.get(self.parameter)
+        if parameter is None or tuple(parameter.shape) != self.shape or not parameter.data.is_contiguous():
+            return None
+        flat = parameter.data.view(matrix(self.shape))
+        return flat[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols]
+
+
+@dataclass(slots=True)
+class Place:
+    """Where one tensor of a publication goes on this rank."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    held: list[Held] = field(default_factory=list)
+    """All hold the same rectangle of the tensor: more than one for redundant experts, none for another rank's expert.
+    """
+
+    @property
+    def form(self) -> str:
+        """ "dtype:d0,d1", as inventories have it."""
+        return f"{str(self.dtype).removeprefix('torch.')}:{','.join(map(str, self.shape))}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    places: dict[str, Place] = field(default_factory=dict)
+    """Every tensor that this engine takes, those of which this rank holds nothing among them."""
+    uncovered: dict[str, str] = field(default_factory=dict)
+    """Held parameter that no tensor explains -> why."""
+    together: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensors that the model's `load_weights` takes only in one call with others -> those others."""
+
+    @property
+    def held(self) -> list[str]:
+        """Names of tensors of which this rank holds something."""
+        return [name for name, place in self.places.items() if place.held]
+
+
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters by name, without the scales of an fp8 KV cache: SGLang gives those to every attention of a
+    model that has fp8 weights, whether or not its KV cache is fp8, and no checkpoint or trainer has them."""
+    parameters = dict(model.named_parameters())
+    return {name: held for name, held in parameters.items() if name.rpartition(".")[2] not in ("k_scale", "v_scale")}
+
+
+def local_layout(model: nn.Module) -> Layout:
+    """The rank's parameters under their own names. One that is no contiguous memory is listed in `uncovered`."""
+    layout = Layout()
+    for name, held in weights_of(model).items():
+        if not held.data.is_contiguous():
+            layout.uncovered[name] = f"strides {held.stride()} are not those of contiguous memory"
+            continue
+        rows, cols = matrix(held.shape)
+        shape = tuple(held.shape)
+        layout.places[name] = Place(held.dtype, shape, [Held(name, shape, Rect(0, 0, 0, rows, cols, 0, 0))])
+    return layout
+
+
+def staged_sums(
+    views: Mapping[str, torch.Tensor], places: Mapping[str, Place], device: torch.device | None = None
+) -> dict[str, tuple[int, int]]:
+    """For tensors as they travelled: (checksum of the whole, share of this rank), read in one pass.
+
+    A share is what the rank's rectangle adds to the tensor's checksum; it does not depend on where the bytes lie.
+    `device`: the GPU that has them; None: they are in host memory.
+    """
+    records: list[tuple[int, ...]] = []
+    for number, (name, view) in enumerate(views.items()):
+        rows, cols = matrix(view.shape)
+        flat, own = view.view(rows, cols), places[name].held[0].rect
+        below, right = own.row + own.rows, own.col + own.cols
+        for row, col, height, width, index in (
+            (own.row, own.col, own.rows, own.cols, 2 * number),
+            # The rest of the tensor, around the rank's rectangle.
+            (0, 0, own.row, cols, 2 * number + 1),
+            (below, 0, rows - below, cols, 2 * number + 1),
+            (own.row, 0, own.rows, own.col, 2 * number + 1),
+            (own.row, right, own.rows, cols - right, 2 * number + 1),
+        ):
+            records += _record(flat[row : row + height, col : col + width], row, col, cols, index)
+    sums = _summed(records, 2 * len(views), device)
+    whole = sums[0::2] + sums[1::2] + seeds([view.nbytes for view in views.values()])
+    return {name: (int(whole[k]), int(sums[2 * k])) for k, name in enumerate(views)}
+
+
+def held_sums(places: Mapping[str, Place], names: Iterable[str], parameters: Parameters) -> dict[str, set[int | None]]:
+    """The shares of `names` in what the model holds now: one value where every copy of a tensor holds the same, None
+    among them for a parameter that cannot be read as it was loaded."""
+    out: dict[str, set[int | None]] = {}
+    found: dict[torch.device | None, tuple[list[str], list[tuple[int, ...]]]] = {}
+    """Where -> tensors, and the records of what lies there."""
+    for name in names:
+        place, out[name] = places[name], set()
+        for held in place.held:
+            if (view := held.view(parameters)) is None or view.dtype != place.dtype:
+                out[name].add(None)
+                continue
+            tensors, records = found.setdefault(view.device if view.is_cuda else None, ([], []))
+            records += _record(view, held.rect.row, held.rect.col, matrix(place.shape)[1], len(tensors))
+            tensors.append(name)
+    for device, (tensors, records) in found.items():
+        for name, share in zip(tensors, _summed(records, len(tensors), device).tolist(), strict=True):
+            out[name].add(share)
+    return out
+
+
+def _record(part: torch.Tensor, row: int, col: int, pitch: int, index: int) -> list[tuple[int, ...]]:
+    """The kernel's record of `part`, which stands at (row, col) of a tensor of `pitch` columns; none if it is empty."""
+    if part.numel() == 0:
+        return []
+    if part.shape[1] == pitch and part.is_contiguous() and part.nbytes <= LONGEST:
+        part = part.reshape(1, -1)  # one run of bytes: vectors, whole tensors, row slices
+    size = part.element_size()
+    place = {"pos": (row * pitch + col) * size, "pos_ld": max(pitch, part.shape[1]) * size}
+    return [rectangle(part, tensor=index, **place, device=part.device.type)]
+
+
+def _summed(records: list[tuple[int, ...]], count: int, device: torch.device | None) -> np.ndarray:
+    return sum_rects(np.array(records, dtype=PIECE), count, device)

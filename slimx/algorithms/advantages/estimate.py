@@ -1,0 +1,143 @@
+"""From the configuration's algorithm to the advantages of a step: what its groups' rewards say, and what only the rows
+of the whole step do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from slimx.algorithms.advantages.covariance import select_tokens
+from slimx.algorithms.advantages.dpo import assign_preferences
+from slimx.algorithms.advantages.gigpo import step_advantages
+from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, opo, remax, rloo, standardise
+from slimx.algorithms.advantages.token_rewards import assign_advantages
+from slimx.algorithms.hooks import load_advantages
+from slimx.config.algorithm import ADVANTAGES, TOKEN_REWARDS, Algorithm
+from slimx.data.batch import Row
+from slimx.data.records import Group, Trajectory
+from slimx.errors import SlimxError
+
+
+def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndarray]:
+    """The advantage of each trajectory of `group`, in order: one number, or one per predicted token [L-1]. Where
+    rewards are per token (PPO, REINFORCE++) or pairs are compared (DPO) they come later, from the whole step, and here
+    is what they begin with.
+
+    A rollout counts once, however many trajectories it returned: its reward is their mean, and they share its
+    advantage."""
+    if algorithm.loss == "sft":
+        return [1.0] * len(group.trajectories)
+    if algorithm.advantages in ("gae", "dpo", "none"):
+        return [0.0] * len(group.trajectories)
+    if algorithm.advantages == "reinforce":
+        return [trajectory.reward for trajectory in group.trajectories]
+    if not group.trajectories:
+        return []
+    rollouts = _by_rollout(group)
+    rewards = _rewards(rollouts)
+    if algorithm.advantages == "reinforce_baseline":
+        baseline = _mean(rewards)
+        return [trajectory.reward - baseline for trajectory in group.trajectories]
+    std = {"normalize_std": algorithm.normalize_std, "eps": algorithm.advantage_eps}
+    match algorithm.advantages:
+        case "grpo" | "gpg" | "gigpo":
+            values = grpo(rewards, **std)
+        case "rloo":
+            values = rloo(rewards)
+        case "opo":
+            trained = [sum(int(each.loss_mask.sum()) for each in members) for members in rollouts.values()]
+            values = opo(rewards, trained)
+        case "remax":
+            if group.baseline is None:
+                raise SlimxError(f"group {group.id} has no greedy rollout, the baseline of algorithm.advantages=remax")
+            values = remax(rewards, group.baseline)
+        case "gdpo":
+            values = gdpo(_parts(rollouts), algorithm.reward_weights, eps=algorithm.advantage_eps)
+        case _:
+            raise AssertionError(f"no estimator is called {algorithm.advantages}")
+    by_rollout = dict(zip(rollouts, values.tolist(), strict=True))
+    out: list[float | np.ndarray] = [by_rollout[trajectory.rollout_id] for trajectory in group.trajectories]
+    if algorithm.advantages == "gigpo":
+        steps = step_advantages(group.trajectories, gamma=algorithm.gamma, **std)
+        out = [whole + algorithm.step_coef * step for whole, step in zip(out, steps, strict=True)]
+    return out
+
+
+def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[float | np.ndarray]:
+    """`group_advantages` of every trajectory of a step, group after group, or what the user's hook says of them; GDPO's
+    are normalised over the step's rollouts, GPG's scaled by how many of these have a gradient."""
+    if algorithm.advantages not in ADVANTAGES:
+        return load_advantages(algorithm.advantages)(groups)
+    values = [value for group in groups for value in group_advantages(algorithm, group)]
+    if algorithm.advantages == "gpg":
+        share = gradient_share([_rewards(_by_rollout(group)) for group in groups])
+        return [value / share for value in values]
+    if algorithm.advantages != "gdpo" or not algorithm.whiten:
+        return values
+    names = [(group.id, trajectory.rollout_id) for group in groups for trajectory in group.trajectories]
+    by_rollout = dict(zip(names, values, strict=True))
+    normal = dict(zip(by_rollout, standardise(np.array(list(by_rollout.values()))).tolist(), strict=True))
+    return [normal[name] for name in names]
+
+
+def finish_advantages(
+    algorithm: Algorithm,
+    groups: Sequence[Group],
+    updates: Sequence[Sequence[Row]],
+    *,
+    policy: Sequence[np.ndarray] | None = None,
+    reference: Sequence[np.ndarray] | None = None,
+    values: Sequence[np.ndarray] | None = None,
+    seed: Sequence[int],
+) -> dict[str, float]:
+    """Fill the advantages of a step's rows where they come token by token or from pairs, and what else belongs to them
+    (a critic's values and returns, selected tokens); metrics of the step.
+
+    `updates`: rows of the groups' trajectories, in order, with `all_advantages` of them. `policy`, `reference`: their
+    log-probs [n] under these weights before the step, and `values` a critic's, where the algorithm wants them."""
+    rows = [row for update in updates for row in update]
+    metrics: dict[str, float] = {}
+    if algorithm.advantages == "dpo":
+        metrics = assign_preferences(algorithm, groups, rows, policy, reference)
+    elif algorithm.advantages == "gae":
+        scores = [trajectory.reward for group in groups for trajectory in group.trajectories]
+        metrics = assign_advantages(algorithm, rows, scores, values, reference)
+    elif algorithm.advantages in TOKEN_REWARDS:
+        # The reward, or what it is above the group's mean, falls on a trajectory's last token.
+        metrics = assign_advantages(algorithm, rows, [float(row.advantages[0]) for row in rows], None, reference)
+    if algorithm.loss in ("clip_cov", "kl_cov"):
+        chosen = [select_tokens(algorithm, update, (*seed, number)) for number, update in enumerate(updates)]
+        metrics |= {name: float(np.mean([each[name] for each in chosen])) for name in chosen[0]}
+    return metrics
+
+
+def _by_rollout(group: Group) -> dict[str, list[Trajectory]]:
+    rollouts: dict[str, list[Trajectory]] = {}
+    for trajectory in group.trajectories:
+        rollouts.setdefault(trajectory.rollout_id, []).append(trajectory)
+    return rollouts
+
+
+def _rewards(rollouts: Mapping[str, Sequence[Trajectory]]) -> list[float]:
+    """Reward of each rollout: the mean of its trajectories' rewards."""
+    return [_mean([each.reward for each in members]) for members in rollouts.values()]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
+    """Reward parts by name, one value per rollout. Raises SlimxError where a trajectory lacks one."""
+    names = dict.fromkeys(name for members in rollouts.values() for each in members for name in each.reward_parts)
+    for members in rollouts.values():
+        for each in members:
+            if not names or names.keys() - each.reward_parts.keys():
+                lacking = sorted(names.keys() - each.reward_parts.keys())
+                raise SlimxError(
+                    f"trajectory {each.id} has no reward part{' ' + lacking[0] if lacking else 's'}, and "
+                    "algorithm.advantages=gdpo normalises each part on its own; return a dict from the reward hook, "
+                    "with the same names for every trajectory of a prompt"
+                )
+    return {name: [_mean([each.reward_parts[name] for each in m]) for m in rollouts.values()] for name in names}

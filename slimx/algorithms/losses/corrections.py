@@ -1,0 +1,94 @@
+"""Weights and rejection for the gap between trainer and engine: tokens were sampled by the engine's policy, and the
+ratio of the loss begins at the trainer's own log-probs of the same weights (`algorithm.old_logprobs: recompute`).
+
+With w = trainer / engine, per token or per sequence, the objective of each token is multiplied by
+
+- truncate: w, within [low, high] (truncated importance sampling, fengyao.notion.site/off-policy-rl);
+- icepop: w where low <= w <= high, else 0 (IcePop, 2510.18855; masked importance sampling elsewhere).
+
+Rejection decides beside that which tokens count at all. Denominators stay those of all trained tokens, as in slime.
+
+As a behaviour policy that is several versions old is a larger gap of the same kind, these are also the weights of
+decoupled PPO (AReaL, 2505.24298): there the old log-probs are those of the proximal policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from slimx.algorithms.inputs import SequenceSum
+from slimx.algorithms.losses.ratios import bounded_ratio
+
+Kind = Literal["truncate", "icepop"]
+Level = Literal["token", "sequence", "geometric"]
+Correction = Callable[[torch.Tensor, torch.Tensor, SequenceSum], tuple[torch.Tensor, torch.Tensor]]
+"""(log w per token [T], trained bool [T], sums over sequences) -> (weights [T], bool [T]: w outside the bounds)."""
+Rejection = Callable[[torch.Tensor, torch.Tensor, SequenceSum], torch.Tensor]
+"""(log w per token [T], trained bool [T], sums over sequences) -> bool [T]: trained tokens that do not count."""
+
+
+def correction(kind: Kind, *, level: Level, low: float, high: float) -> Correction:
+    """`level`: whose w it is: each token's own, its sequence's (the product over trained tokens), or the geometric mean
+    of them. No weight has a gradient."""
+
+    def weights(
+        log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_weight = _log_weight(log_gap, trained, sequence_sum, level)
+        ratio, outside = bounded_ratio(log_weight), _outside(log_weight, low, high)
+        value = ratio.clamp(low, high) if kind == "truncate" else torch.where(outside, 0.0, ratio)
+        return value, trained & outside
+
+    return weights
+
+
+def rejection(*, level: Literal["none"] | Level, low: float, high: float, veto: float) -> Rejection:
+    """Rejection of tokens whose w, of the same levels as a correction's, lies outside [low, high], and of sequences
+    in which a single token's w is below `veto` (slime: 1e-4; 0: none)."""
+
+    def rejected(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
+        out = torch.zeros_like(trained)
+        if level != "none":
+            out = out | _outside(_log_weight(log_gap, trained, sequence_sum, level), low, high)
+        if veto:
+            below = trained & (log_gap.detach() < math.log(veto))
+            out = out | (sequence_sum(below.to(log_gap.dtype)) > 0)
+        return trained & out
+
+    return rejected
+
+
+def off_policy_sequences(
+    log_gap: torch.Tensor,
+    advantages: torch.Tensor,
+    trained: torch.Tensor,
+    sequence_sum: SequenceSum,
+    *,
+    delta: float,
+) -> torch.Tensor:
+    """Mark the tokens that off-policy sequence masking leaves out, bool [T]: those with a negative advantage in a
+    sequence whose mean of log(engine / policy) is above `delta` (DeepSeek-V3.2, 2512.02556).
+
+    `log_gap`: log(policy / engine) [T]. A mistake that the present policy would hardly make teaches it nothing."""
+    log_gap = torch.where(trained, log_gap.detach(), 0.0)
+    count = sequence_sum(trained.to(log_gap.dtype)).clamp(min=1)
+    return trained & (advantages < 0) & (-sequence_sum(log_gap) / count > delta)
+
+
+def _log_weight(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum, level: Level) -> torch.Tensor:
+    log_gap = torch.where(trained, log_gap.detach(), 0.0)
+    if level == "token":
+        return log_gap
+    whole = sequence_sum(log_gap)
+    return whole if level == "sequence" else whole / sequence_sum(trained.to(log_gap.dtype)).clamp(min=1)
+
+
+def _outside(log_weight: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Mark weights outside [low, high], compared as logarithms: the weight of a long sequence may be smaller than any
+    ratio that is formed."""
+    inside = log_weight <= math.log(high)
+    return ~(inside & (log_weight >= math.log(low)) if low else inside)

@@ -1,0 +1,1 @@
+"""Ray as slimx uses it: connections, calls with deadlines, waiting, restarts."""

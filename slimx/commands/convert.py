@@ -1,0 +1,205 @@
+"""`slimx convert`, and the same as scripts in tools/convert/."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slimx.errors import SlimxError
+
+if TYPE_CHECKING:  # torch takes seconds to import, --help must not
+    from slimx.convert.work import Conversion
+    from slimx.models.families import Family
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Convert checkpoints, slice by slice: memory stays below 2 GB whatever their size. A conversion that was "
+    "killed goes on where it was when it is started again; the output appears when it is complete.",
+)
+
+
+class Dtype(StrEnum):
+    """Of tensors that are not quantised."""
+
+    stored = "stored"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class Rule(StrEnum):
+    """How the scale of a block follows from its values: docs/numerics.md."""
+
+    ieee = "ieee"
+    triton = "triton"
+    te = "te"
+    ue8m0 = "ue8m0"
+
+
+class Layers(StrEnum):
+    """Naming of layers by the keys of a Megatron directory."""
+
+    auto = "auto"
+    numbered = "numbered"
+    stacked = "stacked"
+
+
+_DTYPE = typer.Option(help="Of the model; stored: as the source has it, fp8 as bf16.")
+Source = Annotated[Path, typer.Argument(help="Directory of the checkpoint.")]
+Out = Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")]
+DtypeOption = Annotated[Dtype, _DTYPE]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Read the output again: its checksums, and its values with the source's.")
+]
+Threads = Annotated[
+    int, typer.Option(min=1, max=1024, help="Files written at once; each needs about 250 MB of memory.")
+]
+FileSize = Annotated[float, typer.Option(min=1e-6, max=1e6, help="About the size of a file in GB.")]
+FamilyOption = Annotated[
+    str, typer.Option("--family", help="Module of a family that slimx does not bring: docs/models.md.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+THREADS = min(4, os.cpu_count() or 1)
+
+
+@app.command()
+def hf_to_megatron(
+    source: Source,
+    out: Out,
+    dtype: DtypeOption = Dtype.stored,
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="Parallel sizes that will read it, such as tensor=8,pipeline=2,expert=8: each rank then reads files "
+            "of its own. Any other layout can load it too."
+        ),
+    ] = "",
+    layers: Annotated[
+        Layers,
+        typer.Option(
+            help="Keys of its layers: numbered (slime and Miles want it of models with experts), or stacked under one "
+            "key; auto: numbered with experts, else stacked."
+        ),
+    ] = Layers.auto,
+    file_size: FileSize = 0.5,
+    verify: Verify = False,
+    threads: Threads = THREADS,
+    family: FamilyOption = "",
+    debug: Debug = False,
+) -> None:
+    """Hugging Face SOURCE to OUT, which `trainer.load`, Megatron-LM, slime and Miles load."""
+    from slimx.convert import run
+
+    _work(
+        lambda: run.hf_to_megatron(
+            source,
+            dtype=_torch(dtype),
+            layout=layout,
+            layers=layers.value,
+            file_bytes=_bytes(file_size),
+            family=_family(family),
+        ),
+        out,
+        threads,
+        verify,
+    )
+
+
+@app.command()
+def megatron_to_hf(
+    source: Source,
+    out: Out,
+    original: Annotated[
+        Path, typer.Option(help="Hugging Face directory of the model: its config, tokenizer and frozen tensors.")
+    ],
+    dtype: DtypeOption = Dtype.stored,
+    file_size: FileSize = 2,
+    verify: Verify = False,
+    threads: Threads = THREADS,
+    family: FamilyOption = "",
+    debug: Debug = False,
+) -> None:
+    """Megatron's torch_dist SOURCE, saved under any layout, to a Hugging Face directory OUT."""
+    from slimx.convert import run
+
+    _work(
+        lambda: run.megatron_to_hf(
+            source, original, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
+        ),
+        out,
+        threads,
+        verify,
+    )
+
+
+@app.command()
+def hf_to_fp8(
+    source: Source,
+    out: Out,
+    rule: Annotated[Rule, typer.Option(help="How scales are chosen; ue8m0 for DeepGEMM on Blackwell.")] = Rule.ieee,
+    dtype: DtypeOption = Dtype.stored,
+    file_size: FileSize = 2,
+    verify: Verify = False,
+    threads: Threads = THREADS,
+    family: FamilyOption = "",
+    debug: Debug = False,
+) -> None:
+    """Hugging Face SOURCE to OUT in fp8 with blocks of 128 x 128, which SGLang loads."""
+    from slimx.convert import run
+
+    _work(
+        lambda: run.hf_to_fp8(
+            source, rule=rule.value, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
+        ),
+        out,
+        threads,
+        verify,
+    )
+
+
+def _bytes(gigabytes: float) -> int:
+    return int(gigabytes * 1e9)
+
+
+def _family(path: str) -> Family | None:
+    from slimx.models.families import load_family
+
+    return load_family(path, "--family") if path else None
+
+
+def _torch(dtype: Dtype):
+    import torch
+
+    return None if dtype is Dtype.stored else getattr(torch, dtype.value)
+
+
+def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool) -> None:
+    """Plan and run a conversion. What the system refuses of its input is said in one sentence, as of its output."""
+    import torch
+    from rich.console import Console
+
+    from slimx.commands.convert_progress import Bar
+    from slimx.convert.work import convert
+
+    torch.set_num_threads(1)  # files are written by threads of our own
+    try:
+        conversion = plan()
+    except OSError as error:
+        raise SlimxError(
+            f"{error.filename}: cannot be read ({error.strerror})", code="convert.system", about=str(error.filename)
+        ) from error
+    begin, console = time.monotonic(), Console()
+    with Bar(console) as bar:
+        files = convert(conversion, out, threads=threads, verify=verify, progress=bar)
+    size, seconds = sum(one.size for one in files.values()), time.monotonic() - begin
+    checked = ", verified" if verify else ""
+    console.print(
+        f"{out}: {len(files)} files, {size / 1e9:.2f} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2f} GB/s{checked})",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,92 @@
+"""`slimx eval`: the held-out prompts of a configuration, answered by a checkpoint; nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slimx.cluster.connection import device_of
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.models.families import ModelSpec, configured_model
+from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
+from slimx.orchestration.prepare import Sources, check_sources
+from slimx.orchestration.serving import Serving, serving, without_trainers
+from slimx.orchestration.step.evaluation import answer_all, judge
+
+DIRECTORY = "eval"
+"""Of a run directory: logs of the engines, and a line in `results.jsonl` for each evaluation."""
+
+
+def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> dict[str, Any]:
+    """{checkpoint, prompts: by set, metrics} of one evaluation, also written into RUN/eval/results.jsonl.
+
+    Raises SlimxError, or Interrupted after a stop."""
+    config = without_trainers(config, checkpoint)
+    if not config.eval.files:
+        raise SlimxError("eval.prompts is null: there is nothing to evaluate; name a file of prompts")
+    device, spec = device_of(config), configured_model(config)
+    sources = check_sources(config, spec, device)
+    directory = Path(config.run.dir) / DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    work = partial(_session, config, sources, spec, device, directory, note, found)
+    run_with_ray(config, device, work, trainers=False)
+    results = JsonlFile(directory / "results.jsonl", resume_step=0)
+    results.write(found)
+    results.close()
+    return found
+
+
+async def _session(
+    config: Config,
+    sources: Sources,
+    spec: ModelSpec,
+    device: str,
+    directory: Path,
+    note: Callable[[str], None],
+    found: dict[str, Any],
+    alarm: Alarm,
+) -> None:
+    async with EndingStack(alarm) as stack:
+        parts = await stack.enter_async_context(serving(config, sources, spec, device, directory, note))
+        found |= await evaluate_once(config, sources, parts)
+
+
+async def evaluate_once(config: Config, sources: Sources, parts: Serving) -> dict[str, Any]:
+    """What started engines score."""
+    maker = parts.make_maker()
+    try:
+        outcomes = await parts.watched(answer_all(maker, sources.eval_prompts))
+    finally:
+        maker.close()
+    group = config.rollout.policy_engines[0]
+    return {
+        "checkpoint": group.model or config.model.path,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "samples": config.eval.samples,
+        "temperature": config.eval.temperature,
+        "prompts": {name: len(prompts) for name, prompts in sources.eval_prompts.items()},
+        "metrics": judge(config.eval, sources.eval_prompts, outcomes),
+    }
+
+
+def table(found: Mapping[str, Any]) -> Iterator[str]:
+    """A row for each set, and one for all where there are several."""
+    metrics = found["metrics"]
+    overall = [key.removeprefix("eval/") for key in metrics if key.count("/") == 1 and key != "eval/failed"]
+    yield f"{found['checkpoint']}: {found['samples']} answers per prompt, temperature {found['temperature']:g}"
+    yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in overall)
+    rows = {f"eval/{name}/": (name, count) for name, count in found["prompts"].items() if name}
+    rows["eval/"] = ("all", sum(found["prompts"].values()))
+    for prefix, (name, count) in rows.items():
+        cells = "".join(
+            f"{metrics[prefix + key]:>10.3f}" if prefix + key in metrics else f"{'-':>10}" for key in overall
+        )
+        yield f"{name:<20}{count:>8}{cells}"
+    if failed := metrics["eval/failed"]:
+        yield f"{failed:.0f} prompts failed, and count as 0"

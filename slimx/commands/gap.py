@@ -1,0 +1,95 @@
+"""`slimx doctor --gap`: one batch through engines and trainers, their gap, and where it begins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from slimx.config.schema import Config
+from slimx.data.batch import make_rows
+from slimx.data.records import Trajectory
+from slimx.errors import SlimxError
+from slimx.numerics.rows import first_difference
+from slimx.observability.live.terminal import visible
+from slimx.orchestration.run import Run
+from slimx.orchestration.session import run_session
+
+FOLDER = "gap"
+"""Of a run's directory: what is measured does not touch the run."""
+
+
+def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
+    """Start trainers and engines as a run would, sample one step's batch and compare its log-probs.
+
+    `layers`: also say which part of the model is the first that differs. Prints the figures; returns whether the two
+    sides agree to the last bit. Raises SlimxError for a configuration without engines, or what a run would raise."""
+    if not config.rollout.policy_engines:
+        raise SlimxError("slimx doctor --gap compares trainers with engines, and rollout.engines is empty")
+    if layers and config.trainer.tensor * config.trainer.context > 1:
+        raise SlimxError(
+            "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
+            "trainer.context=1 beside it (and numerics.leaves to what the run has)"
+        )
+    own = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
+    figures: dict[str, float] = {}
+
+    def say(text: str) -> None:
+        console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
+
+    run_session(config.model_copy(update={"run": own}), console, partial(_measure, figures, say, layers))
+    return figures["gap/tokens"] > 0 and figures["gap/max"] == 0.0
+
+
+async def _measure(figures: dict[str, float], say: Callable[[str], None], layers: bool, run: Run) -> None:
+    await run.publish()
+    batch = await run.watched(run.rollouts.next_batch())
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
+    rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
+    figures |= await run.trainers.measure_gap(run.packer(rows), version=run.version)
+    for line in describe(figures):
+        say(line)
+    if layers:
+        say(await _first(run, max(trajectories, key=lambda each: len(each.token_ids))))
+
+
+def describe(figures: dict[str, float]) -> list[str]:
+    """The gap metrics of a batch (`slimx.trainer.step.metrics`) in sentences: how large it is, and what routes
+    explain."""
+    tokens, above = int(figures["gap/tokens"]), int(figures["gap/tokens_above_1e-5"])
+    if not tokens:
+        return ["no token was sampled by the present weights: there is nothing to compare"]
+    lines = [
+        f"gap of {tokens:,} tokens between trainers and engines: mean {figures['gap/mean']:.2g}, "
+        f"largest {figures['gap/max']:.2g}",
+        f"above 1e-5: {above:,} tokens ({above / tokens:.1%})",
+    ]
+    if above:
+        explained = int(figures["gap/tokens_other_routes"])
+        lines[1] += f", of which {explained:,} ({explained / above:.1%}) have other experts at or before them"
+    lines.append(f"tokens that the two sides send to other experts: {int(figures['routes/differing']):,}")
+    return lines
+
+
+async def _first(run: Run, trajectory: Trajectory) -> str:
+    """Where the two sides part on the tokens of one rollout, in a sentence."""
+    await run.publish()  # forgets the KV of these tokens, so that the engine computes them all
+    engines = run.engines.engines
+    await asyncio.gather(*(engine.trace(True) for engine in engines))
+    await run.client.score(trajectory.token_ids)  # by one of them
+    traces = await asyncio.gather(*(engine.trace(False) for engine in engines))
+    served = max(traces, key=lambda trace: sum(map(len, trace.values())))
+    count = len(trajectory.token_ids) - 1
+    copies = [trajectory] * run.sizes.data  # a pass wants one for each data-parallel rank
+    batch = run.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))
+    trained = {point: rows[:count] for point, rows in (await run.trainers.trace(batch)).items()}  # no padding
+    found = first_difference(served, trained)
+    if found is None:
+        return "the residual stream is the same in every layer: what differs comes after the last norm, if anything"
+    part, tokens = found
+    return f"the first difference is after {part}: {tokens} of {count} tokens"

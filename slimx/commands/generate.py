@@ -1,0 +1,149 @@
+"""`slimx generate`: the rollouts of `schedule.steps` steps, saved and not trained.
+
+RUN/rollouts/step-NNNNNNN.groups    what `slimx rollouts` shows, and `rollout.replay` trains on
+RUN/cursor/iter_NNNNNNN/            position in the prompts and waiting groups, from which it goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from slimx.cluster.connection import device_of
+from slimx.config.schema import Config
+from slimx.data.prompts import PromptSource
+from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
+from slimx.durable import replace_synced
+from slimx.errors import Preempted, SlimxError
+from slimx.models.families import ModelSpec, configured_model
+from slimx.observability.live.run_lock import held
+from slimx.observability.live.step_line import GENERATE_COLUMNS, LiveTable
+from slimx.observability.live.terminal import plain
+from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.observability.tracking.tracker import make_tracker
+from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
+from slimx.orchestration.prepare import Sources, check_sources
+from slimx.orchestration.serving import Serving, serving, without_trainers
+from slimx.orchestration.state.recording import drop_record
+from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
+from slimx.orchestration.step.measure import group_metrics
+from slimx.rollout.flow.manager import RolloutManager
+from slimx.rollout.flow.rollouts import Outcome
+from slimx.rollout.flow.tickets import Batch
+from slimx.runtime.threads import in_thread
+
+
+def run_generation(config: Config, checkpoint: Path | None, console: Console) -> Path:
+    """Check, start engines, generate, stop; returns the run's directory. A directory with a position is continued.
+
+    Raises SlimxError, Interrupted after a stop, or Preempted after SIGUSR1."""
+    config = without_trainers(config, checkpoint)
+    if config.run.fork:
+        raise SlimxError("run.fork continues training, and slimx generate trains nothing; leave it out")
+    device, spec = device_of(config), configured_model(config)
+    sources = check_sources(config, spec, device)
+    directory = Path(config.run.dir)
+    if (directory / "checkpoints").exists():
+        raise SlimxError(f"{directory} holds a training run; slimx generate needs a run.dir of its own")
+    saves = Saves(directory / CURSOR, keep=1)
+    done = saves.newest()
+    if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
+        raise SlimxError(f"run.resume is never, but {directory} already holds rollouts; choose another run.dir")
+    if config.run.resume == "must" and done is None:
+        raise SlimxError(f"run.resume is must, but {saves.directory} holds no position")
+    state = read_state(done) if done is not None else None
+    if state is not None and state.step >= config.schedule.steps:
+        console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    with held(directory):
+        replace_synced(directory / "config.yaml", config.to_text().encode())
+        work = partial(_session, config, sources, spec, device, saves, state, console)
+        run_with_ray(config, device, work, trainers=False)
+    return directory
+
+
+async def _session(
+    config: Config,
+    sources: Sources,
+    spec: ModelSpec,
+    device: str,
+    saves: Saves,
+    state: RunState | None,
+    console: Console,
+    alarm: Alarm,
+) -> None:
+    directory, done = Path(config.run.dir), state.step if state else 0
+    with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
+        table.phase("start")
+        async with EndingStack(alarm) as stack:
+            parts = await stack.enter_async_context(serving(config, sources, spec, device, directory, table.note))
+            if state is not None:
+                table.note(f"resumed after step {state.step}")
+            await generate(config, sources, parts, saves, state, table, alarm.leaving)
+
+
+async def generate(
+    config: Config,
+    sources: Sources,
+    parts: Serving,
+    saves: Saves,
+    state: RunState | None,
+    table: LiveTable,
+    leaving: asyncio.Event,
+) -> None:
+    """The steps that are left after `state`, each written down before the next."""
+    directory, step = Path(config.run.dir), state.step if state else 0
+    async with AsyncExitStack() as stack:
+        resume_step = step + 1 if step else 0
+        tracker = make_tracker(
+            directory,
+            tensorboard=config.track.tensorboard,
+            wandb=config.track.wandb,
+            project=config.track.project,
+            name=config.run.name,
+            config=config.to_plain(),
+            resume_step=resume_step,
+            warn=table.note,
+        )
+        stack.callback(tracker.close)
+        drops = JsonlFile(directory / "dropped.jsonl", resume_step=resume_step)
+        stack.callback(drops.close)
+        origin = origin_of(config, sources.tokenizer)
+        files = StepFiles(directory / DIRECTORY, origin, every=1, keep=0, resume_step=resume_step)
+
+        def drop(outcome: Outcome) -> None:
+            drops.write(drop_record(outcome, step + 1))
+
+        source = PromptSource(sources.prompts, config.run.seed)
+        manager = RolloutManager(config, source, parts.make_maker(), drop, parts.engines.interrupt)
+        stack.push_async_callback(manager.stop)
+        if state is not None:
+            manager.restore(state.rollouts)
+        while step < config.schedule.steps:
+            if leaving.is_set():
+                raise Preempted(step, config.schedule.steps)
+            began = time.perf_counter()
+            table.phase("generate")
+            batch = await parts.watched(manager.next_batch())
+            seconds = time.perf_counter() - began
+            await in_thread(files.write, step + 1, 0, batch.groups, batch.dropped)
+            step += 1
+            await in_thread(_save, saves, RunState(step, 0, {}, False, rollouts=manager.state()))
+            metrics = _metrics(batch, seconds)
+            tracker.log(step, metrics, version=0)
+            table.row(step, metrics)
+
+
+def _save(saves: Saves, state: RunState) -> None:
+    saves.commit(saves.begin(state.step), state.files(), {})
+
+
+def _metrics(batch: Batch, seconds: float) -> dict[str, float]:
+    sampled = sum(len(t.sampled_ids()) for group in batch.groups for t in group.trajectories)
+    return group_metrics(batch) | {"time/step": seconds, "perf/tokens_per_second": sampled / seconds}

@@ -1,0 +1,1 @@
+"""`slimx doctor --hooks`: a trial of hooks without engines or trainers."""

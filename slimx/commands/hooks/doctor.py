@@ -1,0 +1,215 @@
+"""Tries a run's hooks before it starts: `slimx doctor FILE --hooks`.
+
+Every hook is loaded and its contract checked. Then generate and reward run on the first prompt, with the run's
+tokenizer and the run's own code around them, against a stand-in for the engines
+(`slimx.commands.hooks.scripted_server`) that says, in three rollouts, the prompt's answer, something else, and
+something else without an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimx.commands.hooks.scripted_server import LOGPROB, VERDICT, ScriptedServer
+from slimx.commands.hooks.trial import Trial, Tried
+from slimx.config.schema import Config
+from slimx.data.codec import encode_groups
+from slimx.data.prompts import read_prompts
+from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.tokens import check_prompts, load_tokenizer
+from slimx.errors import SlimxError
+from slimx.models.families import ModelSpec, configured_model
+from slimx.orchestration.batches import longest_trajectory
+from slimx.preflight.checks.layout import check_layout
+from slimx.preflight.effects.probe import try_hooks
+from slimx.rewards.mixture import Mixture
+from slimx.rollout.client.completion import ModelShape
+from slimx.rollout.hook_loading import Hooks, load_generate, load_keep, load_rewards
+
+HELD_S = 0.5
+"""An event loop that stands still for so long is worth a note."""
+
+
+@dataclass(slots=True)
+class Examined:
+    """What was found."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Why a run would fail, or teach nothing; one sentence each."""
+    notes: list[str] = field(default_factory=list)
+
+
+def examine_hooks(config: Config) -> Examined:
+    """Load and try the hooks of a run. Never raises SlimxError: what is wrong is in `problems`."""
+    found = Examined()
+    hooks = _load(config, found)
+    if found.problems:
+        found.notes.append("hooks were not tried, as not all could be loaded")
+        return found
+    try:
+        spec, tokenizer = configured_model(config), load_tokenizer(config.model.path)
+        prompts = read_prompts(config.rollout.prompts)
+        check_prompts(
+            tokenizer, prompts, Path(config.rollout.prompts), config.rollout.max_prompt_tokens, spec.vocab_size
+        )
+        if isinstance(hooks.reward, Mixture):
+            hooks.reward.check(prompts)
+    except SlimxError as error:
+        found.problems.append(str(error))
+        return found
+    with ScriptedServer(ModelShape.of(spec)) as server:
+        try:
+            tried = Trial(config, hooks, spec, tokenizer, prompts[0], server).watch()
+        except SlimxError as error:
+            found.problems.append(str(error))
+            return found
+    _judge(config, hooks, spec, prompts[0], tried, found)
+    return found
+
+
+def _load(config: Config, found: Examined) -> Hooks:
+    """Each on its own, so that one wrong hook does not hide another."""
+
+    def attempt(key: str, path: Any, load: Callable[[], Any]) -> Any:
+        if path is None:
+            return None
+        try:
+            hook = load()
+        except SlimxError as error:
+            found.problems.append(str(error))
+            return None
+        found.lines.append(f"  {key:<22} {path}")
+        return hook
+
+    rewards = " + ".join(part.function for part in config.reward.parts) or config.reward.function
+    hooks = Hooks(
+        generate=attempt("rollout.generate", config.rollout.generate, lambda: load_generate(config)),
+        reward=attempt("reward", rewards, lambda: load_rewards(config)),
+        keep=attempt("rollout.keep", config.rollout.keep, lambda: load_keep(config)),
+    )
+    own = {key: getattr(config.algorithm, key) for key in config.algorithm.hooks}
+    if own:
+        paths = ", ".join(map(str, own.values()))
+        attempt("algorithm." + " and ".join(own), paths, lambda: try_hooks(config))
+    return hooks
+
+
+def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried: list[Tried], found: Examined) -> None:
+    """Say what came back, and what is wrong with it."""
+    hook = config.rollout.generate
+    found.lines += ["", f"prompt {prompt.id!r}, log-probs of the stand-in {LOGPROB}:", *_table(tried)]
+    _failures(tried, found)
+    whole = [(each, each.outcome.group) for each in tried if each.outcome.reason is None and each.outcome.group]
+    trajectories = [trajectory for _, group in whole for trajectory in group.trajectories]
+    if not trajectories:
+        return
+    _limits(config, spec, trajectories, found)
+    if not any(trajectory.loss_mask.any() for trajectory in trajectories):
+        found.problems.append(f"rollout.generate: {hook} trains no token; add_sampled with train=True")
+    elif empty := [trajectory.id for trajectory in trajectories if not trajectory.loss_mask.any()]:
+        found.notes.append(f"trajectory {empty[0]} has no trained token: it counts in its group and teaches nothing")
+    if any(trajectory.loss_mask[trajectory.versions() < 0].any() for trajectory in trajectories) and tried[0].requests:
+        found.notes.append(
+            f"{hook} trains tokens that no engine sampled: their ratio to the rollout's policy is unknown"
+        )
+    held = min(each.held for each in tried)  # the first rollout may import and load besides
+    if held > HELD_S:
+        found.notes.append(
+            f"the event loop stood still for {held:.1f} s, and all rollouts share it: let {hook} await, or its "
+            "environment live in a process (environment_processes)"
+        )
+    if any(each.same_seed for each in tried):
+        found.notes.append(
+            f"{hook} makes several requests with one turn number: the same seed gives the same words; count `turn` up"
+        )
+    try:
+        encode_groups([group for _, group in whole])
+    except SlimxError as error:
+        found.problems.append(f"rollout.generate: {hook} returns what no checkpoint can hold: {error}")
+    rewards = [trajectory.reward for trajectory in trajectories]
+    if config.reward.given and len(tried) > 1 and len(set(rewards)) == 1:
+        found.notes.append(f"the reward is {rewards[0]:g} whatever the engine says")
+    _keep(hooks, Group(id="0", prompt=prompt, trajectories=trajectories), found)
+
+
+def _failures(tried: list[Tried], found: Examined) -> None:
+    """One sentence for all rollouts that failed in one way."""
+    by_reason: dict[str, list[Tried]] = {}
+    for each in tried:
+        if each.outcome.reason is not None:
+            by_reason.setdefault(each.outcome.reason, []).append(each)
+    for reason, failed in by_reason.items():
+        first = failed[0]
+        many = f" ({len(failed)} of {len(tried)} rollouts)" if len(failed) > 1 else ""
+        said = f"{reason} where the engine says {first.says}{many}: {' '.join(str(first.outcome.detail).split())}"
+        if first.frozen:
+            said += f" (frozen models were asked too, and said {VERDICT!r}: that may be why)"
+        (found.notes if first.frozen else found.problems).append(said)
+
+
+def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], found: Examined) -> None:
+    """Prompts and trajectories that are long for the run."""
+    hook, limit = config.rollout.generate, config.rollout.max_prompt_tokens
+    prompt = max(trajectory.spans[0].stop for trajectory in trajectories)
+    if prompt > limit:
+        found.notes.append(
+            f"{hook} makes a prompt too long: {prompt} tokens, where those of the file may have {limit} "
+            "(rollout.max_prompt_tokens)"
+        )
+    try:
+        longest = longest_trajectory(config, spec, check_layout(config, spec))
+    except SlimxError:
+        return  # the layout is no hook's fault; `slimx doctor FILE` says what is wrong with it
+    length = max(len(trajectory.token_ids) for trajectory in trajectories)
+    if length > longest:
+        found.problems.append(
+            f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; raise "
+            "trainer.max_tokens_per_microbatch or return several trajectories"
+        )
+
+
+def _keep(hooks: Hooks, group: Group, found: Examined) -> None:
+    if hooks.keep is None:
+        return
+    try:
+        verdict = hooks.keep(group)
+    except Exception as error:
+        found.problems.append(f"rollout.keep raised {type(error).__name__} on these rollouts as a group: {error}")
+        return
+    if not isinstance(verdict, bool | str | np.bool_):
+        found.problems.append(f"rollout.keep returned a {type(verdict).__name__}; return True, False or a reason")
+        return
+    said = f"dropped: {verdict}" if isinstance(verdict, str) else ("kept" if verdict else "dropped")
+    found.lines.append(f"  these as one group: {said}")
+
+
+def _table(tried: list[Tried]) -> list[str]:
+    rows = [("engine says", "trajectory", "tokens", "trained", "spans", "requests", "status", "reward", "seconds")]
+    for each in tried:
+        group = each.outcome.group
+        for number, trajectory in enumerate(group.trajectories if group else []):
+            spans = " ".join(f"{span.source[0]}{span.stop - span.start}" for span in trajectory.spans)
+            first = number == 0
+            rows.append(
+                (
+                    each.says if first else "",
+                    trajectory.id,
+                    str(len(trajectory.token_ids)),
+                    str(int(trajectory.loss_mask.sum())),
+                    spans if len(spans) < 28 else spans[:25] + "...",
+                    str(each.requests) if first else "",
+                    trajectory.status,
+                    "-" if trajectory.reward is None else f"{trajectory.reward:g}",
+                    f"{each.seconds:.2f}" if first else "",
+                )
+            )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ] + ["  spans: p prompt, s sampled, i inserted, with their tokens"]

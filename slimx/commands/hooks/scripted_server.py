@@ -1,0 +1,133 @@
+"""A stand-in for engines that `slimx doctor --hooks` tries hooks with: it says what it was told to say.
+
+It speaks as much of SGLang's HTTP as hooks meet in a run, over the same client: /generate, streamed or not, with
+log-probs, versions, experts and top-p masks, and the chat and /classify of a frozen model. No model runs behind it: the
+log-prob of every token is `LOGPROB`, all experts are number 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from slimx.errors import DeadlineError
+from slimx.rollout.client.completion import ModelShape
+
+LOGPROB = -0.5
+VERDICT = "Score: 5"
+"""What a frozen model says in a chat."""
+VALUE = 0.5
+"""What a frozen reward model gives."""
+START_S = 10.0
+MAX_BODY = 64 * 2**20
+
+
+class ScriptedServer:
+    """Answers in an event loop of its own, so that a hook that blocks the driver's is still answered. `with` starts and
+    ends it."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self.asked: Counter[str] = Counter()
+        """Requests by path, since `say`."""
+        self.seeds: Counter[int] = Counter()
+        """Requests that sample by their seed, since `say`."""
+        self.url = ""
+        self._answer: list[int] = []
+        self._ends = True
+        self._loop = asyncio.new_event_loop()
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slimx-scripted", daemon=True)
+
+    def say(self, answer: Sequence[int], *, ends: bool) -> None:
+        """From now on every answer is these token ids; `ends`: and then the model stops, else it is cut off there."""
+        self._answer, self._ends = list(answer), ends
+        self.asked.clear()
+        self.seeds.clear()
+
+    def __enter__(self) -> ScriptedServer:
+        self._thread.start()
+        if not self._listening.wait(START_S):
+            raise DeadlineError("the stand-in for engines to listen", START_S, "this process")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = self._loop.run_until_complete(self._start())
+        self._loop.call_soon(self._listening.set)  # in the loop that `stop` ends, not in the one before it
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/classify", self._classify)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return runner
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked["/generate"] += 1
+        fields = {**body, **json.loads((body.get("custom_labels") or {}).get("slimx", "{}"))}
+        answer = {"text": "", "meta_info": self._meta(fields)}
+        if not body.get("stream"):
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
+        return response
+
+    def _meta(self, fields: dict[str, Any]) -> dict[str, Any]:
+        prompt, sampling = list(fields.get("input_ids") or []), fields.get("sampling_params") or {}
+        room = sampling.get("max_new_tokens", len(self._answer))
+        ids = self._answer[:room]
+        if ids:
+            self.seeds[sampling.get("sampling_seed", 0)] += 1
+        whole = self._ends and len(ids) == len(self._answer)
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": "stop" if whole else "length"},
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "weight_version": "1",
+            "output_token_logprobs": [[LOGPROB, token, None] for token in ids],
+        }
+        if fields.get("logprob_start_len") is not None:
+            meta["input_token_logprobs"] = [[LOGPROB, token, None] for token in prompt]
+        if fields.get("return_sampling_mask"):
+            meta["output_token_sampling_mask"] = [[token] for token in ids]
+            meta["output_token_sampling_logprobs"] = [0.0] * len(ids)
+        if fields.get("return_routed_experts"):
+            rows = len(prompt) + len(ids) - 1
+            experts = np.zeros((rows, self.shape.layers, self.shape.top_k), np.int32)
+            meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+        return meta
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        self.asked[request.path] += 1
+        message = {"role": "assistant", "content": VERDICT}
+        return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        self.asked[request.path] += 1
+        texts = (await request.json()).get("text") or [""]
+        return web.json_response([{"embedding": [VALUE]} for _ in texts])

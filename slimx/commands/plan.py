@@ -1,0 +1,61 @@
+"""What `slimx plan` prints: the report as text or JSON, with predictions where they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.preflight.plan.report import Planned, plan_report, predictions
+from slimx.preflight.plan.suggest import nearest_layout, suggest_layouts
+from slimx.preflight.plan.suggest_engines import suggest_engines
+from slimx.preflight.plan.text import describe, describe_predictions, describe_suggestions
+from slimx.preflight.record import Predicted
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Lines for standard output, and the sentences that make the exit code 2."""
+
+    lines: list[str]
+    violations: tuple[str, ...]
+
+
+def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as_json: bool = False) -> Said:
+    """Plan the run of `config`. `predict`: also how long a publication takes, after a test here of 3 seconds;
+    `suggest`: also layouts that fit `cluster.gpu`, of which the nearest is told anyway where the run does not."""
+    planned = plan_report(config)
+    report = planned.report
+    report = report.model_copy(update=_suggestions(config, planned, suggest=suggest))
+    if predict and planned.published is not None:
+        report = report.model_copy(update={"predicted": _predicted(planned)})
+    if as_json:
+        return Said([report.model_dump_json(indent=1)], report.violations)
+    lines = describe(report) if report.complete else []
+    lines += [f"warning     {sentence}" for sentence in report.warnings]
+    if report.predicted is not None:
+        lines += describe_predictions(report.predicted)
+    return Said([*lines, *describe_suggestions(report)], report.violations)
+
+
+def _suggestions(config: Config, planned: Planned, *, suggest: bool) -> dict[str, Any]:
+    spec, machine, device = planned.spec, planned.machine, planned.report.device
+    if suggest:
+        suggestions, searched = suggest_layouts(config, spec, machine, device)
+        engines = suggest_engines(config, spec, machine)
+        return {"suggestions": suggestions, "searched": searched, "suggested_engines": engines}
+    out: dict[str, Any] = {}
+    if machine.gpu is not None and device == "cuda":
+        if planned.report.refits:
+            out["nearest"], out["searched"] = nearest_layout(config, spec, machine, device)
+        if not all(engine.fits for engine in planned.report.engine_memory):
+            out["suggested_engines"] = suggest_engines(config, spec, machine)
+    return out
+
+
+def _predicted(planned: Planned) -> Predicted:
+    from slimx.preflight.links.rehearsal import rehearse  # imports torch
+
+    trial = rehearse()
+    shown = predictions(planned) if trial.holds else None
+    return Predicted(model_off_here=trial.off, shown=trial.holds, publications=shown)

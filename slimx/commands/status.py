@@ -1,0 +1,92 @@
+"""What `slimx status` says of a run, from its directory alone: how far it is, whether it still writes, its engines."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from slimx.errors import SlimxError
+from slimx.observability.live.activity import activity_lines, read_activity
+from slimx.observability.live.run_lock import is_held
+from slimx.observability.tracking.run_files import read_config
+
+
+def run_status(directory: Path) -> dict[str, Any]:
+    """{name, running, step, steps, seconds_ago, metrics: of the last step, phase: the last one that ended, engines,
+    routers, activity: what it does now, or did last}.
+
+    `running` is whether a process trains there, `seconds_ago` when a step was last written. Raises SlimxError for a
+    directory that holds no run."""
+    file = directory / "config.yaml"
+    if not file.exists():
+        raise SlimxError(f"{directory} holds no run (there is no config.yaml); name a run.dir")
+    config = read_config(file)
+    metrics = directory / "metrics.jsonl"
+    last = _last_line(metrics)
+    engines = directory / "engines.json"
+    roster = json.loads(engines.read_text()) if engines.exists() else {}
+    return {
+        "name": config["run"]["name"],
+        "running": is_held(directory),
+        "step": last.get("step", 0),
+        "steps": config["schedule"]["steps"],
+        "seconds_ago": round(time.time() - metrics.stat().st_mtime) if last else None,
+        "metrics": last.get("metrics", {}),
+        "phase": _last_line(directory / "timeline.jsonl").get("name"),
+        "engines": roster.get("engines", []),
+        "routers": roster.get("routers", []),
+        "activity": read_activity(directory),
+    }
+
+
+SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
+
+
+def describe_status(status: dict[str, Any]) -> list[str]:
+    """The status as lines of text. Engines of a run that has ended are not shown: they are gone."""
+    state = "running" if status["running"] else "not running"
+    ago = "" if status["seconds_ago"] is None else f", written {status['seconds_ago']} s ago"
+    phase = f", last phase {status['phase']}" if status["phase"] else ""
+    lines = [f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}{ago}{phase}"]
+    shown = [f"{key} {status['metrics'][key]:.4g}" for key in SHOWN if status["metrics"].get(key) is not None]
+    if shown:
+        lines.append(f"step     {', '.join(shown)}")
+    if not status["running"]:
+        return lines
+    if status["activity"] is not None:
+        lines += activity_lines(status["activity"], time.time())
+    for engine in status["engines"]:
+        kind = "frozen" if engine["frozen"] else engine["role"]
+        nodes = f", {engine['nodes']} machines" if engine["nodes"] > 1 else ""
+        again = f", started again {engine['restarts']} times" if engine["restarts"] else ""
+        where = engine["url"] or "no address"
+        lines.append(f"engine   {engine['name']} ({kind}): {engine['standing']} at {where}{nodes}{again}")
+        lines += _restarts(engine)
+    for router in status["routers"]:
+        up = "up" if router["up"] else "out"
+        lines.append(f"router   {router['name']}: {up} at {router['url']}")
+        lines += _restarts(router)
+    return lines
+
+
+def _restarts(part: dict[str, Any]) -> list[str]:
+    """A line for each of the last restarts of an engine or a router."""
+    lines = []
+    for restart in part.get("history", []):
+        when = time.strftime("%H:%M:%S", time.localtime(restart["at"]))
+        how = f"failed: {restart['error']}" if restart["error"] else "succeeded"
+        lines.append(f"         {when} restart after {restart['reason']}: {how} ({restart['seconds']:.0f} s)")
+    return lines
+
+
+def _last_line(file: Path) -> dict[str, Any]:
+    """The last whole line of a file of JSON lines; {} where there is none. Reads at most 256 KiB."""
+    if not file.exists():
+        return {}
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - 2**18))
+        whole = lines.read().rpartition(b"\n")[0]
+    last = whole.rpartition(b"\n")[2]
+    return json.loads(last) if last.strip() else {}

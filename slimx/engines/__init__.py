@@ -1,0 +1,1 @@
+"""Inference engines: their servers, the fleet of them, and the delivery of weights to them."""

@@ -1,0 +1,1 @@
+"""Delivery of packed buckets from the trainers to the engines."""

@@ -1,0 +1,209 @@
+"""The Ray actor that owns one engine's server; others call it through `slimx.engines.fleet.handle`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from slimx.engines.fleet.nodes import ChannelEnd, OtherNodes, Place
+from slimx.engines.server.control import PortTaken
+from slimx.engines.server.engine import Engine, State
+from slimx.engines.server.spec import EngineSpec, NodeShare
+from slimx.errors import DeadlineError, SlimxError
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import ReceiverLost, Staging
+from slimx.runtime.ports import LOOPBACK, free_port, own_address
+
+ANSWER_S = 5.0
+"""Seconds in which a server that is alive says so."""
+ENDING_S = 3.0
+"""Seconds from a server's first refusal of a connection in which its process should be gone."""
+LOOK_S = 2.0
+"""Seconds between two looks at a server's other machines while it starts."""
+PORTS = 3
+"""Ports that a start tries when other programs take them."""
+STOP_S = 30.0
+"""Seconds in which a server's tree must be gone."""
+
+
+class EngineActor:
+    """The process that owns one server: on the server's own (first) machine, so that it can start, watch and end it."""
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        log_path: str,
+        call_deadline_s: float,
+        network: str | None = LOOPBACK,
+        others: tuple[Place, ...] = (),
+        url: str | None = None,
+    ):
+        """`values`: an EngineSpec without what differs between starts. `call_deadline_s`: seconds for one call to the
+        server. `network`: in which it takes its address (`slimx.runtime.ports.own_address`). `others`: of a server on
+        several machines, all but the first. `url`: of a server that runs already and is not ours."""
+        self.values, self.log_path, self.call_deadline_s = values, log_path, call_deadline_s
+        self.network, self.host, self.places, self.url = network, own_address(network), others, url
+        self.engine = Engine(self._spec(), log_path)
+        self.epoch = -1
+        """Membership epoch of the publication that was begun last."""
+        self.end = ChannelEnd()
+        self.others: OtherNodes | None = None
+        """Where this start's server runs besides this machine."""
+
+    def _spec(self, node: NodeShare | None = None) -> EngineSpec:
+        """What the next server is made of."""
+        if self.url is not None:
+            where = urlsplit(self.url)
+            return EngineSpec(port=where.port, host=where.hostname, external=True, **self.values)
+        bootstrap = free_port(self.host) if self.values.get("role") == "prefill" else None
+        return EngineSpec(port=free_port(self.host), host=self.host, bootstrap_port=bootstrap, node=node, **self.values)
+
+    async def start(self, deadline_s: float) -> dict[str, Any]:
+        """Start a server and wait until it attests the plugin; its URL and attestation.
+
+        Each start takes a port of its own: what was sent to an earlier server cannot reach the new one. Another program
+        may take that port while the server imports its modules: up to `PORTS` are tried.
+        """
+        for left in reversed(range(PORTS)):
+            try:
+                await self._start(deadline_s)
+                break
+            except PortTaken:
+                if not left:
+                    raise
+                await self.stop(ENDING_S)
+        spec = self.engine.spec
+        return {"url": spec.url, "bootstrap_port": spec.bootstrap_port, "attestation": self.engine.attestation}
+
+    async def _start(self, deadline_s: float) -> None:
+        """Start a server once."""
+        node = None
+        if self.places:
+            spec = self.engine.spec
+            cpus = spec.threads * spec.sizes.world / (len(self.places) + 1)
+            self.others = OtherNodes(self.values, self.log_path, self.network, self.places, cpus)
+            node = await self.others.start(self.host, deadline_s)
+        self.engine = Engine(self._spec(node), self.log_path)
+        self.engine.control.deadline_s = self.call_deadline_s
+        self.engine.start()
+        await self._ready(deadline_s)
+
+    async def _ready(self, deadline_s: float) -> None:
+        """Wait until the server is ready, or a machine has lost its share."""
+        ready = asyncio.ensure_future(self.engine.wait_ready(deadline_s))
+        try:
+            while not (await asyncio.wait({ready}, timeout=LOOK_S))[0]:
+                if self.others is not None and (end := await self.others.ended(ANSWER_S)) is not None:
+                    raise SlimxError(end)
+            await ready
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+
+    async def begin(self, manifest: Manifest, staging: Staging) -> None:
+        """Open a publication; whatever belongs to an older one is refused from now on."""
+        if manifest.membership_epoch < self.epoch:
+            raise SlimxError(
+                f"engine {self.engine.spec.name}: {manifest} is older than the publication of epoch {self.epoch} that "
+                "it takes part in"
+            )
+        self.epoch = manifest.membership_epoch
+        await self.call("begin", manifest, staging)
+
+    async def join(self, meeting: Any) -> None:
+        """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective)."""
+        calls = [self.end.join(meeting, 0)]
+        if self.others is not None:
+            calls.append(self.others.join(meeting, self.call_deadline_s))
+        await asyncio.gather(*calls)
+
+    async def receive(self, epoch: int, packed: PackedBucket, bucket: int) -> None:
+        """Take a bucket from the channel into memory that the server opens, and have it staged."""
+        arriving = (
+            self.end.landed(packed)
+            if self.others is None
+            else self.others.landed(self.end, packed, self.call_deadline_s)
+        )
+        async with arriving as landed:
+            await self.publication(epoch, "stage", landed, bucket)
+
+    async def publication(self, epoch: int, method: str, *arguments: Any) -> Any:
+        """One of Engine's methods, as a step of the publication that began in `epoch`."""
+        if epoch != self.epoch:
+            raise SlimxError(
+                f"engine {self.engine.spec.name}: {method} of epoch {epoch} is late; a publication of epoch "
+                f"{self.epoch} has begun"
+            )
+        return await self.call(method, *arguments)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """One of Engine's own methods."""
+        try:
+            return await getattr(self.engine, method)(*arguments)
+        except SlimxError as error:
+            raise await self._told(error) from None
+
+    async def state(self) -> str:
+        return str(self.engine.state)
+
+    async def ended(self) -> str | None:
+        """How the server ended; None while its process runs and takes connections.
+
+        A server that has lost its scheduler refuses connections some time before its tree is gone: whoever lost a
+        request then must not be told that all is well.
+        """
+        spec, process = self.engine.spec, self.engine.process
+        deadline = time.monotonic() + ENDING_S
+        while (status := process.poll()) is None:
+            if self.engine.state is State.STARTING or await _takes_connections(spec.host, spec.port):
+                return await self._ended_elsewhere()
+            if time.monotonic() > deadline:
+                what = "which somebody else started," if spec.external else "although it runs,"
+                return f"engine {spec.name}, {what} refuses connections at {spec.url}; log {process.log_path}"
+            await asyncio.sleep(0.1)
+        return f"engine {spec.name} ended with status {status}; the end of {process.log_path}:\n{process.tail(20)}"
+
+    async def _ended_elsewhere(self) -> str | None:
+        """How another machine's share of the server ended."""
+        if self.others is None:
+            return None
+        try:
+            return await self.others.ended(ANSWER_S)
+        except DeadlineError:
+            return None
+        except SlimxError as error:
+            return str(error)
+
+    async def stop(self, grace_s: float) -> None:
+        stopping = [self.engine.stop(grace_s)]
+        if self.others is not None:
+            stopping.append(self.others.stop(grace_s, grace_s + STOP_S / 2))
+        await asyncio.gather(*stopping)
+        self.others = None
+
+    async def _told(self, error: SlimxError) -> SlimxError:
+        """`error` as ReceiverLost if the server is gone or silent, as a refusal if it still answers."""
+        if (end := await self.ended()) is not None:
+            return ReceiverLost(end)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self.engine.control.status()
+        except (SlimxError, TimeoutError):
+            return ReceiverLost(str(error))
+        return SlimxError(str(error))
+
+
+async def _takes_connections(host: str, port: int) -> bool:
+    """False only if a connection is refused: a server that is slow, or stopped, still takes one."""
+    try:
+        async with asyncio.timeout(1):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return True
+    writer.close()
+    return True

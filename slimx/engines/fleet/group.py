@@ -1,0 +1,159 @@
+"""Engines behind their router: created, started, put to sleep and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import ray
+
+from slimx.cluster.restarts import Restart
+from slimx.config.engines import Engines
+from slimx.config.schema import Config
+from slimx.engines.fleet.actor import EngineActor
+from slimx.engines.fleet.handle import EngineHandle
+from slimx.engines.fleet.membership import Membership
+from slimx.engines.fleet.nodes import Place, share_of
+from slimx.engines.server.keys import Keys, key_in
+from slimx.engines.server.router import Router
+from slimx.errors import SlimxError
+from slimx.layout.ranks import engine_sizes
+from slimx.runtime.ports import free_port
+
+
+def keys_of(group: Engines) -> Keys:
+    """The keys that the servers of `group.urls` ask for. Raises SlimxError for a variable that is not set."""
+    where = f"rollout.engines group {group.name}"
+    return Keys(*(key_in(name, os.environ, where) for name in (group.api_key_env, group.admin_api_key_env)))
+
+
+class EngineGroup:
+    """Engines of one model, the router in front of them, and who of them takes part (`members`)."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: str,
+        log_dir: Path,
+        *,
+        moe: bool,
+        note: Callable[[str], None] = lambda text: None,
+        record: Callable[[Restart], None] = lambda restart: None,
+        groups: Sequence[Engines] | None = None,
+        shared: Sequence[Place] = (),
+    ):
+        """`note` is told in one line of every engine that is lost or started again, `record` of every restart.
+        `groups`: of `rollout.engines`, those of the policy by default. `shared`: the places of trainer ranks, one GPU
+        each, with which engines take turns on CUDA; empty: they have GPUs of their own."""
+        groups = config.rollout.policy_engines if groups is None else groups
+        self.config, self.device, self.moe, self.frozen = config, device, moe, groups[0].frozen
+        self._shared = list(shared)
+        self.keys = Keys.random()
+        """Keys of the router and of all servers that slimx starts."""
+        self.engines = [self._create(group, number, log_dir) for group in groups for number in range(group.servers)]
+        self.router = Router(
+            free_port(),
+            free_port(),
+            log_dir / (f"router-{groups[0].name}.log" if self.frozen else "router.log"),
+            request_deadline_s=config.rollout.request_deadline,
+            disaggregated=any(group.role != "regular" for group in groups),
+            by_key=not self.frozen and config.rollout.affinity != "prefix",
+            keys=self.keys,
+        )
+        self.members = Membership(
+            self.engines,
+            self.router,
+            health=config.rollout.health,
+            start_deadline_s=config.cluster.start_deadline,
+            note=note,
+            record=record,
+        )
+
+    def _create(self, group: Engines, number: int, log_dir: Path) -> EngineHandle:
+        config, name = self.config, f"{group.name}-{number}"
+        values = {
+            "name": name,
+            "model_path": group.model or config.model.path,
+            "sizes": engine_sizes(group),
+            "dtype": config.numerics.dtype,
+            "device": self.device,
+            "threads": group.threads,
+            "max_total_tokens": group.max_total_tokens,
+            "seed": config.run.seed,
+            "routed_experts": self.moe and config.rollout.routed_experts,
+            "sglang": group.sglang,
+            "role": group.role,
+            "frozen": group.frozen,
+            "exact_leaves": None if group.frozen else config.leaves,
+            "sleeps": config.schedule.colocate and not group.frozen,
+        }
+        keys = values["keys"] = keys_of(group) if group.urls else self.keys
+        cpus = group.threads * group.ranks / group.nodes
+        first, *others = self._places(group)
+        options = first.options(cpus) if not group.urls else {"num_cpus": 0}
+        actor = ray.remote(EngineActor).options(**options)
+        log, deadline = log_dir / f"engine-{name}.log", config.publish.step_deadline
+        make = partial(
+            actor.remote,
+            values | {"gpus": first.gpus},
+            str(log),
+            deadline,
+            network=config.cluster.network,
+            others=tuple(others),
+            url=group.urls[number] if group.urls else None,
+        )
+        return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=keys)
+
+    def _places(self, group: Engines) -> list[Place]:
+        """Of one server, machine by machine."""
+        each = group.ranks // group.nodes
+        if self.device != "cuda" or group.urls:
+            return [Place()] * group.nodes
+        if not self._shared:
+            return [Place(owned=each)] * group.nodes
+        taken, self._shared = self._shared[: group.ranks], self._shared[group.ranks :]
+        return [share_of(taken[rank : rank + each], group.name) for rank in range(0, group.ranks, each)]
+
+    async def start(self) -> None:
+        """Start servers and router together. An engine is in the router only after its first publication."""
+        limit = self.config.cluster.start_deadline
+        self.router.start()
+        await asyncio.gather(self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines))
+
+    async def interrupt(self) -> None:
+        """End all requests now; each brings what it has. An engine that cannot is quarantined."""
+        await asyncio.gather(*(self._or_quarantine(engine, engine.interrupt()) for engine in self.members.members()))
+
+    async def sleep(self) -> None:
+        """Release the memory of the engines' weights and KV cache. One that cannot is quarantined."""
+        await asyncio.gather(*(self._or_quarantine(engine, engine.sleep()) for engine in self.members.candidates()))
+
+    async def wake(self) -> None:
+        """Take back what a publication, which must follow, writes into."""
+        await asyncio.gather(*(self._or_quarantine(engine, engine.wake()) for engine in self.members.candidates()))
+
+    async def _or_quarantine(self, engine: EngineHandle, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except SlimxError as error:
+            await self.members.quarantine(engine, error)
+
+    async def stop(self) -> None:
+        """End router and servers, each with its whole tree; the first problem is raised after all have been tried."""
+        await self.members.stop()
+        results = await asyncio.gather(
+            self.router.stop(), *(engine.stop() for engine in self.engines), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+
+def tell_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:
+    """Say at the end of a run what was started again in it, and why."""
+    for group in groups:
+        for restart in group.members.history():
+            note(str(restart))

@@ -1,0 +1,235 @@
+"""One engine as the loop and the publisher see it, through all its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from slimx.cluster.calls import kill
+from slimx.cluster.waiting import ActorDied, gather
+from slimx.engines.fleet.actor import ANSWER_S, STOP_S
+from slimx.engines.server.engine import State
+from slimx.engines.server.keys import NO_KEYS, Keys
+from slimx.errors import DeadlineError, SlimxError
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import ReceiverLost, Staging
+
+
+class Standing(StrEnum):
+    """What an engine is to the run; its server's own state is `slimx.engines.server.engine.State`."""
+
+    OUT = "out"
+    """Not started yet, or being stopped and started again: no request and no publication reaches it."""
+    JOINING = "joining"
+    """Its server runs with weights that nobody published: it gets the next publication, and no request before."""
+    MEMBER = "member"
+    """It holds a verified version and is in the router."""
+    GONE = "gone"
+    """Lost for good: its restarts are used up."""
+
+
+class Transport(Protocol):
+    """How buckets come to an engine (`slimx.engines.delivery.transports`)."""
+
+    async def connect(self, engine: EngineHandle, manifest: Manifest) -> None: ...
+
+    async def deliver(self, engine: EngineHandle, packed: PackedBucket, bucket: int) -> None: ...
+
+
+class EngineHandle:
+    """One engine as the loop and the publisher see it, through all its restarts."""
+
+    def __init__(
+        self,
+        name: str,
+        make_actor: Callable[[], Any],
+        log: Path,
+        deadline_s: float,
+        *,
+        role: str = "regular",
+        nodes: int = 1,
+        keys: Keys = NO_KEYS,
+    ):
+        """`make_actor` gives a new EngineActor; `deadline_s`: seconds for one call to it; `nodes`: machines that the
+        server spans; `keys`: that it asks for."""
+        self.name, self.make_actor, self.log, self.deadline_s = name, make_actor, log, deadline_s
+        self.role, self.nodes, self.keys = role, nodes, keys
+        self.bootstrap_port: int | None = None
+        """Of a prefill server, where decode servers ask for their KV."""
+        self.actor: Any = make_actor()
+        """None after it had to be killed, until the next start."""
+        self.url = ""
+        self.standing = Standing.OUT
+        self.transport: Transport | None = None
+        """How buckets come here; None: the server maps the publisher's memory."""
+        self.incarnation = 0
+        self._epoch = -1
+        self._cache_asleep = False
+        self._lost: asyncio.Future[SlimxError] | None = None
+        """Done when this incarnation is lost: then nobody waits for its answers any more."""
+
+    # Life -----------------------------------------------------------------------------------------------------------
+
+    async def start(self, deadline_s: float) -> None:
+        """Start a server. JOINING afterwards; on failure its tree is ended."""
+        if self.actor is None:
+            self.actor = self.make_actor()
+        self.incarnation += 1
+        self._cache_asleep = False
+        self._lost = asyncio.get_running_loop().create_future()
+        try:
+            started = await self._wait("the start", self.actor.start.remote(deadline_s), deadline_s + STOP_S)
+        except BaseException:
+            await self.stop(grace_s=0)
+            raise
+        self.url, self.bootstrap_port = started["url"], started["bootstrap_port"]
+        self.standing = Standing.JOINING
+
+    def lose(self, error: SlimxError) -> None:
+        """Out of the run: whoever waits for an answer gets `error`, and a late answer nobody."""
+        self.standing = Standing.OUT
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(error)
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """End the server with its whole tree. If its actor does not do it, the actor is killed, and the server's guard,
+        which watches the actor, ends the tree."""
+        self.standing = Standing.OUT
+        if self.actor is None:
+            return
+        try:
+            await self._wait("the stop", self.actor.stop.remote(grace_s), grace_s + STOP_S)
+        except SlimxError:
+            await kill([self.actor])
+            self.actor = None
+
+    async def ended(self) -> str | None:
+        """How server or actor ended; None while they run, or do not say."""
+        try:
+            return await self._wait("the look at its process", self._living.ended.remote(), ANSWER_S)
+        except (ActorDied, ReceiverLost) as error:
+            return str(error)
+        except SlimxError:
+            return None
+
+    async def check_health(self, deadline_s: float) -> None:
+        """Raise SlimxError if the server has ended or, while it serves, does not generate."""
+        look = self._living.call.remote("check_health", deadline_s)
+        await self._call("the health check", look, deadline_s + ANSWER_S)
+
+    async def state(self) -> State:
+        return State(await self._call("its state", self._living.state.remote()))
+
+    async def serves(self) -> bool:
+        """Returns True if the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
+        return await self.state() is State.READY
+
+    async def interrupt(self) -> None:
+        """End all requests of the server now; each brings what it has."""
+        await self._call("the interruption", self._living.call.remote("interrupt"))
+
+    async def trace(self, on: bool) -> dict[str, list[str]]:
+        """Begin or end noting what goes through its model."""
+        return await self._call("the trace", self._living.call.remote("trace", on))
+
+    async def sleep(self) -> None:
+        """Release the memory of weights and KV cache (nothing on the CPU)."""
+        if await self.state() is State.READY:
+            await self._call("pause", self._living.call.remote("pause"))
+        await self._call("sleep", self._living.call.remote("sleep", ("weights", "kv_cache")))
+        self._cache_asleep = True
+
+    async def wake(self) -> None:
+        """Take the memory of the weights back, without their values: a publication follows, and takes back the rest
+        when the trainers' part is done."""
+        if await self.state() is State.ASLEEP:  # one that was started meanwhile is awake
+            await self._call("wake", self._living.call.remote("wake", ("weights",)))
+
+    # A receiver of publications (slimx.reshard.parties) ---------------------------------------------------------------
+
+    async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
+        return await self._call("the inventory", self._living.call.remote("inventory", encoding))
+
+    async def begin(self, manifest: Manifest, staging: Staging) -> None:
+        self._epoch = manifest.membership_epoch
+        if self.transport is not None:
+            await self.transport.connect(self, manifest)
+        await self._call("begin", self._living.begin.remote(manifest, staging))
+
+    async def stage(self, packed: PackedBucket, bucket: int) -> None:
+        await (self.transport.deliver(self, packed, bucket) if self.transport else self.stage_mapped(packed, bucket))
+
+    async def stage_mapped(self, packed: PackedBucket, bucket: int) -> None:
+        """Stage a bucket that the server can open where it is."""
+        await self._step("stage", packed, bucket)
+
+    async def stage_received(self, packed: PackedBucket, bucket: int) -> None:
+        """Stage a bucket that comes over the channel."""
+        await self._call("stage", self._living.receive.remote(self._epoch, packed, bucket))
+
+    async def join(self, meeting: Any) -> None:
+        await self._call("the meeting", self._living.join.remote(meeting))
+
+    async def abort(self) -> None:
+        await self._step("abort")
+
+    async def pause(self) -> None:
+        if await self.state() is State.READY:
+            await self._step("pause")
+
+    async def load(self) -> None:
+        await self._step("load")
+
+    async def verify(self) -> int:
+        return (await self._step("verify"))["checked"]
+
+    async def commit(self, version: int) -> None:
+        await self._step("commit", version)
+
+    async def resume(self) -> None:
+        if self._cache_asleep:
+            await self._step("wake")
+            self._cache_asleep = False
+        await self._step("resume")
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _living(self) -> Any:
+        """The actor. Raises ReceiverLost if it is gone, or its server lost."""
+        if self._lost is not None and self._lost.done():
+            raise ReceiverLost(str(self._lost.result()))
+        if self.actor is None:
+            raise ReceiverLost(f"engine {self.name} is not running")
+        return self.actor
+
+    async def _step(self, method: str, *arguments: Any) -> Any:
+        return await self._call(method, self._living.publication.remote(self._epoch, method, *arguments))
+
+    async def _call(self, what: str, reference: Any, deadline_s: float | None = None) -> Any:
+        """Wait for an answer, unless the engine is lost meanwhile. Raises ReceiverLost if it, or its actor, is gone."""
+        answer = asyncio.ensure_future(self._wait(what, reference, deadline_s or self.deadline_s))
+        try:
+            if self._lost is not None:
+                await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+                if self._lost.done():
+                    raise ReceiverLost(str(self._lost.result()))
+            return await answer
+        except (ActorDied, DeadlineError) as error:
+            raise ReceiverLost(str(error)) from None
+        finally:
+            answer.cancel()
+
+    async def _wait(self, what: str, reference: Any, deadline_s: float) -> Any:
+        (out,) = await gather(
+            [reference],
+            what=f"{what} of engine {self.name}",
+            holders=[f"engine {self.name}"],
+            deadline_s=deadline_s,
+            logs=[self.log],
+        )
+        return out

@@ -1,0 +1,219 @@
+"""A server that spans several machines: what each machine's actor does, and what the first one knows of the others.
+
+The first machine's actor (`slimx.engines.fleet.actor.EngineActor`) owns the others': they end with it, and the
+guards of their processes end these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
+from slimx.errors import DeadlineError, SlimxError
+from slimx.reshard.packed import PackedBucket
+from slimx.runtime.ports import address, free_port, own_address
+from slimx.runtime.process import SupervisedProcess
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""CUDA's own variable: the GPUs of a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one machine's share of a server runs."""
+
+    node: str | None = None
+    """Ray's id of the machine; None: Ray chooses one that has room."""
+    gpus: tuple[str, ...] | None = None
+    """GPUs that it shares with trainer ranks; None: Ray gives it its own."""
+    owned: int = 0
+    """GPUs of its own."""
+
+    def options(self, cpus: float) -> dict[str, Any]:
+        """Of the share's Ray actor."""
+        options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": self.owned}
+        if self.node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        return options
+
+
+def place_of(actor: Any) -> Place:
+    """Where the Ray actor that runs this is, and the GPUs that it sees."""
+    gpus = os.environ.get(DEVICES)
+    return Place(ray.get_runtime_context().get_node_id(), tuple(gpus.split(",")) if gpus is not None else None)
+
+
+def share_of(ranks: Sequence[Place], name: str) -> Place:
+    """The place of a server's share that takes turns with trainer `ranks`, one GPU each. Raises SlimxError if they are
+    not on one machine."""
+    nodes = {place.node for place in ranks}
+    if len(nodes) > 1:
+        raise SlimxError(
+            f"{len(ranks)} consecutive trainer ranks, whose GPUs a server of rollout.engines group {name} shares, are "
+            f"on {len(nodes)} machines; make the ranks of a machine's share (tensor x pipeline / nodes) divide its GPUs"
+        )
+    return Place(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
+
+
+class ChannelEnd:
+    """Where buckets arrive on this machine, if they come over a network."""
+
+    def __init__(self) -> None:
+        self._channel: Any = None
+        self._landing: Any = None
+
+    async def join(self, meeting: Any, rank: int) -> None:
+        """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective) as the engine's `rank`."""
+        # torch, which only this transport needs here
+        from slimx.reshard.transports.collective import Receiving
+        from slimx.reshard.transports.landing import Landing
+
+        self._landing = self._landing or Landing()
+        self._channel = await asyncio.to_thread(Receiving.join, meeting, rank)
+
+    @asynccontextmanager
+    async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
+        """A bucket from the channel in memory that the server opens, for the time of the block.
+
+        The server keeps host memory alive as long as it needs it, and copies what is on a GPU.
+        """
+        with self._landing.of(packed) as (landed, memory):
+            await asyncio.to_thread(self._channel.receive, memory, own=False)
+            yield landed
+
+
+class NodeActor:
+    """The process that owns a server's share on a machine other than its first."""
+
+    def __init__(self, values: dict[str, Any], log_path: str, network: str | None):
+        """`values`: an EngineSpec without what differs between starts. `network`: in which it takes its address."""
+        self.values, self.log_path, self.host = values, log_path, own_address(network)
+        self.end = ChannelEnd()
+        self.process: SupervisedProcess | None = None
+        self._held = AsyncExitStack()
+
+    async def address(self) -> str:
+        """The address at which this machine's share listens, and from which it connects."""
+        return self.host
+
+    async def start(self, share: NodeShare) -> None:
+        spec = EngineSpec(port=free_port(self.host), host=self.host, node=share, **self.values)
+        name = f"engine {spec.name}, machine {share.rank}"
+        keys = spec.keys.to_bytes()
+        self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec), keys)
+        self.process.start()
+
+    async def ended(self) -> str | None:
+        """How its process ended; None while it runs."""
+        if self.process is None or (status := self.process.poll()) is None:
+            return None
+        return f"{self.process.name} ended with status {status}; the end of {self.log_path}:\n{self.process.tail(20)}"
+
+    async def stop(self, grace_s: float) -> None:
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop, grace_s)
+
+    async def join(self, meeting: Any, rank: int) -> None:
+        await self.end.join(meeting, rank)
+
+    async def land(self, packed: PackedBucket) -> str:
+        """Take a bucket from the channel; where its bytes are, until `let_go`."""
+        return (await self._held.enter_async_context(self.end.landed(packed))).path
+
+    async def let_go(self) -> None:
+        await self._held.aclose()
+
+
+class OtherNodes:
+    """The actors of a server's machines other than the first, called together."""
+
+    def __init__(
+        self, values: dict[str, Any], log_path: str, network: str | None, places: Sequence[Place], cpus: float
+    ):
+        self.name = values["name"]
+        self._actors = [
+            ray.remote(NodeActor)
+            .options(**place.options(cpus))
+            .remote(values | {"gpus": place.gpus}, str(node_log(log_path, number)), network)
+            for number, place in enumerate(places, 1)
+        ]
+
+    @property
+    def count(self) -> int:
+        return len(self._actors)
+
+    async def start(self, host: str, deadline_s: float) -> NodeShare | None:
+        """Start their processes; the first machine's share, None where it is the only one."""
+        if not self._actors:
+            return None
+        others = await self._call("address", [()] * self.count, deadline_s)
+        shares = shares_of((host, *others), address(host, free_port(host)))
+        await self._call("start", [(share,) for share in shares[1:]], deadline_s)
+        return shares[0]
+
+    async def ended(self, deadline_s: float) -> str | None:
+        """How the first of them that ended did."""
+        answers = await self._call("ended", [()] * self.count, deadline_s)
+        return next((answer for answer in answers if answer is not None), None)
+
+    async def join(self, meeting: Any, deadline_s: float) -> None:
+        await self._call("join", [(meeting, rank) for rank in range(1, self.count + 1)], deadline_s)
+
+    @asynccontextmanager
+    async def landed(self, end: ChannelEnd, packed: PackedBucket, deadline_s: float) -> AsyncIterator[PackedBucket]:
+        """A bucket from the channel on every machine, the first (`end`) included: all take part in each broadcast."""
+        landing = asyncio.ensure_future(self._call("land", [(packed,)] * self.count, deadline_s))
+        try:
+            async with end.landed(packed) as landed:
+                yield replace(landed, copies=tuple(await landing))
+        finally:
+            landing.cancel()
+            await self._call("let_go", [()] * self.count, deadline_s)
+
+    async def stop(self, grace_s: float, deadline_s: float) -> None:
+        """End their processes, and the actors: another start makes others. Does not raise."""
+        actors, self._actors = self._actors, []
+        stopping = [asyncio.ensure_future(_answer(actor.stop.remote(grace_s))) for actor in actors]
+        if stopping:
+            await asyncio.wait(stopping, timeout=deadline_s)
+        for task, actor in zip(stopping, actors, strict=True):
+            task.cancel()
+            ray.kill(actor)
+        await asyncio.gather(*stopping, return_exceptions=True)
+
+    async def _call(self, method: str, arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> list[Any]:
+        calls = [
+            _answer(getattr(actor, method).remote(*given)) for actor, given in zip(self._actors, arguments, strict=True)
+        ]
+        what = f"{method} on {self.count} other machines of engine {self.name}"
+        try:
+            async with asyncio.timeout(deadline_s):
+                return list(await asyncio.gather(*calls))
+        except TimeoutError:
+            raise DeadlineError(what, deadline_s, f"engine {self.name}") from None
+        except ray.exceptions.RayError as error:
+            raise SlimxError(f"{what} failed: {' '.join(str(error).split())[:300]}") from None
+
+
+def shares_of(hosts: tuple[str, ...], meeting: str) -> list[NodeShare]:
+    """The share of each of `hosts`, the addresses of a server's machines."""
+    return [NodeShare(rank, len(hosts), meeting, hosts) for rank in range(len(hosts))]
+
+
+def node_log(log_path: str | Path, number: int) -> Path:
+    """The log of a server's share on its machine `number`; the first writes the server's own."""
+    path = Path(log_path)
+    return path if number == 0 else path.with_name(f"{path.stem}.node{number}{path.suffix}")
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference

@@ -1,0 +1,105 @@
+"""Times in which no engine serves: requests wait for its end, and the deadlines of rollouts stand still meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+from slimx.runtime.standing_clock import Clock
+
+LOOK_S = 0.5
+"""Seconds between two looks at an outage from another event loop."""
+
+
+class Absence(Protocol):
+    """An outage as seen by a request that needs the engines."""
+
+    @property
+    def lasts(self) -> bool:
+        """True while no engine serves."""
+        ...
+
+    async def over(self) -> None:
+        """Wait until an engine serves."""
+        ...
+
+
+class Outage:
+    """A record of outages, times in which no engine serves. It belongs to one event loop; whoever knows of the engines
+    begins and ends them."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """Unix seconds at which the outage began; None while engines serve."""
+        self._began = self._before = 0.0
+        self._served = asyncio.Event()
+        self._served.set()
+        self._clocks: dict[Clock, ExitStack] = {}
+        """Clocks that stand still while it lasts, and what holds them."""
+
+    @property
+    def lasts(self) -> bool:
+        return self.since is not None
+
+    def begin(self) -> None:
+        """No engine serves from now on. Twice is once."""
+        if not self.lasts:
+            self.since, self._began = time.time(), _now()
+            self._served.clear()
+            for clock, held in self._clocks.items():
+                held.enter_context(clock.standing())
+
+    def end(self) -> None:
+        """An engine serves from now on. Twice is once."""
+        if self.lasts:
+            self.since, self._before = None, self.seconds
+            self._served.set()
+            for held in self._clocks.values():
+                held.close()
+
+    async def over(self) -> None:
+        await self._served.wait()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all outages so far, together."""
+        return self._before + (_now() - self._began if self.lasts else 0.0)
+
+    def time(self) -> float:
+        """Seconds of the event loop's clock, which stands still while an outage lasts."""
+        return _now() - self.seconds
+
+    @contextmanager
+    def stops(self, clock: Clock) -> Iterator[None]:
+        """`clock`, which runs, stands still in the outages of this block."""
+        with ExitStack() as held:
+            if self.lasts:
+                held.enter_context(clock.standing())
+            self._clocks[clock] = held
+            try:
+                yield
+            finally:
+                del self._clocks[clock]
+
+
+class Elsewhere:
+    """An outage as seen from other event loops."""
+
+    def __init__(self, outage: Outage, hopeless: Callable[[], bool]) -> None:
+        """`hopeless`: whether it will never end; then nobody waits for that."""
+        self._outage, self._hopeless = outage, hopeless
+
+    @property
+    def lasts(self) -> bool:
+        return self._outage.lasts and not self._hopeless()
+
+    async def over(self) -> None:
+        while self.lasts:
+            await asyncio.sleep(LOOK_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

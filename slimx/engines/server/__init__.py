@@ -1,0 +1,1 @@
+"""One SGLang server or router: its arguments, process, keys and control calls."""

@@ -1,0 +1,394 @@
+"""Control calls to one engine server: each has a deadline; errors name the URL, the status and the server's words.
+
+Calls go straight to the server (sglang-router does not forward them). Weights are staged and verified by the slimx
+plugin inside the server (`slimx/adapters/sglang/plugin.py`); this file is the other end of its protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+import slimx
+from slimx.engines.server.keys import NO_KEYS, Keys, bearer
+from slimx.errors import DeadlineError, SlimxError
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.runtime.process import ServerProcess
+
+PROTOCOL = 3
+"""Version of the plugin's actions that this file speaks."""
+RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
+"""The server's custom weight loader, by dotted path."""
+NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
+"""What /update_weights_from_tensor must carry although our tensors are staged already: a pickled empty list."""
+
+REFUSED = (401, 403)
+"""HTTP status of a call without the right key."""
+
+PORT_TAKEN = "error while attempting to bind on address"
+"""What uvicorn writes into the server's log."""
+
+Json = dict[str, Any]
+Forms = dict[str, str]
+"""Name of a tensor -> "dtype:d0,d1"."""
+Staging = Literal["model", "bucket"]
+PauseMode = Literal["retract", "in_place", "abort"]
+Tag = Literal["weights", "kv_cache", "cuda_graph"]
+
+
+class PortTaken(SlimxError):
+    """The server's HTTP port was taken between its choice and its use."""
+
+
+class RanksUnheard(SlimxError):
+    """The server does not bring back the answer of each of its ranks."""
+
+
+class EngineControl:
+    """The control client of one server. Holds no connection: calls are rare, and any event loop may make them."""
+
+    def __init__(self, url: str, name: str = "engine", keys: Keys = NO_KEYS, deadline_s: float = 60.0) -> None:
+        """`url`: "http://host:port". `keys`: that the server asks for. `deadline_s`: seconds that one call may take
+        unless it says otherwise."""
+        self.url, self.name, self.keys, self.deadline_s = url.rstrip("/"), name, keys, deadline_s
+
+    # Health and identity --------------------------------------------------------------------------------------------
+
+    async def wait_ready(self, deadline_s: float, process: ServerProcess | None = None) -> None:
+        """Wait until the server generates. A server that dies meanwhile is reported with the last lines of its log."""
+        start = asyncio.get_running_loop().time()
+        while (waited := asyncio.get_running_loop().time() - start) < deadline_s:
+            if process is not None and (status := process.poll()) is not None:
+                raise SlimxError(
+                    f"engine {self.name} ended with status {status} before it was ready; "
+                    f"the end of {process.log_path}:\n{process.tail(20)}"
+                )
+            if process is not None and PORT_TAKEN in process.tail(20):
+                # SGLang's process stays when its HTTP server could not start.
+                raise PortTaken(
+                    f"engine {self.name} cannot listen at {self.url}: the port is taken; end what listens there",
+                    code="engine.port",
+                    about=self.url,
+                )
+            try:
+                await self.health(min(30.0, deadline_s - waited))
+                return
+            except SlimxError:
+                await asyncio.sleep(0.25)
+        raise DeadlineError(
+            f"engine {self.name} at {self.url} to become ready", deadline_s, f"log {process and process.log_path}"
+        )
+
+    async def health(self, deadline_s: float = 30.0) -> None:
+        """Returns if the server generates (SGLang needs 1 s to tell). A paused server never answers: do not ask it."""
+        await self._call("GET", "/health_generate", deadline_s=deadline_s)
+
+    async def attest(self) -> list[Json]:
+        """What each rank really runs, or a SlimxError: SGLang swallows plugin failures, so silence is a refusal."""
+        try:
+            ranks = await self._ask("slimx.attest")
+        except (DeadlineError, RanksUnheard):
+            raise
+        except SlimxError as error:
+            raise SlimxError(
+                f"engine {self.name} at {self.url} does not attest the slimx plugin; start it with "
+                f"python -m slimx.engines.server.launch in an environment where slimx is installed ({error})"
+            ) from None
+        for rank in ranks:
+            self._check(rank)
+        return ranks
+
+    def _check(self, rank: Json) -> None:
+        if (rank["protocol"], rank["slimx"]) != (PROTOCOL, slimx.__version__):
+            raise SlimxError(
+                f"engine {self.name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), the trainer "
+                f"{slimx.__version__} (protocol {PROTOCOL}); install the same version on both sides"
+            )
+        parts = rank["hooks"] | (rank["cpu"] or {})
+        if failed := [part for part, in_force in parts.items() if not in_force]:
+            raise SlimxError(
+                f"engine {self.name}: parts of the slimx plugin are not in force in process {rank['pid']}: "
+                f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')"
+            )
+
+    async def trace(self, on: bool) -> dict[str, list[str]]:
+        """Begin (`on`) or end noting digests of the residual stream; at the end the first rank's, by point."""
+        return (await self._ask("slimx.trace", {"on": on}))[0]
+
+    async def server_info(self) -> Json:
+        """The arguments that the server runs with, by the names of SGLang's ServerArgs, and more."""
+        return await self._call("GET", "/server_info", key=self.keys.api_key)
+
+    async def check_guarded(self) -> None:
+        """Refuse a server that answers whoever asks: its keys must be in force for generation and for control."""
+        for method, path in (("GET", "/model_info"), ("POST", "/weights_checker")):
+            status, _ = await self._request(method, path, {"action": "slimx.status"}, self.deadline_s, key=None)
+            if status not in REFUSED:
+                raise SlimxError(
+                    f"engine {self.name} answers {method} {self.url}{path} with {status} to whoever asks, without a "
+                    "key; leave the arguments out of rollout.engines.sglang that have it do so",
+                    code="engine.unguarded",
+                    about=path,
+                )
+
+    # Generation -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop generating. `retract` drops the KV of running requests and recomputes it later; `in_place` keeps it."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self, deadline_s: float | None = None) -> None:
+        await self._call("POST", "/continue_generation", {}, deadline_s=deadline_s)
+
+    async def abort_all(self) -> None:
+        """End every request now; each returns what it has, with finish reason "abort"."""
+        await self._call("POST", "/abort_request", {"abort_all": True})
+
+    async def flush_cache(self) -> None:
+        """Forget all KV. SGLang refuses while requests run; paused by `retract` it accepts."""
+        await self._call("POST", "/flush_cache")
+
+    async def sleep(self, tags: tuple[Tag, ...]) -> None:
+        """Release the memory of `tags`; the server must be paused. Without a memory saver (CPU) nothing is freed."""
+        await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    async def wake(self, tags: tuple[Tag, ...]) -> None:
+        """Take the memory of `tags` back. Weights come back undefined, KV empty."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
+    # Weights --------------------------------------------------------------------------------------------------------
+
+    async def inventory(self, encoding: Encoding = "hf") -> list[Forms]:
+        """Every tensor that a publication must bring: for "hf" one list for all ranks, for "local" one per rank."""
+        ranks = await self._ask("slimx.inventory", {"encoding": encoding})
+        for number, rank in enumerate(ranks):
+            if uncovered := rank["uncovered"]:
+                name, why = next(iter(uncovered.items()))
+                raise SlimxError(
+                    f"engine {self.name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
+                    f"first {name}: {why}; add a row to slimx/adapters/sglang/weights/layout.py"
+                )
+        if encoding == "local":
+            return [rank["forms"] for rank in ranks]
+        tensors: Forms = {}
+        for number, rank in enumerate(ranks):
+            for name, form in rank["forms"].items():
+                if tensors.setdefault(name, form) != form:
+                    raise SlimxError(
+                        f"engine {self.name}: ranks disagree on {name}: {tensors[name]}, but {form} on rank {number}"
+                    )
+        return [tensors]
+
+    async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
+        """Open a publication on every rank. `staging`: "model" copies once, "bucket" after each bucket."""
+        await self._ask("slimx.begin", {"manifest": manifest.to_json(), "staging": staging})
+
+    async def stage(
+        self, manifest: Manifest, packed: PackedBucket, bucket: int, ranks: int = 1, deadline_s: float | None = None
+    ) -> list[Json]:
+        """Have each of the engine's `ranks` map its part of a bucket and prove its bytes. Changes nothing of the model.
+
+        Answers: each rank's `status`. A wrong byte or an unknown tensor is an error, and ends the publication on the
+        rank that found it: abort it on the others.
+        """
+        argument = {
+            "version": manifest.version,
+            "epoch": manifest.membership_epoch,
+            "bucket": bucket,
+            "ranks": _parts(packed, manifest.encoding, ranks),
+        }
+        return await self._ask("slimx.stage", argument, deadline_s)
+
+    async def abort_publication(self, deadline_s: float | None = None) -> None:
+        """End the open publication on every rank, if there is one. May be called at any time."""
+        await self._ask("slimx.abort", deadline_s=deadline_s)
+
+    async def status(self) -> list[Json]:
+        """By rank {open, version, staged, bytes, missing, first_missing, outcome: {loaded, error?}} of its receiver."""
+        return await self._ask("slimx.status")
+
+    async def check_staged(self) -> None:
+        """Refuse if a rank lacks a tensor of its model: the last look before the first copy."""
+        for number, rank in enumerate(await self.status()):
+            if rank["missing"]:
+                raise SlimxError(
+                    f"engine {self.name} rank {number}: {rank['missing']} tensors of the model are not staged, first "
+                    f"{rank['first_missing']}; stage every tensor before loading"
+                )
+
+    async def open_update(self, deadline_s: float | None = None) -> None:
+        """Open SGLang's weight update, in which weights stand as loaders want them; `close_update` packs them again."""
+        try:
+            await self._call("POST", "/begin_weight_update", {"selector": "target"}, deadline_s=deadline_s)
+        except DeadlineError:
+            raise
+        except SlimxError:
+            # A publisher that died after opening left its update open: close it, then ours must open.
+            await self.close_update(deadline_s)
+            await self._call("POST", "/begin_weight_update", {"selector": "target"}, deadline_s=deadline_s)
+
+    async def close_update(self, deadline_s: float | None = None) -> None:
+        await self._call("POST", "/end_weight_update", {}, deadline_s=deadline_s)
+
+    async def load(self, ranks: int, deadline_s: float | None = None) -> None:
+        """Copy what is staged into the model of each of the engine's `ranks`. After an error the weights are mixed."""
+        update = {
+            "serialized_named_tensors": [NO_TENSORS] * ranks,
+            "load_format": RECEIVER,
+            "flush_cache": False,
+            "selector": "target",
+        }
+        await self._call("POST", "/update_weights_from_tensor", update, deadline_s=deadline_s)
+        for number, rank in enumerate(await self.status()):
+            if error := rank["outcome"].get("error"):
+                raise SlimxError(
+                    f"engine {self.name} rank {number}: the copy ended after {rank['outcome']['loaded']} tensors: "
+                    f"{error}; publish again"
+                )
+
+    async def verify(self, deadline_s: float | None = None) -> Json:
+        """Prove on every rank that the model holds what was copied last.
+
+        Answer: {checked: tensors of the publication, differ: [names], missing: [names held but never copied],
+        derived: [names of tensors that the model computed from them]}, of all ranks together.
+        """
+        ranks = await self._ask("slimx.verify", deadline_s=deadline_s)
+        counts = [rank["tensors"] for rank in ranks]
+        if ranks[0]["encoding"] == "hf" and len(set(counts)) > 1:
+            raise SlimxError(f"engine {self.name}: ranks got {counts} tensors of one publication; publish again")
+        lists = {
+            key: sorted({name for rank in ranks for name in rank[key]}) for key in ("differ", "missing", "derived")
+        }
+        return {"checked": counts[0] if ranks[0]["encoding"] == "hf" else sum(counts)} | lists
+
+    async def commit(self, version: int) -> None:
+        """Close the open publication on every rank; refused unless it is of `version` and verified there."""
+        await self._ask("slimx.commit", {"version": version})
+
+    async def set_version(self, version: int) -> None:
+        """Stamp the weights: tokens sampled from now on carry `version`. Running requests go on."""
+        await self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    # Wire -----------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, action: str, argument: Json | None = None, deadline_s: float | None = None) -> list[Json]:
+        """The answers of all ranks to one action of the plugin, in the order of ranks."""
+        body = {"action": action, "selector": "target", "skip_tensor_list": [json.dumps(argument or {})]}
+        answer = await self._call("POST", "/weights_checker", body, deadline_s=deadline_s)
+        ranks = self._by_rank(action, answer.get("ranks", []))
+        for number, rank in enumerate(ranks):
+            if "error" in rank:
+                raise SlimxError(
+                    f"engine {self.name} rank {number}, {action}: {rank['error']}",
+                    code=rank.get("code", ""),
+                    about=rank.get("about", ""),
+                )
+        return [json.loads(rank["slimx"]) for rank in ranks]
+
+    def _by_rank(self, action: str, answers: list[Json]) -> list[Json]:
+        """One answer per rank, or an error. With DP-attention every scheduler brings the answers of all ranks."""
+        if not answers or any("pid" not in entry["checksums"] for entry in answers):
+            raise SlimxError(f"engine {self.name} at {self.url}: {action} was not answered by the slimx plugin")
+        found: dict[int, Json] = {}
+        size = 0
+        for entry in answers:
+            (place,), answer = entry["parallelism_info"], entry["checksums"]
+            rank, size = place["rank"], place["size"]
+            if found.setdefault(rank, answer)["pid"] != answer["pid"]:
+                raise RanksUnheard(
+                    f"engine {self.name}: two processes answer as rank {rank}, replicas of one model (dp_size without "
+                    "enable_dp_attention); start one engine per replica"
+                )
+        if sorted(found) != list(range(size)):
+            raise RanksUnheard(
+                f"engine {self.name}: ranks {sorted(found)} of {size} answered {action}; with pp_size above 1 SGLang "
+                "brings back the first stage's answers only: use tensor and expert parallelism"
+            )
+        return [found[rank] for rank in range(size)]
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        deadline_s: float | None = None,
+        key: str | None = None,
+    ) -> Json:
+        """One HTTP call, with the key of control calls unless another is given. Anything but status 200 (and `success`,
+        where SGLang sends it) is a SlimxError."""
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        status, answer = await self._request(method, path, body, deadline_s, key=key or self.keys.control)
+        where = f"engine {self.name}: {method} {self.url}{path} answered {status}"
+        if status in REFUSED:
+            raise SlimxError(
+                f"{where}: {message_of(answer)}; it asks for another key: name the variables that hold its keys in "
+                "api_key_env and admin_api_key_env of its group in rollout.engines",
+                code="engine.key",
+                about=path,
+            )
+        if status != 200 or answer.get("success") is False:
+            raise SlimxError(f"{where}: {message_of(answer)}")
+        return answer
+
+    async def _request(
+        self, method: str, path: str, body: Json | None, deadline_s: float, *, key: str | None
+    ) -> tuple[int, Json]:
+        """Status and body of the answer to one HTTP request."""
+        url = self.url + path
+        try:
+            timeout = aiohttp.ClientTimeout(total=deadline_s)
+            async with (
+                aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session,
+                session.request(method, url, json=body) as response,
+            ):
+                return response.status, parse_body(await response.text())
+        except TimeoutError:
+            raise DeadlineError(f"{method} {url}", deadline_s, f"engine {self.name}") from None
+        except aiohttp.ClientError as error:
+            raise SlimxError(f"engine {self.name}: {method} {url} failed: {type(error).__name__}: {error}") from None
+
+
+def _parts(packed: PackedBucket, encoding: Encoding, ranks: int) -> Json:
+    """What each rank of an engine of `ranks`, or "all", is told of a bucket: its tensors, and where its machine has
+    them."""
+    paths = (packed.path, *packed.copies)
+    if encoding == "hf" and len(paths) == 1:
+        return {"all": _part(packed, packed.path, packed.targets[0])}
+    targets = packed.targets * ranks if encoding == "hf" else packed.targets
+    # The ranks of a machine follow one another.
+    return {
+        str(rank): _part(packed, paths[rank * len(paths) // len(targets)], tensors)
+        for rank, tensors in enumerate(targets)
+    }
+
+
+def _part(packed: PackedBucket, path: str, tensors: tuple[PackedTensor, ...]) -> Json:
+    return {"fd_path": path, "size": packed.size, "tensors": [tensor.to_json() for tensor in tensors]}
+
+
+def parse_body(body: str | bytes) -> Json:
+    """A JSON object as it is; anything else under "text". By msgspec, as an answer brings a few numbers for every
+    token."""
+    try:
+        value = msgspec.json.decode(body)
+    except ValueError:  # msgspec's own errors are among these, and bytes that are no UTF-8
+        value = None
+    if isinstance(value, dict):
+        return value
+    return {"text": body if isinstance(body, str) else body.decode(errors="replace")}
+
+
+def message_of(answer: Json) -> str:
+    """The server's words in a failed answer, wherever it put them."""
+    error = answer.get("error", answer.get("message", answer.get("text", "")))
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return str(error or "no message")[:2000]

@@ -1,0 +1,329 @@
+"""One engine: a supervised SGLang server with a state, so that it never serves weights that were not verified.
+
+    STARTING --ready, attested--> READY <--resume/pause--> PAUSED --load--> DIRTY --verified--> PAUSED
+                                                             |  ^             ^
+                                                        sleep|  |wake         |wake of weights (their values are gone)
+                                                             v  |             |
+                                                            ASLEEP -----------+            any --ended, failed--> DEAD
+
+No Ray in here: the actor that owns an Engine lives in orchestration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from slimx.engines.server.control import EngineControl, Forms, Json, PauseMode, Staging, Tag
+from slimx.engines.server.external import ForeignProcess, check_arguments, leave, take_over
+from slimx.engines.server.spec import EngineSpec, server_argv, server_env
+from slimx.errors import DeadlineError, SlimxError
+from slimx.layout.ranks import EngineSizes
+from slimx.numerics.exact.contract import contract
+from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.packed import PackedBucket
+from slimx.runtime.process import ServerProcess, SupervisedProcess
+
+
+class State(StrEnum):
+    STARTING = "STARTING"
+    READY = "READY"
+    PAUSED = "PAUSED"
+    DIRTY = "DIRTY"
+    """A copy has begun and no verification has passed since: serves only after one."""
+    ASLEEP = "ASLEEP"
+    DEAD = "DEAD"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.READY, State.DEAD}),
+    State.READY: frozenset({State.PAUSED, State.DEAD}),
+    State.PAUSED: frozenset({State.READY, State.DIRTY, State.ASLEEP, State.DEAD}),
+    State.DIRTY: frozenset({State.DIRTY, State.PAUSED, State.DEAD}),
+    State.ASLEEP: frozenset({State.PAUSED, State.DIRTY, State.DEAD}),
+    State.DEAD: frozenset({State.STARTING}),
+}
+
+
+class Engine:
+    """A server process, its control client and its state. One owner calls it, one call at a time."""
+
+    def __init__(self, spec: EngineSpec, log_path: Path | str) -> None:
+        self.spec = spec
+        self.process: ServerProcess = (
+            ForeignProcess(spec.url)
+            if spec.external
+            else SupervisedProcess(
+                f"engine {spec.name}", server_argv(spec), log_path, server_env(spec), spec.keys.to_bytes()
+            )
+        )
+        self.control = EngineControl(spec.url, spec.name, spec.keys)
+        self.state = State.DEAD
+        self.asleep: set[Tag] = set()
+        """Tags whose memory is released."""
+        self.attestation: list[Json] = []
+        self.pause_mode: PauseMode = "retract"
+        self.version: int | None = None
+        """Version of the verified weights; None before the first publication."""
+        self.publication: Manifest | None = None
+        """The publication that is open."""
+        self.staging: Staging = "model"
+        self.updating = False
+        """Whether SGLang's weight update is open: from the first load of a publication to its verification."""
+
+    def move(self, to: State) -> None:
+        """Change the state, or refuse a change that the table does not allow."""
+        if to not in TRANSITIONS[self.state]:
+            allowed = ", ".join(sorted(TRANSITIONS[self.state]))
+            raise SlimxError(
+                f"engine {self.spec.name} is {self.state} and cannot become {to}; from here it can become {allowed}"
+            )
+        self.state = to
+
+    def require(self, what: str, *states: State) -> None:
+        """Refuse `what` unless the engine is in one of `states`."""
+        if self.state not in states:
+            raise SlimxError(f"engine {self.spec.name} is {self.state}; {what} needs {' or '.join(states)}")
+
+    # Life -----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the server process; `wait_ready` next."""
+        self.move(State.STARTING)
+        self.asleep.clear()
+        self.version = self.publication = None
+        self.updating = False
+        self.process.start()
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Wait until the server generates and attests the plugin. On any failure it is stopped and DEAD.
+
+        A frozen model of somebody else's server need not attest anything: nothing is published to it.
+        """
+        self.require("wait_ready", State.STARTING)
+        try:
+            if self.spec.external and not self.spec.frozen:
+                await take_over(self.control)
+            await self.control.wait_ready(deadline_s, self.process)
+            if not (self.spec.external and self.spec.frozen):
+                await self._attested()
+        except BaseException:
+            await self.stop()
+            raise
+        self.move(State.READY)
+
+    async def _attested(self) -> None:
+        self.attestation = await self.control.attest()
+        if self.spec.external:
+            await check_arguments(self.control, self.spec)
+        else:
+            self._check_own()
+            await self.control.check_guarded()
+        if (dtype := self.attestation[0]["dtype"]) != self.spec.dtype:
+            raise SlimxError(
+                f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}"
+            )
+        self._check_numerics()
+        if (sizes := EngineSizes(**self.attestation[0]["sizes"])) != self.spec.sizes:
+            raise SlimxError(f"engine {self.spec.name} runs as {sizes}, the configuration asks for {self.spec.sizes}")
+
+    def _check_numerics(self) -> None:
+        """Refuse a server whose ranks compute by another contract than the trainer does."""
+        leaves = self.spec.exact_leaves
+        wanted = None if leaves is None else contract(leaves=leaves, dtype=self.spec.dtype)
+        for number, rank in enumerate(self.attestation):
+            if (attested := rank["numerics"]) != wanted:
+                raise SlimxError(
+                    f"engine {self.spec.name} rank {number} computes by {_said(attested)}, the trainer by "
+                    f"{_said(wanted)}; start it with the --exact-leaves of the run, or set numerics.mode to what it has"
+                )
+
+    def _check_own(self) -> None:
+        """Refuse the answer of somebody else's server, which may have taken the port before ours could listen on it.
+
+        Ranks on other machines are those that met this machine's at an address that nobody else was told.
+        """
+        family = {process.pid for process in psutil.Process(self.process.pid).children(recursive=True)}
+        here = self.spec.sizes.world // (self.spec.node.count if self.spec.node else 1)
+        for rank in self.attestation[:here]:
+            if rank["pid"] not in family:
+                raise SlimxError(
+                    f"engine {self.spec.name}: process {rank['pid']} answers at {self.spec.url}, which is not the one "
+                    f"that was started; another server has the port: start again (log {self.process.log_path})"
+                )
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """End the server with its whole process tree; DEAD afterwards. May be called in any state.
+
+        Somebody else's server is not ended, but left.
+        """
+        before, self.state = self.state, State.DEAD
+        if self.spec.external and not self.spec.frozen and before is not State.DEAD:
+            await leave(self.control, paused=before is State.PAUSED)
+        await asyncio.to_thread(self.process.stop, grace_s)
+
+    async def check_health(self, deadline_s: float) -> None:
+        """Raise if the process ended or, while READY, does not generate. The state stays: the owner counts failures.
+
+        A paused or sleeping server cannot answer /health_generate (and would call itself unhealthy), so only its
+        process is looked at.
+        """
+        if (status := self.process.poll()) is not None:
+            raise SlimxError(
+                f"engine {self.spec.name} ended with status {status}; the end of {self.process.log_path}:\n"
+                f"{self.process.tail(20)}"
+            )
+        if self.state is State.READY:
+            await self.control.health(deadline_s)
+
+    async def trace(self, on: bool) -> dict[str, list[str]]:
+        """Begin or end noting what goes through the model (`EngineControl.trace`)."""
+        self.require("trace", State.READY)
+        return await self.control.trace(on)
+
+    # Generation -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        self.require("pause", State.READY)
+        await self.control.pause(mode)
+        self.pause_mode = mode
+        self.move(State.PAUSED)
+
+    async def resume(self) -> None:
+        self.require("resume", State.PAUSED)
+        if self.asleep:
+            raise SlimxError(
+                f"engine {self.spec.name} cannot resume while {', '.join(sorted(self.asleep))} is released; "
+                "wake it first"
+            )
+        await self.control.resume()
+        self.move(State.READY)
+
+    async def interrupt(self) -> None:
+        """End every request now; each brings what it has, with finish reason "abort"."""
+        await self.control.abort_all()
+
+    async def sleep(self, tags: tuple[Tag, ...] = ("kv_cache", "weights")) -> None:
+        """Release the memory of `tags`."""
+        self.require("sleep", State.PAUSED)
+        await self.control.sleep(tags)
+        self.asleep |= set(tags)
+        self.move(State.ASLEEP)
+
+    async def wake(self, tags: tuple[Tag, ...] | None = None) -> None:
+        """Take memory back, all or `tags`. With weights back the engine is DIRTY until a publication is verified."""
+        wanted = tuple(sorted(self.asleep if tags is None else self.asleep & set(tags)))
+        if not wanted:
+            raise SlimxError(
+                f"engine {self.spec.name}: nothing of {tags or 'it'} is asleep ({sorted(self.asleep) or 'all awake'})"
+            )
+        await self.control.wake(wanted)
+        self.asleep -= set(wanted)
+        if "weights" in wanted:
+            self.move(State.DIRTY)
+        elif not self.asleep and self.state is State.ASLEEP:
+            self.move(State.PAUSED)
+
+    # Publication ----------------------------------------------------------------------------------------------------
+
+    async def inventory(self, encoding: Encoding = "hf") -> list[Forms]:
+        """Names and forms of all that a publication must bring: one list for "hf", one per rank for "local"."""
+        return await self.control.inventory(encoding)
+
+    async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
+        """Open a publication; refused while another of the same membership epoch is open. Nothing changes yet.
+
+        `staging`: "model" for one load when everything is staged, "bucket" for a load after each bucket.
+        """
+        self.require("begin", State.READY, State.PAUSED, State.DIRTY)
+        await self.control.begin(manifest, staging)
+        self.publication, self.staging = manifest, staging
+
+    async def stage(self, packed: PackedBucket, bucket: int, deadline_s: float | None = None) -> None:
+        """Bring one bucket into the server and prove its bytes. Allowed while it serves: the model is not touched.
+
+        An error ends the publication.
+        """
+        self.require("stage", State.READY, State.PAUSED, State.DIRTY)
+        async with self._ending_on_error():
+            await self.control.stage(self._open("stage"), packed, bucket, self.spec.sizes.world, deadline_s)
+
+    async def abort(self) -> None:
+        """Give the publication up. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
+        self.publication = None
+        await self.control.abort_publication()
+
+    async def load(self, deadline_s: float | None = None) -> None:
+        """Copy all staged tensors in place. DIRTY from before the first copy, and an error ends the publication."""
+        self.require("load", State.PAUSED, State.DIRTY)
+        self._open("load")
+        if self.staging == "model":
+            await self.control.check_staged()
+        self.move(State.DIRTY)
+        self.version = None
+        async with self._ending_on_error():
+            if not self.updating:
+                await self.control.open_update(deadline_s)
+                self.updating = True
+            await self.control.load(self.spec.sizes.tensor, deadline_s)
+
+    async def verify(self, deadline_s: float | None = None) -> Json:
+        """Prove that every rank holds all of what was copied last. DIRTY becomes PAUSED.
+
+        Answer: {checked: tensors, derived: [names of tensors that the model computed from them]}.
+        """
+        self.require("verify", State.READY, State.PAUSED, State.DIRTY)
+        if self.updating:
+            await self.control.close_update(deadline_s)
+            self.updating = False
+        answer = await self.control.verify(deadline_s)
+        if wrong := answer["differ"] or answer["missing"]:
+            how = "differ from the published ones" if answer["differ"] else "were never published"
+            raise SlimxError(
+                f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; "
+                "publish again or restart the engine"
+            )
+        if self.state is State.DIRTY:
+            self.move(State.PAUSED)
+        return {"checked": answer["checked"], "derived": answer["derived"]}
+
+    async def commit(self, version: int) -> None:
+        """Close the publication, forget KV of older weights and stamp the verified weights; `resume` next.
+
+        Paused `in_place`, running requests keep their KV (and SGLang would refuse to flush): the caller chose to mix
+        versions.
+        """
+        self.require("commit", State.PAUSED)
+        await self.control.commit(version)
+        self.publication = None
+        if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
+            await self.control.flush_cache()
+        await self.control.set_version(version)
+        self.version = version
+
+    def _open(self, what: str) -> Manifest:
+        if self.publication is None:
+            raise SlimxError(f"engine {self.spec.name}: {what} needs an open publication; begin one first")
+        return self.publication
+
+    @contextlib.asynccontextmanager
+    async def _ending_on_error(self) -> AsyncIterator[None]:
+        """A rank that fails has ended the publication for itself: end it on all, so that they stay in step."""
+        try:
+            yield
+        except DeadlineError:
+            raise  # the engine is silent: a second call would only wait again
+        except SlimxError:
+            with contextlib.suppress(SlimxError):
+                await self.abort()
+            raise
+
+
+def _said(numerics: Json | None) -> str:
+    """A contract of exact mode, or its absence, in words."""
+    return "no contract (numerics.mode fast)" if numerics is None else f"the exact contract {numerics}"

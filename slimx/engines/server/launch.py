@@ -1,0 +1,86 @@
+"""Process entry of an engine, a stock SGLang server: `python -m slimx.engines.server.launch [--parent PID]
+[--exact-leaves N] [--keys FILE] -- ARGUMENTS`.
+
+SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as `__mp_main__`:
+what must stand before `import sglang` stands at the top level here, and stays cheap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+
+from slimx.engines.server.keys import Keys
+from slimx.runtime.process import end_with_parent
+
+CPU_VARIABLES = {
+    # SGLang's own: its modules ask for the device while they are imported, before arguments are parsed.
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # torch's own: inductor would compile with the stand-in for triton.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def prepare(arguments: list[str]) -> None:
+    """Set SGLang's and torch's variables for this process and its children, from SGLang's arguments."""
+    named = [name for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    os.environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys(["slimx", *named]))
+    if ("--device", "cpu") in zip(arguments, arguments[1:], strict=False) or "--device=cpu" in arguments:
+        os.environ.update(CPU_VARIABLES)
+
+
+def install_stand_ins() -> None:
+    """Put stand-ins for absent GPU packages before SGLang's first import; on a GPU nothing may be absent."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        from slimx.adapters.sglang import absent as sglang_absent
+
+        sglang_absent.install()
+
+
+def main(arguments: list[str], keys: Keys) -> None:
+    """Run the server until it is told to stop; its children end with it."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        server_args = prepare_server_args([*arguments, *keys.flags()])
+        server_args._launch_command = shlex.join(arguments)  # which /server_info tells, with the keys in it
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__mp_main__":
+    # SGLang sets this too, but only after some seconds of imports; a parent lost in between would leave an orphan.
+    end_with_parent(os.getppid(), signal.SIGKILL)
+    install_stand_ins()
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m slimx.engines.server.launch", description=__doc__.splitlines()[0])
+    parser.add_argument("--parent", type=int, help="end when this process, the direct parent, ends")
+    parser.add_argument(
+        "--exact-leaves",
+        type=int,
+        metavar="N",
+        help="compute by the contract of numerics.mode=exact, with sums of N leaves; read by the plugin",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="FILE",
+        help='JSON of the keys that requests need, {"api_key": "...", "admin_api_key": "..."}, readable by its owner '
+        "alone; -: standard input",
+    )
+    parser.add_argument("sglang", nargs=argparse.REMAINDER, help="-- and then arguments of sglang.launch_server")
+    options = parser.parse_args()
+    if options.parent is not None:
+        end_with_parent(options.parent, signal.SIGTERM)
+    given = options.sglang[1:] if options.sglang[:1] == ["--"] else options.sglang
+    prepare(given)
+    install_stand_ins()
+    sys.exit(main(given, Keys() if options.keys is None else Keys.read(options.keys)))

@@ -1,0 +1,190 @@
+"""sglang-router in front of the engines: started as a supervised process, told which engines may serve.
+
+An engine stays registered while a publication has it paused, DIRTY too: its requests wait in it and go on after the
+verification. One that fails is taken out before anything else happens to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from slimx.engines.server.control import message_of, parse_body
+from slimx.engines.server.keys import STDIN, Keys, bearer
+from slimx.errors import DeadlineError, SlimxError
+from slimx.runtime.process import SupervisedProcess
+from slimx.runtime.threads import in_thread
+
+Json = dict[str, Any]
+CALL_S = 30.0
+"""Seconds that one call to the router may take."""
+
+
+def router_argv(
+    host: str,
+    port: int,
+    metrics_port: int,
+    request_deadline_s: float,
+    *,
+    disaggregated: bool = False,
+    by_key: bool = False,
+) -> list[str]:
+    """The command that runs the router, without workers. `disaggregated`: they will be prefill and decode servers, and
+    each request goes to one of either. `by_key`: requests of one key (`requests.KEY_HEADER`) go to one worker, the
+    least busy one when the first of them came; else those that share a prefix do, unless it is far busier than
+    others."""
+    options = {
+        "--host": host,
+        "--port": port,
+        "--prometheus-host": host,
+        # Its default port is fixed: two routers on a machine would fail on it.
+        "--prometheus-port": metrics_port,
+        "--policy": "manual" if by_key else "cache_aware",
+        "--assignment-mode": "min_load",
+        "--request-timeout-secs": int(request_deadline_s) + 1,
+        # No limit of its own: a request beyond it would be refused, not queued.
+        "--max-concurrent-requests": -1,
+        "--log-level": "warn",
+    }
+    # Engines are watched by their owner, and lost requests are repeated by the client, because here
+    # - the health check would ask a paused server, which cannot answer, and drop it;
+    # - the circuit breaker counts a client's mistakes (status 400): a few prompts too long would close healthy engines;
+    # - a retry goes to the same engine again (cache affinity) unless the circuit breaker is on.
+    flags = ["--disable-health-check", "--disable-circuit-breaker", "--disable-retries"]
+    if disaggregated:
+        flags.append("--pd-disaggregation")
+    return [
+        sys.executable,
+        "-m",
+        "slimx.engines.server.router_launch",
+        "--keys",
+        STDIN,
+        "--",
+        *[str(x) for pair in options.items() for x in pair],
+        *flags,
+    ]
+
+
+class Router:
+    """The router process and its list of workers."""
+
+    def __init__(
+        self,
+        port: int,
+        metrics_port: int,
+        log_path: Path | str,
+        host: str = "127.0.0.1",
+        request_deadline_s: float = 600.0,
+        disaggregated: bool = False,
+        by_key: bool = False,
+        keys: Keys | None = None,
+    ) -> None:
+        """`request_deadline_s`: seconds that one generation request may take. `keys`: its workers', whose `api_key` it
+        asks for itself. The others are those of `router_argv`."""
+        self.url = f"http://{host}:{port}"
+        argv = router_argv(host, port, metrics_port, request_deadline_s, disaggregated=disaggregated, by_key=by_key)
+        self.keys = Keys.random() if keys is None else keys
+        own = Keys(self.keys.api_key)  # it generates, and changes nothing
+        self.process = SupervisedProcess("router", argv, log_path, stdin=own.to_bytes())
+
+    def start(self) -> None:
+        self.process.start()
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        await in_thread(self.process.stop, grace_s)
+
+    def ended(self) -> str | None:
+        """How its process ended; None while it runs."""
+        if (status := self.process.poll()) is None:
+            return None
+        return f"the router ended with status {status}; its log {self.process.log_path}:\n{self.process.tail(20)}"
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Wait until the router answers; it has no workers yet."""
+        await self._until(self.workers, deadline_s, f"the router at {self.url} to answer")
+
+    async def restart(self, deadline_s: float) -> None:
+        """End it, whatever it is at, and start it at the same address, without workers."""
+        await self.stop(grace_s=0)
+        self.start()
+        await self.wait_ready(deadline_s)
+
+    async def workers(self, deadline_s: float = CALL_S) -> list[Json]:
+        """The registered workers: {id, url, is_healthy, load, ...}."""
+        return (await self._call("GET", "/workers", deadline_s=deadline_s)).get("workers", [])
+
+    async def add(
+        self,
+        url: str,
+        *,
+        role: str = "regular",
+        bootstrap_port: int | None = None,
+        keys: Keys | None = None,
+        deadline_s: float = 60.0,
+    ) -> None:
+        """Register a worker and wait until the router sends to it. (/health of the router is 200 before that.)
+
+        What the router knew of this URL is forgotten first: the engine behind it may be a new one. `bootstrap_port`: of
+        a prefill server, which the router tells the decode server of each request. `keys`: that the worker asks for, if
+        not those of the router.
+        """
+        await self.remove(url, deadline_s)
+        optional = {
+            "worker_type": None if role == "regular" else role,
+            "bootstrap_port": bootstrap_port,
+            "api_key": (keys or self.keys).api_key,
+        }
+        worker = {"url": url} | {name: value for name, value in optional.items() if value is not None}
+        await self._call("POST", "/workers", worker)
+
+        async def healthy() -> bool:
+            return any(worker["url"] == url and worker["is_healthy"] for worker in await self.workers())
+
+        await self._until(healthy, deadline_s, f"worker {url} to become healthy in the router")
+
+    async def remove(self, url: str, deadline_s: float = 30.0) -> None:
+        """Send no new request to a worker. Removing one that is not registered is no error."""
+        for worker in await self.workers():
+            if worker["url"] == url:
+                await self._call("DELETE", f"/workers/{worker['id']}")
+
+        async def gone() -> bool:
+            return all(worker["url"] != url for worker in await self.workers())
+
+        await self._until(gone, deadline_s, f"worker {url} to leave the router")
+
+    async def _until(self, look: Any, deadline_s: float, awaited: str) -> None:
+        """Repeat `look` until it returns something other than False without an error."""
+        start = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() - start < deadline_s:
+            if (end := self.ended()) is not None:
+                raise SlimxError(end)
+            try:
+                if await look() is not False:
+                    return
+            except SlimxError as error:
+                awaited = f"{awaited.partition(' (')[0]} ({error})"
+            await asyncio.sleep(0.1)
+        raise DeadlineError(awaited, deadline_s, f"the router, log {self.process.log_path}")
+
+    async def _call(self, method: str, path: str, body: Json | None = None, deadline_s: float = CALL_S) -> Json:
+        url = self.url + path
+        try:
+            async with (
+                aiohttp.ClientSession(
+                    timeout=aiohttp.ClientTimeout(total=deadline_s), headers=bearer(self.keys.api_key)
+                ) as session,
+                session.request(method, url, json=body) as response,
+            ):
+                status, answer = response.status, parse_body(await response.text())
+        except TimeoutError:
+            raise DeadlineError(f"{method} {url}", deadline_s, "the router") from None
+        except aiohttp.ClientError as error:
+            raise SlimxError(f"router: {method} {url} failed: {type(error).__name__}: {error}") from None
+        if status >= 300:
+            raise SlimxError(f"router: {method} {url} answered {status}: {message_of(answer)}")
+        return answer

@@ -1,0 +1,23 @@
+"""Process entry of the router: `python -m slimx.engines.server.router_launch --keys - -- ARGUMENTS` of sglang-router.
+
+Its own launcher takes the key on the command line, where every user of the machine reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from sglang_router.launch_router import launch_router, parse_router_args
+
+from slimx.engines.server.keys import Keys
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        prog="python -m slimx.engines.server.router_launch", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--keys", required=True, metavar="FILE", help="whose api_key requests need; -: standard input")
+    parser.add_argument("router", nargs=argparse.REMAINDER, help="-- and then arguments of sglang_router.launch_router")
+    options = parser.parse_args()
+    arguments = parse_router_args(options.router[1:])
+    arguments.api_key = Keys.read(options.keys).api_key
+    launch_router(arguments)

@@ -1,0 +1,191 @@
+"""What one engine server is made of, as SGLang's arguments and the process's environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slimx.engines.server.arguments import check_server_args, command_line
+from slimx.engines.server.control import RECEIVER
+from slimx.engines.server.keys import STDIN, Keys
+from slimx.errors import SlimxError
+from slimx.layout.ranks import EngineSizes
+from slimx.runtime.ports import address, is_loopback
+
+EXACT_ATTENTION = "slimx_exact"
+"""Attention backend of exact mode, registered by the plugin: the name of slimx.adapters.sglang.exact.attention, which
+needs torch, and who starts servers does not (tests/unit/test_exact_mode.py has them equal)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """One machine's share of a server that spans several."""
+
+    rank: int
+    """Of the machine; 0 answers requests."""
+    count: int
+    meeting: str
+    """host:port on machine 0 at which the ranks meet."""
+    peers: tuple[str, ...]
+    """Addresses of all its machines: others are not heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What one server is made of."""
+
+    name: str
+    model_path: str
+    """Hugging Face directory."""
+    dtype: Literal["float32", "bfloat16"]
+    device: Literal["cpu", "cuda"]
+    port: int
+    host: str = "127.0.0.1"
+    threads: int = 1
+    """CPU threads of the server (CPU only)."""
+    max_total_tokens: int | None = None
+    """KV-cache room in tokens; None: SGLang decides."""
+    exact_leaves: int | None = None
+    """Leaves of row-parallel sums where it computes the trainer's bits (numerics.mode exact); None: fast mode."""
+    sizes: EngineSizes = EngineSizes()
+    """How the server splits the model over its ranks."""
+    seed: int = 1
+    routed_experts: bool = True
+    """Whether the server can return each token's experts (MoE models)."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """More fields of SGLang's ServerArgs."""
+    role: Literal["regular", "prefill", "decode"] = "regular"
+    bootstrap_port: int | None = None
+    """Of a prefill server: where decode servers ask it for their KV."""
+    frozen: bool = False
+    """Whether it serves a model that nothing is published to."""
+    sleeps: bool = False
+    """Whether its memory is given back while trainers train."""
+    external: bool = False
+    """Whether it was started by somebody else, to whom it belongs."""
+    node: NodeShare | None = None
+    """None: the server is on one machine."""
+    keys: Keys = field(default_factory=Keys.random, compare=False)
+    """Keys that requests to the server need."""
+    gpus: tuple[str, ...] | None = None
+    """GPUs that the server may use, by number or UUID; None: those of the process that starts it."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{address(self.host, self.port)}"
+
+
+def server_args(spec: EngineSpec) -> dict[str, Any]:
+    """SGLang's arguments for `spec`: ours, the user's, and defaults that the user may replace."""
+    ours: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "host": spec.host,
+        "port": spec.port,
+        "random_seed": spec.seed,
+        "max_total_tokens": spec.max_total_tokens,
+        "tp_size": spec.sizes.tensor,
+        "ep_size": spec.sizes.expert,
+        "pp_size": spec.sizes.pipeline,
+    }
+    if not spec.frozen:
+        ours |= policy_args(spec)
+    if spec.sizes.attention_data > 1:
+        ours |= {"enable_dp_attention": True, "dp_size": spec.sizes.attention_data}
+    if spec.sleeps and spec.device == "cuda":
+        ours |= {"enable_memory_saver": True}  # without it a release frees nothing
+    if spec.role != "regular":
+        ours |= {"disaggregation_mode": spec.role}
+    if spec.bootstrap_port is not None:
+        ours |= {"disaggregation_bootstrap_port": spec.bootstrap_port}
+    if spec.node is not None:
+        ours |= {"nnodes": spec.node.count, "node_rank": spec.node.rank, "dist_init_addr": spec.node.meeting}
+    # Events of a stream bring what is new; else each would bring all log-probs again.
+    defaults: dict[str, Any] = {"log_level": "warning", "incremental_streaming_output": True}
+    if not spec.sglang.get("enforce_shared_experts_fusion"):
+        # SGLang decides by itself, on GPUs and for some models only; the publication plan has to know.
+        defaults["disable_shared_experts_fusion"] = True
+    if spec.device == "cpu":
+        ours |= {"disable_cuda_graph": True}
+        if spec.exact_leaves is None:
+            # Without the radix cache, as in SGLang's own deterministic mode with this attention.
+            ours |= {"attention_backend": "torch_native", "disable_radix_cache": True}
+        # An idle server would otherwise poll at full speed on a core that the trainer needs.
+        defaults["sleep_on_idle"] = True
+    if spec.exact_leaves is not None:
+        ours |= {"attention_backend": EXACT_ATTENTION}
+        if spec.device == "cuda":
+            # Sizes are read back from the GPU; experts stay as they are loaded; no norm inside of an all-reduce.
+            ours |= {
+                "disable_cuda_graph": True,
+                "moe_runner_backend": "triton",
+                "enforce_disable_flashinfer_allreduce_fusion": True,
+            }
+    check_server_args(spec.sglang)
+    check_keyless(spec.sglang)
+    if taken := sorted(ours.keys() & spec.sglang.keys()):
+        raise SlimxError(
+            f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; "
+            "leave it out"
+        )
+    return defaults | spec.sglang | ours
+
+
+def check_keyless(args: dict[str, Any]) -> None:
+    """Refuse arguments that would show a key to every user of the machine, or serve without asking for one."""
+    for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
+        if args.get(name) is not None:
+            raise SlimxError(
+                f"rollout.engines.sglang.{name} would stand on the server's command line, which every user of the "
+                "machine can read; leave it out: slimx gives each run's servers random keys",
+                code="engine.key_on_command_line",
+                about=name,
+            )
+    if args.get("tokenizer_worker_num") not in (None, 1):
+        raise SlimxError(
+            "rollout.engines.sglang.tokenizer_worker_num is above 1, where SGLang asks nobody for a key, so that any "
+            "process could replace the weights; leave it at 1",
+            code="engine.unguarded",
+            about="tokenizer_worker_num",
+        )
+
+
+def policy_args(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments without which the policy could not be published to a server, nor its rollouts be trained on."""
+    return {
+        "custom_weight_loader": [RECEIVER],
+        "enable_return_routed_experts": spec.routed_experts,
+        # Seeded sampling per request, and log-probs that are log_softmax(logits / temperature).
+        "enable_deterministic_inference": True,
+    }
+
+
+def server_argv(spec: EngineSpec) -> list[str]:
+    """The command that runs the server in this environment's Python."""
+    exact = [] if spec.exact_leaves is None else ["--exact-leaves", str(spec.exact_leaves)]
+    keys = ["--keys", STDIN]
+    return [sys.executable, "-m", "slimx.engines.server.launch", *exact, *keys, "--", *command_line(server_args(spec))]
+
+
+def server_env(spec: EngineSpec) -> dict[str, str]:
+    """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
+    environment = {"HF_HUB_OFFLINE": "1"}
+    if is_loopback(spec.host):
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens at the address that the machine's name stands for
+    if spec.node is not None:
+        # SGLang unpickles what comes to its sockets; with these it drops connections from anywhere else.
+        environment["SGLANG_ZMQ_ALLOWED_PEERS"] = ",".join(dict.fromkeys(spec.node.peers))
+        environment["SGLANG_ZMQ_SOURCE_IP"] = spec.host
+    if spec.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
+    if spec.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(spec.threads)
+        if spec.sizes.world > 1:
+            # SGLang's CPU path refuses several ranks on one NUMA node unless each is told its cores.
+            cores, n = sorted(os.sched_getaffinity(0)), spec.threads
+            shares = [[cores[(rank * n + k) % len(cores)] for k in range(n)] for rank in range(spec.sizes.world)]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return environment

@@ -1,0 +1,1 @@
+"""Checkpoint files of models, Hugging Face and Megatron."""

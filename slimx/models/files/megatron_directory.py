@@ -1,0 +1,202 @@
+"""Megatron-LM's checkpoint directories: finding the checkpoint in one, and whether a model fits it.
+
+    latest_checkpointed_iteration.txt      "12", or "release" for weights without a history
+    iter_0000012/  or  release/            torch_dist: .metadata, metadata.json, common.pt, *.distcp
+
+slimx writes the same (slimx/orchestration/state/saves.py). Source of the names: megatron/training/checkpointing.py of
+Megatron-LM, core_r0.16.0. Nothing is loaded here; `slimx/trainer/checkpoint/load.py` does that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimx.errors import SlimxError
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import Part
+from slimx.layout.ranks import Sizes
+from slimx.layout.table import Entry, Table
+from slimx.models.files.index import read_object
+from slimx.models.files.megatron_common import saved_vocabulary
+from slimx.models.files.safe_pickle import read_metadata
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"[0-9]{1,15}")
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron-LM pads their rows to a multiple of `make_vocab_size_divisible_by` x TP."""
+_PADDINGS = sorted({*(2**k for k in range(13)), *(192 * 2**k for k in range(6))})
+"""Multiples that the vocabulary is padded to: divisors up to 128 times tensor-parallel sizes up to 48, in powers of two
+and three times them."""
+_BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|random_state|rerun_state_machine_state|.*\._extra_state")
+"""Keys of a checkpoint's entries that are no weights of the model."""
+_PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
+_PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
+"""Part of a key that names a norm over all heads. megatron-core has none: slimx puts its own where the norm per head
+would be, slime (slime_plugins/models/minimax_m2.py) beside it as `q_norm` and `k_norm`."""
+
+
+def iteration_name(step: int) -> str:
+    """Directory of the checkpoint after step `step`."""
+    return f"iter_{step:07d}"
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether `path` is Megatron-LM's: a directory with a tracker file, or one of its checkpoints."""
+    named = re.fullmatch(r"iter_\d{7,}|release", path.name) is not None
+    return (path / TRACKER).is_file() or (path / "metadata.json").is_file() or (named and path.is_dir())
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` holds or is. Raises SlimxError if there is none that slimx reads."""
+    tracker, found = path / TRACKER, path
+    if tracker.is_file():
+        said = tracker.read_text(errors="replace").strip()
+        if said != "release" and _ITERATION.fullmatch(said) is None:
+            raise SlimxError(
+                f"{tracker}: says {said[:40]!r}, neither an iteration nor release; write one into it",
+                code="megatron.tracker",
+                about=str(tracker),
+            )
+        found = path / ("release" if said == "release" else iteration_name(int(said)))
+        if not found.is_dir():
+            raise SlimxError(
+                f"{tracker}: names {found.name}, which is not there; write an iteration that is",
+                code="megatron.tracker",
+                about=str(tracker),
+            )
+    described = found / "metadata.json"
+    if not described.is_file():
+        old = any(found.glob("mp_rank_*"))
+        problem = "Megatron-LM's old format (mp_rank_*)" if old else "no torch_dist checkpoint (no metadata.json)"
+        raise SlimxError(
+            f"{found}: {problem}; save it again with --ckpt-format torch_dist",
+            code="megatron.format",
+            about=str(found),
+        )
+    if (backend := read_object(described).get("sharded_backend")) != "torch_dist":
+        raise SlimxError(
+            f"{found}: its format is {str(backend)[:40]}; save it again with --ckpt-format torch_dist",
+            code="megatron.format",
+            about=str(described),
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Names of the tensors in a checkpoint that fits a model."""
+
+    path: Path
+    per_layer: bool
+    """`decoder.layers.3.x` for each layer; else one `decoder.layers.x` with a layer axis."""
+    keys: Mapping[str, str]
+    """Key that a model of slimx has -> the one in the checkpoint, where they differ."""
+
+
+def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
+    """Compare names and shapes with a family's weight table. Raises SlimxError naming the first tensor that differs,
+    that is missing, or that the table does not know: what it does not know would be lost without a word.
+
+    `prediction`: layers of multi-token prediction that the checkpoint may hold, though the table has fewer."""
+    path = find_checkpoint(path)
+    described = read_metadata(path / ".metadata").state_dict_metadata
+    shapes = {key: tuple(value.size) for key, value in described.items() if hasattr(value, "size")}
+    if any(".experts.experts.0." in key for key in shapes):
+        raise SlimxError(
+            f"{path}: every expert is a tensor of its own (singleton_local_shards); save it again with Megatron-LM's "
+            "default, which stacks them",
+            code="megatron.experts",
+            about=str(path),
+        )
+    per_layer = any(_LAYER.match(key) for key in shapes)
+    known, keys = set(), {}
+    for place in places(table, per_layer=per_layer):
+        if place.key in known:
+            continue
+        known |= {place.key, *place.also}
+        found = next((key for key in (place.key, *place.also) if key in shapes), None)
+        if found is None:
+            raise SlimxError(
+                f"{path}: tensor {place.key} is missing; the checkpoint is not of this model",
+                code="megatron.missing",
+                about=place.key,
+            )
+        if found != place.key:
+            keys[place.key] = found
+        if shapes[found] != place.shape and not _padded(path, found, shapes[found], place.shape):
+            raise SlimxError(
+                f"{path}: tensor {found} has shape {list(shapes[found])}, the model wants {list(place.shape)}",
+                code="megatron.shape",
+                about=found,
+            )
+    unknown = sorted(key for key in shapes.keys() - known if not _beside(key, table.mtp_layers, prediction))
+    if unknown:
+        raise SlimxError(
+            f"{path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors), and would be lost; "
+            "give the config.json of the model that was saved",
+            code="megatron.unknown",
+            about=unknown[0],
+        )
+    return Fit(path, per_layer, keys)
+
+
+def _beside(key: str, first: int, stop: int) -> bool:
+    """Returns True if `key` is no tensor of a model with `first` layers of multi-token prediction: it is no weight, or
+    lies in one of the layers from `first` to before `stop`."""
+    layer = _PREDICTION.match(key)
+    return _BESIDE.match(key) is not None or (layer is not None and first <= int(layer[1]) < stop)
+
+
+def _padded(path: Path, key: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Returns True if rows beyond the vocabulary are Megatron-LM's padding. The checkpoint's arguments may say how many
+    tokens there are; else padding is what a usual multiple gives."""
+    if key not in _PADDED or found[1:] != wanted[1:] or found[0] < wanted[0]:
+        return False
+    vocabulary = saved_vocabulary(path)
+    if vocabulary is not None:
+        return vocabulary == wanted[0]
+    return any(-(-wanted[0] // multiple) * multiple == found[0] for multiple in _PADDINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint keeps one tensor of the model: a matrix or vector of the tensor with key `key`."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor with this key."""
+    index: tuple[int, ...]
+    """Of the matrix in it: layer where layers are stacked, then expert."""
+    part: Part
+    """The same tensor as one rank would hold it, and the Hugging Face tensors that fill it."""
+    entry: Entry
+    also: tuple[str, ...] = ()
+    """Other systems' keys for the same tensor."""
+
+
+def places(table: Table, *, per_layer: bool) -> Iterator[Place]:
+    """Every tensor of the model in the order of the Hugging Face checkpoint, keyed and stacked as Megatron-LM does."""
+    for entry, part in zip(table.entries(), MegatronLayout(table, Sizes()).parts(), strict=True):
+        name, index, axes = part.name, (), ()
+        if not per_layer and entry.row.stage == "layer":
+            name, index, axes = _LAYER.sub("decoder.layers.", name), (entry.layer,), (table.layers,)
+        if _EXPERT.search(name):
+            name = _EXPERT.sub(r".experts.experts.\1.\2", name)
+            index, axes = (*index, entry.expert), (*axes, table.experts)
+        also = (_PROJECTION_NORM.sub("norm", name),) if entry.row.axis == 0 and _PROJECTION_NORM.search(name) else ()
+        yield Place(name, (*axes, *part.shape), index, part, entry, also)
+
+
+def numbers_layers(transformer: Mapping[str, Any]) -> bool:
+    """Whether megatron-core gives every layer keys of its own: where its configuration says that layers differ
+    (`TransformerBlock.sharded_state_dict`, 0.16.1). `transformer`: fields of its TransformerConfig."""
+    return any(
+        isinstance(frequency, list) or frequency > 1
+        for frequency in (transformer.get(key) or 1 for key in ("moe_layer_freq", "linear_attention_freq"))
+    )

@@ -1,0 +1,280 @@
+"""Reads slices of tensors out of a Hugging Face directory of safetensors files, without loading whole files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from copy import copy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.stored import Stored, stored
+from slimx.layout.table import Table
+from slimx.models.files import mxfp4
+from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, Dequantise, block_of, dequantise, scales_shape
+from slimx.models.files.index import INDEX, SINGLE, indexed_files
+
+_FP8 = "F8_E4M3"
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _FP8: torch.bfloat16}
+"""What is read, by the names of safetensors files."""
+_SCALES = ("F32", "BF16", "F16")
+"""Dtypes that scales of fp8 blocks may have: those that become fp32 without a loss."""
+_BLOCK_BYTES = 32 * 2**20
+"""Bytes of a tensor that are compared with another's at a time."""
+
+
+class CheckpointReader:
+    """Slices of named tensors; files are opened once, memory-mapped, and only what is asked for is read."""
+
+    def __init__(self, path: str | Path, *, dequantise: Dequantise = dequantise):
+        """`dequantise`: how blocks of fp8 become bf16."""
+        self.path = Path(path)
+        self._dequantise = dequantise
+        self._files: dict[str, Any] = {}
+        where = indexed_files(self.path)
+        if where is None:
+            if not (self.path / SINGLE).is_file():
+                raise SlimxError(
+                    f"{self.path}: no {SINGLE} and no {INDEX}; give a Hugging Face model directory",
+                    code="checkpoint.none",
+                    about=str(self.path),
+                )
+            where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        self._where = where
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(self.path / name, framework="pt")
+            except SafetensorError as error:
+                raise SlimxError(
+                    f"{self.path / name}: truncated or not a safetensors file ({error}); download it again",
+                    code="checkpoint.file",
+                    about=name,
+                ) from error
+        return self._files[name]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor of the checkpoint."""
+        return frozenset(self._where)
+
+    def nbytes(self, name: str) -> int:
+        """Size of a tensor, estimated at 4 bytes per element."""
+        return 4 * math.prod(self.shape(name))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self._view(name)[:]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self._view(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what `read` gives of a source: blocks of fp8 and MXFP4 are read as bf16."""
+        name = stored(name).name
+        if self._packed(name):
+            return torch.bfloat16
+        found = self._view(name).get_dtype()
+        if found not in _DTYPES:
+            raise self._unread(name, found)
+        return _DTYPES[found]
+
+    def _unread(self, name: str, found: str) -> SlimxError:
+        return SlimxError(
+            f"{self.path}: tensor {name} is stored as {found}, which slimx does not read; store it as bf16 or fp32",
+            code="checkpoint.dtype",
+            about=name,
+        )
+
+    def again(self) -> CheckpointReader:
+        """The same directory with no file open: for another thread, or to let go of the memory that is mapped."""
+        other = copy(self)
+        other._files = {}
+        return other
+
+    def check(self, table: Table, *, quantised: bool = False) -> None:
+        """Compare names, shapes and dtypes with a weight table; raises SlimxError naming the first tensor that does not
+        fit. What repeats another tensor is compared with it by `check_copies`.
+
+        `quantised`: tensors may be in fp8 with block scales beside them.
+        """
+        expected = self._as_packed(table.checkpoint(), table.turned())
+        optional = {name: expected[original] for name, original in table.aliases.items()} | dict(table.frozen)
+        for name, shape in {**expected, **optional}.items():
+            if name not in self._where:
+                if name in optional:
+                    continue
+                raise SlimxError(
+                    f"{self.path}: tensor {name} is missing; the checkpoint does not fit its config.json",
+                    code="checkpoint.missing",
+                    about=name,
+                )
+            view = self._view(name)
+            found = tuple(view.get_shape())
+            if found != tuple(shape):
+                raise SlimxError(
+                    f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}",
+                    code="checkpoint.shape",
+                    about=name,
+                )
+            self._check_dtype(name, view.get_dtype(), found, quantised)
+        scales = [name for name in self._where if name.endswith(SCALE_SUFFIX) and name not in optional]
+        if scales and not quantised:
+            raise SlimxError(
+                f"{self.path}: {scales[0]} holds scales of fp8 blocks ({len(scales)} such tensors); slimx trains from "
+                "bf16 and fp32 checkpoints: `slimx convert hf-to-megatron` makes one of it",
+                code="checkpoint.fp8",
+                about=scales[0],
+            )
+        known = {**expected, **optional}
+        unknown = sorted(n for n in self._where if n not in known and n.removesuffix(SCALE_SUFFIX) not in known)
+        if unknown:
+            raise SlimxError(
+                f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)",
+                code="checkpoint.unknown",
+                about=unknown[0],
+            )
+
+    def check_copies(self, table: Table) -> None:
+        """Compare every tensor of the checkpoint that is said to repeat another (a tied output layer, those of layers
+        of multi-token prediction) with it, bit for bit. Reads both.
+
+        Raises SlimxError naming one that differs: the trainer holds the original alone, and would lose it."""
+        for name, original in table.aliases.items():
+            if name not in self._where or self._repeats(self._view(name), self._view(original)):
+                continue
+            raise SlimxError(
+                f"{self.path}: tensor {name} is not the {original} that it repeats in this model, and only one of them "
+                "can be kept; remove it from the checkpoint, or correct tie_word_embeddings if it is one of its own",
+                code="checkpoint.copy",
+                about=name,
+            )
+
+    @staticmethod
+    def _repeats(copy: Any, original: Any) -> bool:
+        """Returns True if two stored matrices have the same dtype and bits."""
+        rows, cols = copy.get_shape()
+        if (copy.get_dtype(), copy.get_shape()) != (original.get_dtype(), original.get_shape()):
+            return False
+        step = max(1, _BLOCK_BYTES // max(1, 4 * cols))
+        blocks = (slice(at, at + step) for at in range(0, rows, step))
+        return all(torch.equal(bits(copy[block]), bits(original[block])) for block in blocks)
+
+    def _check_dtype(self, name: str, found: str, shape: tuple[int, ...], quantised: bool) -> None:
+        """Refuse a tensor of another dtype than `_DTYPES`: its bits would be read as numbers that they are not."""
+        if found == _FP8 and quantised and len(shape) == 2:
+            self._check_scales(name, shape)
+        elif name not in self._where_packed and (found == _FP8 or found not in _DTYPES):
+            raise self._unread(name, found)
+        elif name in self._where_packed and found != "U8":
+            raise SlimxError(
+                f"{self.path}: tensor {name} is stored as {found}, MXFP4 is U8; restore the file from its source",
+                code="checkpoint.dtype",
+                about=name,
+            )
+
+    @cached_property
+    def _where_packed(self) -> frozenset[str]:
+        """Names of the tensors in MXFP4: codes and scales."""
+        stems = {n.removesuffix(mxfp4.BLOCKS) for n in self._where if n.endswith(mxfp4.BLOCKS)} - self._where.keys()
+        return frozenset(stem + suffix for stem in stems for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))
+
+    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        scales = name + SCALE_SUFFIX
+        if scales not in self._where:
+            raise SlimxError(
+                f"{self.path}: tensor {name} is in fp8, but its scales {scales} are missing",
+                code="checkpoint.missing",
+                about=scales,
+            )
+        wanted, found = scales_shape(shape, self._block), self.shape(scales)
+        if found != wanted:
+            raise SlimxError(
+                f"{self.path}: tensor {scales} has shape {list(found)}, blocks of "
+                f"{self._block[0]} x {self._block[1]} want {list(wanted)}",
+                code="checkpoint.shape",
+                about=scales,
+            )
+        if (kind := self._view(scales).get_dtype()) not in _SCALES:
+            raise self._unread(scales, kind)
+
+    @cached_property
+    def _block(self) -> Block:
+        return block_of(self.path)
+
+    def _view(self, name: str) -> Any:
+        file = self._where[name]
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise SlimxError(
+                f"{self.path / file}: does not hold tensor {name}, which {INDEX} puts there; download both again",
+                code="checkpoint.index",
+                about=name,
+            ) from error
+
+    def read(self, name: str, rect: Rect) -> torch.Tensor:
+        """The elements of source `name` of a table that `rect` takes, [rect.rows, rect.cols] as the local tensor holds
+        them."""
+        place, (rows, cols) = stored(name), rect.extent
+        window = slice(rect.row, rect.row + rows), slice(rect.col, rect.col + cols)
+        part = self._packed_window(place, *window) if self._packed(place.name) else self._window(place, *window)
+        return part[:: rect.step]
+
+    def _window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+        view = self._view(place.name)
+        shape = view.get_shape()
+        if place.index is not None:
+            one = slice(place.index, place.index + 1)
+            if len(shape) == 2:
+                return view[one, rows].T
+            return view[one, cols, rows][0].T if place.turned else view[one, rows, cols][0]
+        if len(shape) == 1:
+            return view[rows].unsqueeze(1)
+        if len(shape) == 3:
+            # A stack of matrices, read as one matrix; no rectangle reaches over the edge of one.
+            index, row = divmod(rows.start, shape[1])
+            part = view[index : index + 1, row : row + rows.stop - rows.start, cols][0]
+        else:
+            part = view[rows, cols]
+        if view.get_dtype() == _FP8:
+            part = self._dequantise(
+                part, self.whole(place.name + SCALE_SUFFIX).float(), self._block, rows.start, cols.start
+            )
+        return part
+
+    def _packed(self, name: str) -> bool:
+        return name not in self._where and name + mxfp4.BLOCKS in self._where
+
+    def _as_packed(self, shapes: Mapping[str, tuple[int, ...]], turned: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """`shapes` with the tensors that this checkpoint keeps in MXFP4 under the names and shapes that they have
+        there."""
+        out: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            if name in turned and self._packed(name):
+                count, rows, cols = shape
+                out |= {name + suffix: packed for suffix, packed in mxfp4.packed_shapes((count, cols, rows)).items()}
+            else:
+                out[name] = shape
+        return out
+
+    def _packed_window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
+        """Of an MXFP4 stack, whose codes stand as the table names its matrices: transposed to what it would hold."""
+        first, stop = cols.start // mxfp4.GROUP, -(-cols.stop // mxfp4.GROUP)
+        window = slice(place.index, place.index + 1), rows, slice(first, stop)
+        blocks, scales = (self._view(place.name + suffix)[window] for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))
+        start = first * mxfp4.GROUP
+        return mxfp4.dequantise(blocks, scales)[0, :, cols.start - start : cols.stop - start]
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """The bytes [n] of a tensor in the order of its elements: equal numbers may differ in them, NaN equals nothing."""
+    return values.contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,212 @@
+"""The run in a terminal: progress, the present phase, and a table of the last steps; one line per step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from slimx.observability.live.terminal import visible
+
+SHOWN_STEPS = 12
+HEADER_EVERY = 20
+"""Lines between two headers where there is no terminal."""
+ETA_WINDOW_SECONDS = 4 * 3600.0
+"""The time left is estimated from the pace of this long; a step may take many minutes."""
+MISSING = "-"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Column:
+    """One column of the table."""
+
+    title: str
+    key: str
+    """Metric shown, `section/name`; `step` is the step's number."""
+    format: str
+    """Python format specification of the number, such as `.3f`."""
+
+    def text(self, metrics: Mapping[str, float]) -> str:
+        """The cell: `-` where the metric is missing, a bare 0 for an exact zero in scientific notation."""
+        value = metrics.get(self.key)
+        if value is None:
+            return MISSING
+        return "0" if value == 0 and self.format.endswith("e") else format(float(value), self.format)
+
+
+RL_COLUMNS = (
+    Column(title="step", key="step", format=".0f"),
+    Column(title="reward", key="reward/mean", format=".3f"),
+    Column(title="loss", key="loss/policy", format=".4f"),
+    Column(title="KL", key="kl/reference", format=".1e"),
+    Column(title="gap", key="gap/mean", format=".1e"),
+    Column(title="stale", key="staleness/max", format=".0f"),
+    Column(title="tokens/s", key="perf/tokens_per_second", format=",.0f"),
+    Column(title="generate", key="time/generate", format=".1f"),
+    Column(title="train", key="time/train", format=".1f"),
+    Column(title="publish", key="time/publish", format=".1f"),
+)
+
+GENERATE_COLUMNS = (
+    Column(title="step", key="step", format=".0f"),
+    Column(title="reward", key="reward/mean", format=".3f"),
+    Column(title="tokens", key="response/mean_tokens", format=".1f"),
+    Column(title="truncated", key="response/truncated", format=".2f"),
+    Column(title="dropped", key="dropped/total", format=".0f"),
+    Column(title="tokens/s", key="perf/tokens_per_second", format=",.0f"),
+    Column(title="seconds", key="time/step", format=".1f"),
+)
+
+PPO_COLUMNS = (
+    *RL_COLUMNS[:3],
+    Column(title="expl. var", key="value/explained_variance", format=".3f"),
+    *RL_COLUMNS[3:],
+)
+
+SFT_COLUMNS = (
+    Column(title="step", key="step", format=".0f"),
+    Column(title="loss", key="loss/sft", format=".4f"),
+    Column(title="lr", key="optim/lr", format=".2e"),
+    Column(title="grad norm", key="optim/grad_norm", format=".3f"),
+    Column(title="tokens/s", key="perf/tokens_per_second", format=",.0f"),
+    Column(title="seconds", key="time/step", format=".1f"),
+)
+
+
+class LiveTable:
+    """Shows a run as it goes; use as a context manager.
+
+    On a terminal a display is redrawn in place. Elsewhere (a file, sbatch's log) each step is one aligned line.
+    `start_step`: steps done before this process, 0 for a fresh run. `clock`: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        console: Console | None = None,
+        columns: Sequence[Column] = RL_COLUMNS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console()
+        self._columns = columns
+        self._clock = clock
+        self._rows: dict[int, dict[str, float]] = {}
+        self._done = start_step
+        self._phase: str | None = None
+        self._phase_start = clock()
+        self._phase_seconds: dict[str, float] = {}
+        self._lines = 0
+        self._widths = [max(len(column.title), 8) for column in columns]
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[phase]}", style="bold"),
+            console=self._console,
+            get_time=clock,
+            speed_estimate_period=ETA_WINDOW_SECONDS,
+            expand=True,
+        )
+        self._task = self._progress.add_task("run", total=total_steps, completed=start_step, phase="")
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveTable:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end_phase()
+        self._progress.update(self._task, phase="")
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def phase(self, name: str) -> None:
+        """Says what the run does from now on; on a terminal its seconds count up in the column `time/NAME`."""
+        self._end_phase()
+        self._phase, self._phase_start = name, self._clock()
+        self._progress.update(self._task, phase=name)
+
+    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a finished step. A second row for the same step replaces the first and does not count as progress."""
+        if step not in self._rows:
+            self._done += 1
+            self._progress.update(self._task, completed=self._done)
+        self._rows[step] = {**metrics, "step": step}
+        while len(self._rows) > SHOWN_STEPS:
+            del self._rows[next(iter(self._rows))]
+        self._end_phase()
+        self._phase_seconds = {}
+        if self._live is None:
+            self._print_line(self._rows[step])
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own, above the display on a terminal."""
+        self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            key = f"time/{self._phase}"
+            self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + self._clock() - self._phase_start
+            self._phase = None
+
+    def _print_line(self, metrics: Mapping[str, float]) -> None:
+        cells = [column.text(metrics) for column in self._columns]
+        self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, cells, strict=True)]
+        if self._lines % HEADER_EVERY == 0:
+            self.note(self._aligned([*(column.title for column in self._columns), "left"]))
+        self._lines += 1
+        self.note(self._aligned([*cells, _hours(self._progress.tasks[0].time_remaining)]))
+
+    def _aligned(self, cells: Sequence[str]) -> str:
+        return "  ".join(cell.rjust(width) for cell, width in zip(cells, [*self._widths, 8], strict=True))
+
+    def _render(self) -> RenderableType:
+        table = Table(box=SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, header_style="dim")
+        for column in self._columns:
+            table.add_column(column.title, justify="right", no_wrap=True)
+        # Whole on a low terminal too: bar, header, rule, present step and the margins take 7 lines.
+        shown = max(1, min(SHOWN_STEPS, self._console.height - 7))
+        for metrics in list(self._rows.values())[-shown:]:
+            table.add_row(*(_cell(column.text(metrics)) for column in self._columns))
+        if self._phase is not None or self._phase_seconds:
+            present = dict(self._phase_seconds)
+            if self._phase is not None:
+                key = f"time/{self._phase}"
+                present[key] = present.get(key, 0.0) + self._clock() - self._phase_start
+            cells = [
+                "now" if column.key == "step" else column.text(present) if column.key in present else ""
+                for column in self._columns
+            ]
+            table.add_row(*cells, style="dim")
+        return Group(self._progress, table)
+
+
+def _cell(text: str) -> Text:
+    return Text(text, style="bold red" if text.endswith(("nan", "inf")) else "dim" if text == MISSING else "")
+
+
+def _hours(seconds: float | None) -> str:
+    """`1:02:03` for 3723 seconds; `-` where unknown."""
+    if seconds is None:
+        return MISSING
+    minutes, second = divmod(int(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}"

@@ -1,0 +1,215 @@
+"""Curves of a run's metrics over its steps, one chart per panel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+
+from slimx.observability.report.charts import PALETTE, Chart, new_figure, run_length, thin
+from slimx.observability.tracking.metrics import StepRecord
+
+RUNNING_MEAN_STEPS = 10
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Series:
+    """One metric of a panel."""
+
+    key: str
+    label: str
+    running_mean: bool = False
+    """Drawn faint, with its running mean over RUNNING_MEAN_STEPS on top."""
+    sparse: bool = False
+    """Measured at some steps only: drawn with markers."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Panel:
+    """One chart of curves."""
+
+    title: str
+    series: tuple[Series, ...]
+    log: bool = False
+    thousands: bool = False
+    """Ticks such as 110k rather than 1.1e5."""
+
+
+PANELS = (
+    Panel(
+        title="Reward and held-out accuracy",
+        series=(
+            Series(key="reward/mean", label="sampled reward", running_mean=True),
+            Series(key="eval/accuracy", label="held-out accuracy", sparse=True),
+        ),
+    ),
+    Panel(
+        title="Loss",
+        series=(
+            Series(key="loss/policy", label="policy"),
+            Series(key="loss/sft", label="supervised"),
+            Series(key="value/loss", label="critic"),
+        ),
+    ),
+    Panel(title="KL to the reference", series=(Series(key="kl/reference", label="KL"),)),
+    Panel(
+        title="Log-prob gap, trainer to engine",
+        series=(Series(key="gap/mean", label="mean"), Series(key="gap/max", label="max")),
+        log=True,
+    ),
+    Panel(
+        title="Tokens with a gap above 1e-5",
+        series=(
+            Series(key="gap/tokens_above_1e-5", label="all"),
+            Series(key="gap/tokens_other_routes", label="explained by other routes"),
+        ),
+    ),
+    Panel(
+        title="Gradient norm",
+        series=(Series(key="optim/grad_norm", label="norm"), Series(key="critic/grad_norm", label="critic")),
+    ),
+    Panel(
+        title="Learning rate", series=(Series(key="optim/lr", label="rate"), Series(key="critic/lr", label="critic"))
+    ),
+    Panel(
+        title="Staleness, versions",
+        series=(Series(key="staleness/mean", label="mean"), Series(key="staleness/max", label="max")),
+    ),
+    Panel(title="Tokens per second", series=(Series(key="perf/tokens_per_second", label="tokens/s"),), thousands=True),
+)
+
+
+def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], list[str]]:
+    """The panels that `records` have numbers for, and the titles of those they have none for.
+
+    Curves of more than `points` steps are averaged over equal runs of steps.
+    """
+    charts, absent = [], []
+    for panel in PANELS:
+        present = [series for series in panel.series if any(series.key in record.metrics for record in records)]
+        if present:
+            charts.append(_panel(panel, present, records, points))
+        else:
+            absent.append(panel.title)
+    return charts, absent
+
+
+def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord], points: int) -> Chart:
+    chart = Chart(title=panel.title, figure=new_figure(height=250))
+    chart.figure.update_layout(showlegend=len(panel.series) > 1, hovermode="x unified", xaxis_title_text="step")
+    if panel.thousands:
+        chart.figure.update_yaxes(exponentformat="SI")
+    lines = []
+    for series in present:
+        steps, values = _measured(series, records, chart.notes)
+        running = _running_mean(values) if series.running_mean and values.size > 2 * RUNNING_MEAN_STEPS else None
+        peak = series.key.endswith("/max")
+        if values.size > points:
+            how = "highest" if peak else "mean"
+            chart.notes.append(
+                f"{series.label}: each point is the {how} of {run_length(values.size, points)} logged steps."
+            )
+        line = _Line(
+            series.label, PALETTE[panel.series.index(series)], *thin(steps, values, points, peak), series.sparse
+        )
+        lines.append(line)
+        if running is not None:
+            line.faint = True
+            x, y = thin(steps, running, points, peak)
+            lines.append(_Line(f"mean of {RUNNING_MEAN_STEPS} steps", line.colour, x, y, series.sparse))
+    if panel.log:
+        _logarithmic(chart, lines)
+    elif constant := _constant(lines):
+        # plotly would put a constant in the middle of an axis from -1 to 1, where 2e-4 looks like 0.
+        chart.figure.update_yaxes(range=sorted((0.0, 2 * constant)))
+    for line in lines:
+        _draw(chart.figure, line)
+    return chart
+
+
+@dataclass(slots=True)
+class _Line:
+    """One line to draw."""
+
+    label: str
+    colour: str
+    x: np.ndarray
+    y: np.ndarray
+    sparse: bool
+    faint: bool = False
+
+
+def _measured(series: Series, records: Sequence[StepRecord], notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of one metric; what is not finite becomes NaN, a break in the line, and is noted by step."""
+    steps = np.array([record.step for record in records if series.key in record.metrics], dtype=np.int64)
+    values = np.array([record.metrics[series.key] for record in records if series.key in record.metrics])
+    if (bad := steps[~np.isfinite(values)]).size:
+        values = np.where(np.isfinite(values), values, np.nan)
+        shown = ", ".join(map(str, bad[:8])) + (" ..." if bad.size > 8 else "")
+        notes.append(f"{series.key} is not finite at {bad.size} of {steps.size} steps: {shown}.")
+    return steps, values
+
+
+def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
+    """Makes the axis logarithmic, and takes exact zeros out of the lines to show them at its foot.
+
+    A logarithmic axis has no zero, and an exact zero is what one hopes for in a log-prob gap: it is drawn as an open
+    circle on a tick of its own, a decade below the smallest value.
+    """
+    positive = np.concatenate([line.y[line.y > 0] for line in lines])
+    low, high = (
+        (int(np.floor(np.log10(positive.min()))), int(np.ceil(np.log10(positive.max())))) if positive.size else (0, 0)
+    )
+    ticks = {10.0**decade: f"1e{decade}" for decade in range(low, high + 1, 1 + (high - low) // 8)}
+    foot = 10.0 ** (low - 1)
+    for line in lines:
+        zeros = line.y == 0
+        if zeros.any():
+            ticks[foot] = "0"
+            chart.notes.append(f"{line.label}: exactly 0 at {zeros.sum()} of {line.y.size} points (open circles).")
+            chart.figure.add_scatter(
+                x=line.x[zeros].astype(np.int32),
+                y=np.full(zeros.sum(), foot, dtype=np.float32),
+                mode="markers",
+                marker={"symbol": "circle-open", "color": line.colour, "size": 5},
+                name=line.label,
+                hovertemplate="0",
+                showlegend=False,
+            )
+            line.y = np.where(zeros, np.nan, line.y)
+    chart.figure.update_yaxes(type="log", tickvals=list(ticks), ticktext=list(ticks.values()))
+
+
+def _constant(lines: Sequence[_Line]) -> float | None:
+    """The one value that all lines have everywhere; None if they have several, or only 0."""
+    values = np.unique(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]))
+    return float(values[0]) if values.size == 1 and values[0] else None
+
+
+def _draw(figure: go.Figure, line: _Line) -> None:
+    figure.add_scatter(
+        x=line.x.astype(np.int32),
+        y=line.y.astype(np.float32),
+        name=line.label,
+        mode="lines+markers" if line.sparse or _has_lone_point(line.y) else "lines",
+        marker={"size": 5},
+        line={"color": line.colour, "width": 1 if line.faint else 1.8},
+        opacity=0.55 if line.faint else 1,
+    )
+
+
+def _has_lone_point(y: np.ndarray) -> bool:
+    """Whether some value has no neighbour to draw a line to: without a marker it would not be seen."""
+    drawn = np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
+    return bool((drawn[1:-1] & ~drawn[:-2] & ~drawn[2:]).any())
+
+
+def _running_mean(values: np.ndarray) -> np.ndarray:
+    """Mean of the last RUNNING_MEAN_STEPS values, of fewer at the start; NaN is left out of it."""
+    finite = np.isfinite(values)
+    total, count = np.cumsum(np.where(finite, values, 0.0)), np.cumsum(finite)
+    width = RUNNING_MEAN_STEPS
+    total[width:], count[width:] = total[width:] - total[:-width], count[width:] - count[:-width]
+    return np.divide(total, count, out=np.full(values.size, np.nan), where=count > 0)

@@ -1,0 +1,143 @@
+"""Where the time goes: seconds by phase per step, and the phases of the last steps side by side."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from slimx.observability.report.charts import GRID, PALETTE, Chart, new_figure, run_length, thin
+from slimx.observability.tracking.phases import Phase, Placed, place
+
+GANTT_STEPS = 6
+GANTT_ROWS = 24
+
+
+def phase_charts(phases: Sequence[Phase], *, points: int) -> list[Chart]:
+    """Seconds by phase per step, and the last GANTT_STEPS steps by track; empty without phases."""
+    placed = place(phases)
+    colours: dict[str, str] = {}  # a phase keeps its colour in both charts
+    for name in dict.fromkeys(item.phase.name for item in placed):
+        colours[name] = PALETTE[len(colours) % len(PALETTE)]
+    return [*_seconds_by_phase(placed, colours, points), *_gantt(placed, colours)]
+
+
+def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points: int) -> list[Chart]:
+    steps = sorted({item.phase.step for item in placed if item.phase.step is not None})
+    if not steps:
+        return []
+    position = {step: index for index, step in enumerate(steps)}
+    seconds = {name: np.zeros(len(steps)) for name in colours}
+    outside: dict[str, float] = defaultdict(float)
+    parents: set[str] = set()
+    for item in placed:
+        name, step = item.phase.name, item.phase.step
+        if item.self_seconds < item.phase.seconds:
+            parents.add(name)
+        if step is None:
+            outside[name] += item.self_seconds
+        else:
+            seconds[name][position[step]] += item.self_seconds
+    chart = Chart(title="Seconds by phase", figure=new_figure(height=300), wide=True)
+    chart.figure.update_layout(barmode="stack", bargap=0.12, xaxis_title_text="step", yaxis_title_text="seconds")
+    for name, values in seconds.items():
+        if not values.any():
+            continue
+        x, y = thin(np.array(steps), values, points, peak=False)
+        label = f"{name}, rest" if name in parents else name
+        chart.figure.add_bar(
+            x=x.astype(np.int32),
+            y=y.astype(np.float32),
+            name=label,
+            marker={"color": colours[name], "line": {"width": 0}},
+            hovertemplate="%{y:.2f} s",
+        )
+    chart.figure.update_layout(hovermode="x unified")
+    if len(steps) > points:
+        chart.notes.append(f"Each bar is the mean of {run_length(len(steps), points)} steps.")
+    if parents:
+        chart.notes.append("rest: the time of a phase outside of the phases nested in it.")
+    if len({item.phase.track for item in placed if item.phase.step is not None}) > 1:
+        chart.notes.append("Tracks run at the same time, so a bar may be longer than its step took.")
+    if outside:
+        listed = ", ".join(f"{name} {value:.1f} s" for name, value in outside.items())
+        chart.notes.append(f"Outside of steps: {listed}.")
+    return [chart]
+
+
+def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
+    steps = sorted({item.phase.step for item in placed if item.phase.step is not None})[-GANTT_STEPS:]
+    inside = [item for item in placed if item.phase.step in steps]
+    if not inside:
+        return []
+    origin = min(item.phase.start for item in inside)
+    end = max(item.phase.start + item.phase.seconds for item in inside)
+    inside += [
+        item
+        for item in placed
+        if item.phase.step is None and origin < item.phase.start + item.phase.seconds and item.phase.start < end
+    ]
+    keys = sorted({_row(item) for item in inside}, key=_track_order(inside))
+    rows = {key: number for number, key in enumerate(keys[:GANTT_ROWS])}
+    title = f"Last {len(steps)} steps by track" if len(steps) > 1 else f"Step {steps[0]} by track"
+    chart = Chart(title=title, figure=new_figure(height=96 + 30 * len(rows)), wide=True)
+    if len(keys) > GANTT_ROWS:
+        chart.notes.append(f"{len(keys) - GANTT_ROWS} further rows of overlapping phases are not drawn.")
+    for name, colour in colours.items():
+        drawn = [item for item in inside if item.phase.name == name and _row(item) in rows]
+        if not drawn:
+            continue
+        chart.figure.add_bar(
+            orientation="h",
+            base=[round(max(item.phase.start - origin, 0.0), 4) for item in drawn],
+            x=[round(min(item.phase.seconds, item.phase.start + item.phase.seconds - origin), 4) for item in drawn],
+            y=[rows[_row(item)] for item in drawn],
+            width=0.78,
+            name=name,
+            marker={"color": colour, "line": {"width": 0}},
+            text=[name] * len(drawn),
+            textposition="inside",
+            insidetextanchor="middle",
+            textfont={"color": "white"},
+            customdata=["-" if item.phase.step is None else item.phase.step for item in drawn],
+            hovertemplate="step %{customdata}: %{x:.2f} s",
+        )
+    # A track is named once, at its first row; the rows under it are its nested and overlapping phases.
+    named = {track: number for (track, _, _), number in reversed(rows.items())}
+    chart.figure.update_yaxes(
+        tickvals=list(named.values()),
+        ticktext=list(named),
+        range=[len(rows) - 0.4, -0.6],
+        showgrid=False,
+        ticks="outside",
+        ticklen=6,
+        tickcolor="rgba(0,0,0,0)",
+    )
+    chart.figure.update_xaxes(range=[0, end - origin], title_text="seconds", showgrid=True, gridcolor=GRID)
+    chart.figure.update_layout(barmode="overlay", uniformtext={"minsize": 10, "mode": "hide"}, hovermode="closest")
+    for step in steps:
+        start = min(item.phase.start for item in inside if item.phase.step == step) - origin
+        chart.figure.add_vline(x=start, line={"color": "rgba(128,128,128,0.7)", "width": 1, "dash": "dot"})
+        chart.figure.add_annotation(
+            x=start,
+            y=1,
+            yref="paper",
+            yanchor="bottom",
+            xanchor="left",
+            text=f"step {step}" if step == steps[0] else str(step),
+            showarrow=False,
+        )
+    chart.figure.update_layout(showlegend=False, margin={"t": 24})
+    chart.notes.append("Colours as above. A bar under a longer one of its track is nested in it or runs beside it.")
+    return [chart]
+
+
+def _row(item: Placed) -> tuple[str, int, int]:
+    return item.phase.track, item.lane, item.depth
+
+
+def _track_order(items: Sequence[Placed]) -> Callable[[tuple[str, int, int]], tuple[int, int, int]]:
+    """Sort key of rows: tracks in the order of their first phase."""
+    order = {track: number for number, track in enumerate(dict.fromkeys(item.phase.track for item in items))}
+    return lambda row: (order[row[0]], row[1], row[2])

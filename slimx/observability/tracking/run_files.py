@@ -1,0 +1,79 @@
+"""What a run directory holds for its report; what is missing or damaged is named, not skipped in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from slimx.errors import SlimxError
+from slimx.observability.tracking.jsonl import load_records
+from slimx.observability.tracking.metrics import StepRecord
+from slimx.observability.tracking.phases import Phase
+from slimx.observability.tracking.samples import Sample
+
+T = TypeVar("T")
+FILES = ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "config.yaml", "summary.json")
+
+
+@dataclass(kw_only=True, slots=True)
+class RunFiles:
+    """One run directory, read."""
+
+    directory: Path
+    steps: list[StepRecord] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    config: str | None = None
+    """The YAML text as it is."""
+    summary: dict[str, Any] | None = None
+    """Headline numbers, label -> value, in the file's order."""
+    missing: list[str] = field(default_factory=list)
+    """Names out of FILES that the directory lacks."""
+    problems: list[str] = field(default_factory=list)
+    """One sentence for each thing that could not be read."""
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The `config.yaml` of a run as plain values, with what this process's environment has for `${oc.env:...}`; where
+    it has nothing, with `${...}` itself."""
+    tree = OmegaConf.load(file)
+    try:
+        return OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(tree, resolve=False)
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Reads what is there. Raises SlimxError for a directory that holds none of FILES."""
+    run = RunFiles(directory=directory, missing=[name for name in FILES if not (directory / name).is_file()])
+    if len(run.missing) == len(FILES):
+        raise SlimxError(
+            f"{directory} is no run directory: it has none of {', '.join(FILES)}; name the directory of a run"
+        )
+    run.steps = _records(run, "metrics.jsonl", StepRecord.from_json)
+    run.phases = _records(run, "timeline.jsonl", Phase.from_json)
+    run.samples = _records(run, "samples.jsonl", Sample.from_json)
+    if "config.yaml" not in run.missing:
+        run.config = (directory / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    if "summary.json" not in run.missing:
+        try:
+            run.summary = msgspec.json.decode((directory / "summary.json").read_bytes(), type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            run.problems.append(f"summary.json cannot be read ({error})")
+    return run
+
+
+def _records(run: RunFiles, name: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    if name in run.missing:
+        return []
+    records, problems = load_records(run.directory / name, parse)
+    if problems:
+        more = f", and {len(problems) - 1} more lines" if len(problems) > 1 else ""
+        run.problems.append(f"{problems[0]}{more}; left out")
+    return records

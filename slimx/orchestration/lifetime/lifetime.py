@@ -1,0 +1,218 @@
+"""Runs and ends the parts that a command starts: in order, whatever happens, and in bounded time.
+
+main thread        start_ray --> event loop: work ........ clean-up --> stop_ray --> the process ends
+signals' thread                       | SIGTERM: cancels `work`, arms the watchdog
+an alarm                              | a part that cannot be replaced was lost: likewise
+watchdog's thread                     |------- cluster.stop_deadline ------> ends the process if it is still there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack, suppress
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from slimx.cluster.connection import start_ray, stop_ray
+from slimx.cluster.watch import has_ended, own_processes, probes, watch_ray
+from slimx.config.schema import Config
+from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
+from slimx.orchestration.lifetime.remains import watch_over_this_process
+from slimx.orchestration.lifetime.signals import Signals
+from slimx.orchestration.lifetime.watchdog import Watchdog
+from slimx.runtime.running_clock import RunningClock, RunningLoop
+
+LINGER_S = 10.0
+"""Seconds that tasks get to end when nothing waits for them any more."""
+
+
+class Alarm:
+    """An alarm for whoever finds that the run cannot go on; SIGUSR1 asks it to leave. Belongs to the event loop."""
+
+    def __init__(self, ending: Callable[[BaseException | None], None] = lambda error: None) -> None:
+        """`ending` is told as soon as it is known how the run ends."""
+        self.ending = ending
+        self.leaving = asyncio.Event()
+        """Set when the run shall save and end."""
+        self.rung: asyncio.Future[SlimxError] = asyncio.get_running_loop().create_future()
+
+        self._watches: set[asyncio.Task[None]] = set()
+
+    def ring(self, error: SlimxError) -> None:
+        """End the run because of `error`; the first one counts."""
+        if not self.rung.done():
+            self.rung.set_result(error)
+
+    def ring_after(self, watch: Coroutine[Any, Any, SlimxError]) -> None:
+        """End the run with what `watch` returns, when it does."""
+
+        async def ring() -> None:
+            try:
+                self.ring(await watch)
+            except Exception as error:  # a mistake of ours must not leave a run unwatched
+                self.ring(SlimxError(f"a watch of the run failed: {type(error).__name__}: {error}", code="watch"))
+
+        self._watches.add(asyncio.create_task(ring()))
+
+    def quiet(self) -> None:
+        """End all watches: what ends now ends because it shall."""
+        for watch in self._watches:
+            watch.cancel()
+
+
+class EndingStack(AsyncExitStack):
+    """An exit stack that tells the alarm first: what it closes may hang, and closes what is watched."""
+
+    def __init__(self, alarm: Alarm):
+        super().__init__()
+        self._alarm = alarm
+
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        self._alarm.quiet()
+        if not isinstance(error, asyncio.CancelledError):  # whoever cancels knows why
+            self._alarm.ending(error)
+        return await super().__aexit__(kind, error, trace)
+
+
+Work = Callable[[Alarm], Coroutine[Any, Any, None]]
+
+
+def run_with_ray(config: Config, device: str, work: Work, *, trainers: bool = True) -> None:
+    """Start Ray, run `work` in an event loop, end everything.
+
+    Raises what `work` raises, Interrupted after SIGINT or SIGTERM. If the end takes longer than
+    `cluster.stop_deadline`, the process ends without it."""
+    watch_over_this_process()
+    with Watchdog() as watchdog, Signals() as signals:
+        seconds = config.cluster.stop_deadline
+
+        def bound(signum: int) -> None:
+            if signum != signal.SIGUSR1:
+                watchdog.arm(seconds, *ending_of(Interrupted(signum)))
+
+        def ending(error: BaseException | None) -> None:
+            watchdog.arm(seconds, *ending_of(error))
+
+        signals.subscribe(bound)
+        try:
+            start_ray(config, device, trainers=trainers)
+            signals.install()  # Ray has put its own handlers there
+            processes = own_processes()
+            try:
+                run_loop(interruptible(_watching(processes, config, work), signals, ending))
+            except (Interrupted, Preempted):
+                raise
+            except Exception as error:
+                # Whatever was missed first, and whoever said so: it is lost with Ray if Ray is.
+                if (lost := has_ended(processes)) is None:
+                    raise
+                raise lost from error
+        except SystemExit:  # how Ray's handler answers a signal while it starts
+            if not signals.received:
+                raise
+            raise Interrupted(signals.received[0]) from None
+        finally:
+            ending(sys.exc_info()[1])
+            stop_ray()
+
+
+def _watching(processes: Mapping[str, psutil.Process], config: Config, work: Work) -> Work:
+    """`work`, which ends when Ray is lost."""
+
+    async def watched(alarm: Alarm) -> None:
+        alarm.ring_after(watch_ray(processes, probes(), config.cluster.ray_deadline))
+        await work(alarm)
+
+    return watched
+
+
+async def interruptible(work: Work, signals: Signals, ending: Callable[[BaseException | None], None]) -> None:
+    """Run `work`; SIGINT and SIGTERM cancel it, and so does its alarm; its clean-up is waited for. SIGUSR1 asks it to
+    leave. `ending` is told as soon as it is known how the run ends."""
+    loop, alarm = asyncio.get_running_loop(), Alarm(ending)
+    task, stopped = asyncio.ensure_future(work(alarm)), asyncio.Event()
+
+    def heard(signum: int) -> None:
+        # A second signal while everything is being stopped changes nothing: the stop has its own deadlines.
+        with suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(alarm.leaving.set if signum == signal.SIGUSR1 else stopped.set)
+
+    signals.subscribe(heard)
+    asked = asyncio.ensure_future(stopped.wait())
+    try:
+        await asyncio.wait({task, asked, alarm.rung}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            if alarm.rung.done():
+                ending(alarm.rung.result())
+            task.cancel()
+            await asyncio.wait({task})
+            if alarm.rung.done() and not asked.done():
+                raise alarm.rung.result()
+        await task
+    except asyncio.CancelledError:
+        if signals.received:
+            raise Interrupted(signals.received[0]) from None
+        raise
+    finally:
+        asked.cancel()
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run` on a loop whose deadlines stand still while the process does, and which waits for nobody for ever:
+    tasks that will not be cancelled and threads of hooks that do not return are left to themselves."""
+    clock = RunningClock()
+    clock.keep()
+    loop = RunningLoop(clock)
+    try:
+        asyncio.set_event_loop(loop)
+        task = loop.create_task(main)
+        try:
+            loop.run_until_complete(task)
+        finally:
+            loop.run_until_complete(_end(asyncio.all_tasks(loop)))
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()  # which does not wait for the threads of its executor
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    left = set(tasks) - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=LINGER_S)
+    try:
+        async with asyncio.timeout(LINGER_S):
+            await asyncio.get_running_loop().shutdown_asyncgens()
+    except TimeoutError:
+        return
+
+
+def stopping(stop: Callable[[], Awaitable[None]], note: Callable[[str], None]) -> Callable[..., Awaitable[None]]:
+    """An exit callback for `stop`, whose own failure must not hide the error that ended the run."""
+
+    async def close(kind: type | None, error: BaseException | None, trace: object) -> None:
+        try:
+            await stop()
+        except SlimxError as problem:
+            if error is None:
+                raise
+            note(f"while stopping: {problem}")
+
+    return close
+
+
+async def together(starting: list) -> None:
+    """Wait for all; the first failure ends the wait and cancels the rest."""
+    tasks = [asyncio.ensure_future(work) for work in starting]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

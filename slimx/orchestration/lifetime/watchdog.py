@@ -1,0 +1,73 @@
+"""Ends a process that should have ended: an orderly end can hang in a call that nothing interrupts.
+
+A call into Ray's library may block for ever while a process of Ray's is stopped, a hook may keep a thread or a task
+from ending. The watchdog is a thread: it needs no event loop and no cooperation of what hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from slimx.observability.live.terminal import one_line
+
+OWN = str(Path(__file__).parents[2])
+
+SAY_S = 1.0
+"""Seconds that the sentence gets."""
+
+
+class Watchdog:
+    """Armed when the end begins; ends the process if it has not come in time. `with` disarms it."""
+
+    def __init__(self, leave: Callable[[int], None] = os._exit):
+        """`leave` ends the process with a status."""
+        self._leave = leave
+        self._changed = threading.Condition()
+        self._armed = False
+
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.disarm()
+
+    def arm(self, seconds: float, status: int, why: str | None) -> None:
+        """From now on the process has `seconds` to end; then it ends with `status`, and one sentence says `why` and
+        what it waited for (None: all is said). Armed already: nothing changes."""
+        with self._changed:
+            if self._armed:
+                return
+            self._armed = True
+        threading.Thread(target=self._watch, args=(seconds, status, why), name="slimx watchdog", daemon=True).start()
+
+    def disarm(self) -> None:
+        """The end has come, or another way is tried."""
+        with self._changed:
+            self._armed = False
+            self._changed.notify_all()
+
+    def _watch(self, seconds: float, status: int, why: str | None) -> None:
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._armed, timeout=seconds):
+                return
+        if why is not None:
+            said = one_line(f"{why}; after {seconds:g} s {held_by()} has not returned, so the process ends")
+            # Whoever reads it may be what hangs.
+            saying = threading.Thread(target=print, args=(f"slimx: {said}",), kwargs={"file": sys.stderr}, daemon=True)
+            saying.start()
+            saying.join(SAY_S)
+        self._leave(status)
+
+
+def held_by() -> str:
+    """Place of the main thread: the innermost line of slimx on its stack, or of anything where there is none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    own = [entry for entry in stack if entry.filename.startswith(OWN)] or list(stack)
+    return f"{own[-1].name} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else "an exit function"

@@ -1,0 +1,1 @@
+"""Groups of trainer ranks over Ray."""

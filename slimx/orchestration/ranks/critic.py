@@ -1,0 +1,71 @@
+"""The critic of a run, in the trainers' ranks or in ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.data.batch import Row
+from slimx.layout.ranks import Sizes
+from slimx.orchestration.batches import Packer
+from slimx.orchestration.ranks.group import RankGroup
+from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.trainer.worker import CriticWorker
+
+
+class CriticGroup:
+    """Every rank that holds a part of the critic. Rows come and go in the order of the caller's; how they are packed
+    for the critic is its own matter, since its layout may be another than the policy's."""
+
+    def __init__(
+        self, config: Config, sizes: Sizes, packer: Packer, *, trainers: TrainerGroup, log_dir: Path, device: str
+    ):
+        """`sizes` and `packer`: of the critic."""
+        self.sizes, self.packer = sizes, packer
+        self.own: RankGroup | None = None
+        if config.critic.placement == "own":
+            self.own = RankGroup("critic", config.as_critic(), sizes, log_dir, device, worker=CriticWorker)
+        self.ranks: RankGroup = self.own or trainers
+
+    async def start(self) -> None:
+        """Bring up the critic's own ranks; those of the trainers start with a critic in them."""
+        if self.own is not None:
+            await self.own.start()
+
+    async def stop(self) -> None:
+        if self.own is not None:
+            await self.own.stop()
+
+    async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Value at every position, one [n] per row."""
+        rows = _bare(rows)
+        batch = self.packer(rows)
+        results = await self.ranks.call("critic_values", await self.ranks.sharded(batch.shards), "the critic's values")
+        return batch.unpack(self.ranks.by_shard(results), rows)
+
+    async def train_step(self, updates: Sequence[Sequence[Row]], *, step: int) -> dict[str, float]:
+        """One optimizer step per update on rows with `values` and `returns`; the metrics of them all."""
+        batches = [self.packer(_bare(rows)) for rows in updates]
+        shards = [list(shards) for shards in zip(*(batch.shards for batch in batches), strict=True)]
+        results = await self.ranks.call(
+            "critic_step", await self.ranks.sharded(shards, step), f"step {step} of the critic"
+        )
+        return self.ranks.metrics_of(results)
+
+    async def save(self, path: Path, *, step: int) -> None:
+        """Have all ranks copy their state and start writing it; their reports in `path` tell the rest."""
+        await self.ranks.call("critic_save", self.ranks.same(str(path), step), f"the copy of the critic for {path}")
+
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
+        arguments = self.ranks.same(str(path), same_layout, load_optimizer)
+        await self.ranks.call("critic_restore", arguments, f"loading the critic {path}")
+
+
+def _bare(rows: Sequence[Row]) -> list[Row]:
+    """Without what only a policy reads: the engine's experts (a critic has routers of its own), kept tokens, what a
+    teacher said."""
+    return [replace(row, routed_experts=None, support=None, teacher_logprobs=None) for row in rows]

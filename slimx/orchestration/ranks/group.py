@@ -1,0 +1,115 @@
+"""The ranks of one torch.distributed world as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slimx.cluster.calls import KILL_S, ask_ray, kill
+from slimx.cluster.waiting import gather
+from slimx.config.schema import Config
+from slimx.errors import DeadlineError, PartLost
+from slimx.layout.ranks import Sizes, coordinates
+from slimx.orchestration.ranks.placement import PackedGpus
+
+
+class RankGroup:
+    """Ray actors that are called together, each call with a deadline."""
+
+    def __init__(self, name: str, config: Config, sizes: Sizes, log_dir: Path, device: str, *, worker: type):
+        """`name`: of the group, in messages and logs. `config`: its `trainer` section is the group's own."""
+        self.name, self.config, self.sizes = name, config, sizes
+        self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(sizes.world)]
+        actor, threads = ray.remote(worker), config.trainer.threads
+        self._gpus = (
+            PackedGpus(name, sizes.world, cpus=threads, deadline_s=config.cluster.start_deadline)
+            if device == "cuda"
+            else None
+        )
+        values = config.model_dump(mode="json")
+        self.actors = [
+            actor.options(num_cpus=threads, **(self._gpus.options(rank) if self._gpus else {"num_gpus": 0})).remote(
+                rank, values, str(self.logs[rank]), device
+            )
+            for rank in range(sizes.world)
+        ]
+        self.started: list[dict[str, Any]] = []
+        """Start-up answers of all ranks, by rank."""
+        self._calls: list[str] = []
+
+    async def start(self) -> list[dict[str, Any]]:
+        """Bring all ranks up; their pids and adapters, by rank."""
+        limit = self.config.cluster.start_deadline
+        asked = [self.actors[0].rendezvous.remote()]
+        (where,) = await self.answers(asked, [0], f"the start of {self.holder(0)}", limit)
+        self.started = await self.call("start", self.same(where), f"the start of the {self.name} ranks", limit)
+        return self.started
+
+    async def stop(self) -> None:
+        """End all ranks; does not raise."""
+        await kill(self.actors)
+        if self._gpus is not None:
+            with suppress(DeadlineError, PartLost):
+                await ask_ray("the release of GPUs", "Ray's GCS", KILL_S, self._gpus.release)
+
+    async def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], what: str, deadline_s: float | None = None
+    ) -> list[Any]:
+        """Call `method` on all ranks, with each rank's own arguments; results by rank."""
+        references = [
+            getattr(actor, method).remote(*given) for actor, given in zip(self.actors, arguments, strict=True)
+        ]
+        return await self.answers(references, range(self.sizes.world), what, deadline_s)
+
+    async def answers(
+        self, references: Sequence[ray.ObjectRef], ranks: Sequence[int], what: str, deadline_s: float | None = None
+    ) -> list[Any]:
+        """Answers of `ranks` to calls that were sent, in their order; the ranks are busy with `what` meanwhile."""
+        self._calls.append(what)
+        try:
+            return await gather(
+                references,
+                what=what,
+                holders=[self.holder(rank) for rank in ranks],
+                deadline_s=deadline_s or self.config.trainer.deadline,
+                logs=[self.logs[rank] for rank in ranks],
+            )
+        finally:
+            self._calls.remove(what)
+
+    @property
+    def calling(self) -> str | None:
+        """A call that ranks are busy with; None between two."""
+        return self._calls[-1] if self._calls else None
+
+    def holder(self, rank: int) -> str:
+        """Name of a rank in messages."""
+        return f"{self.name} rank {rank}"
+
+    def same(self, *arguments: Any) -> list[tuple[Any, ...]]:
+        """The same arguments for every rank."""
+        return [arguments] * self.sizes.world
+
+    async def stored(self, values: Sequence[Any]) -> list[ray.ObjectRef]:
+        """References to `values`, each of which Ray's object store has once. Raises DeadlineError if it does not take
+        them."""
+        deadline = self.config.trainer.deadline
+        return await ask_ray("room for a batch", "Ray's raylet", deadline, lambda: [ray.put(value) for value in values])
+
+    async def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
+        """Per rank its data-parallel shard, stored once for the ranks that share it, and the rest."""
+        stored = await self.stored(shards)
+        return [(stored[coordinates(rank, self.sizes).data], *rest) for rank in range(self.sizes.world)]
+
+    def metrics_of(self, results: Sequence[Any]) -> Any:
+        """The whole batch's metrics out of all ranks': those of the last pipeline stage's first rank."""
+        return results[self.sizes.stage * (self.sizes.pipeline - 1)]
+
+    def by_shard(self, results: Sequence[Any]) -> list[Any]:
+        """Of per-token results those of each data-parallel shard, from a rank of the last stage that has them whole."""
+        last = self.sizes.stage * (self.sizes.pipeline - 1)
+        return [results[last + data * self.sizes.tensor * self.sizes.context] for data in range(self.sizes.data)]

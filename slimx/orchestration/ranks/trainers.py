@@ -1,0 +1,198 @@
+"""All trainer ranks as one object; also the source of weights that the publisher reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.data.batch import TrainBatch
+from slimx.data.routes import for_stage
+from slimx.engines.fleet.nodes import Place, place_of
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes, coordinates, stage_layers
+from slimx.layout.table import Table
+from slimx.models.files.megatron_directory import is_megatron
+from slimx.models.files.writer import finish_directory, shard_name
+from slimx.orchestration.ranks.group import RankGroup
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.pack.packer import describe
+from slimx.reshard.pack.pieces import PlannedBuckets
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.plan.copy_plan import Plan
+from slimx.runtime.threads import in_thread
+from slimx.trainer.contract import contract_of
+from slimx.trainer.worker import TrainerWorker
+
+
+class TrainerGroup(RankGroup):
+    """`trainer.world_size` ranks that hold the policy."""
+
+    def __init__(
+        self,
+        config: Config,
+        sizes: Sizes,
+        device: str,
+        log_dir: Path,
+        table: Table,
+        plans: Mapping[str, Plan],
+        worker: type = TrainerWorker,
+    ):
+        """`table`: of the model. `plans`: by which weights leave, "export" and, with engines, "publish"."""
+        super().__init__("trainer", config, sizes, log_dir, device, worker=worker)
+        self.table = table
+        self.plans = {name: PlannedBuckets(plan) for name, plan in plans.items()}
+
+    async def start(self) -> list[dict[str, Any]]:
+        """Bring all ranks up, with the plans by which weights leave; their pids and adapters, by rank."""
+        started = await super().start()
+        wanted = contract_of(self.config, "cpu")
+        for rank, one in enumerate(started):
+            if one["numerics"] != wanted:  # another release of slimx on its machine
+                raise SlimxError(
+                    f"trainer rank {rank} computes by the contract {one['numerics']}, this process by {wanted}; "
+                    "install the same slimx on every machine"
+                )
+        await self._prepare()
+        return started
+
+    async def places(self) -> list[Place]:
+        """By rank its machine and its GPU: engines that take turns with trainers run there."""
+        asked = [actor.__ray_call__.remote(place_of) for actor in self.actors]
+        return await self.answers(asked, range(self.sizes.world), "the look for the trainers' machines")
+
+    async def train_step(self, updates: list[TrainBatch], *, step: int, version: int) -> dict[str, float]:
+        """One optimizer step per update, one after the other; the metrics of them all."""
+        shards = [list(shards) for shards in zip(*(update.shards for update in updates), strict=True)]
+        results = await self.call("train_step", await self.sharded(shards, step, version), f"step {step} of training")
+        return self.metrics_of(results)
+
+    async def logprobs(self, batch: TrainBatch, *, under: Literal["policy", "reference"]) -> list[list[np.ndarray]]:
+        """Log-prob of every label under the present weights or those of the reference, per data-parallel rank and
+        micro-batch."""
+        arguments = await self.sharded(batch.shards, under)
+        return self.by_shard(await self.call("logprobs", arguments, f"the log-probs under the {under}"))
+
+    async def refresh_reference(self, path: Path | None = None) -> None:
+        """Make the weights in the Hugging Face directory `path`, or the present ones, the reference."""
+        arguments = self.same(None if path is None else str(path))
+        await self.call("refresh_reference", arguments, "the refresh of the reference")
+
+    async def measure_gap(self, batch: TrainBatch, *, version: int, mismatch: bool = False) -> dict[str, float]:
+        """The log-prob gap of `batch` under the present weights, and with `mismatch` that of all its tokens; nothing is
+        trained."""
+        arguments = await self.sharded(batch.shards, version, mismatch)
+        results = await self.call("measure_gap", arguments, "the measurement of the log-prob gap")
+        return self.metrics_of(results)
+
+    async def trace(self, batch: TrainBatch) -> dict[str, list[str]]:
+        """Digests of the residual stream in a pass over `batch`, by point: those of one data-parallel rank."""
+        found: dict[str, list[str]] = {}
+        for points in await self.call("trace", await self.sharded(batch.shards), "the trace of a pass"):
+            found = points | found
+        return found
+
+    async def save(self, path: Path, *, step: int) -> None:
+        """Have all ranks copy their state and start writing it; their reports in `path` tell the rest."""
+        await self.call("save", self.same(str(path), step), f"the copy of the state for {path}")
+
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
+        arguments = self.same(str(path), same_layout, load_optimizer)
+        await self.call("restore", arguments, f"loading the checkpoint {path}")
+
+    async def check_files(self, path: Path, shares: list[bytes]) -> None:
+        """Have every rank compare its share of the files in `path` with their records."""
+        await self.call("check_files", [(str(path), share) for share in shares], f"reading the files of {path}")
+
+    async def export(self, directory: Path) -> None:
+        """Write the present weights into `directory`, an empty one, as Hugging Face files."""
+        buckets, shards = self.plans["export"], []
+        for bucket in range(buckets.plan.count):
+            path = str(directory / shard_name(bucket, buckets.plan.count))
+            packed = await self._pack("export", bucket)
+            shards.append(await self._publisher("write_bucket", packed, path))
+            await self._publisher("release_buckets", "export", bucket)
+        # Frozen tensors may be gigabytes: the loop's other work goes on meanwhile.
+        await in_thread(
+            finish_directory,
+            directory,
+            Path(self.config.model.path),
+            self.table,
+            shards,
+            weights=self._carried_from(),
+        )
+
+    async def offload(self, *, weights: bool = True) -> None:
+        """Give the devices' memory back to the engines; without `weights` those stay, to be published from."""
+        await self.call("offload", self.same(weights), "the offload of the trainers")
+
+    async def memory(self) -> dict[str, float]:
+        """`memory/PHASE_peak_mib` since the last call: the highest of all ranks, in MiB."""
+        peaks = await self.call("memory", self.same(), "the trainers' peak memory")
+        names = {name for rank in peaks for name in rank}
+        return {name: max(rank.get(name, 0.0) for rank in peaks) for name in sorted(names)}
+
+    async def reload(self) -> None:
+        await self.call("reload", self.same(), "the reload of the trainers")
+
+    # Source of weights (slimx.reshard.parties) ------------------------------------------------------------------------
+
+    async def forms(self) -> list[dict[str, str]]:
+        return self.plans["publish"].forms()
+
+    async def bucket_count(self) -> int:
+        return self.plans["publish"].plan.count
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        return await self._pack("publish", bucket)
+
+    async def release(self, bucket: int | None = None) -> None:
+        if bucket is None:
+            await self.call("release_buckets", self.same("publish", None), "the end of the publication")
+        else:
+            await self._publisher("release_buckets", "publish", bucket)
+
+    async def _pack(self, name: str, bucket: int) -> PackedBucket:
+        """All ranks write their parts of a bucket of plan `name` into the publisher's memory, together."""
+        path = await self._publisher("open_bucket", name, bucket)
+        arguments = self.same(name, bucket, path)
+        shares = await self.call("fill_bucket", arguments, f"the packing of bucket {bucket} ({name})")
+        return describe(self.plans[name].form(bucket), path, shares)
+
+    async def _prepare(self) -> None:
+        """Bring the plans to all ranks, and find those that cannot reach the publisher's memory."""
+        for name, buckets in self.plans.items():
+            on_device = name == "publish" and self.config.publish.on_device
+            path = await self._publisher("probe", on_device)
+            reached = await self.call("reaches", self.same(path), "the look for the publisher's memory")
+            remote = [rank for rank, here in enumerate(reached) if not here]
+            (stored,) = await self.stored([buckets.plan.to_bytes()])
+            given = self.same(name, stored, remote, on_device)
+            await self.call("prepare", given, f"the plan of the {name}")
+
+    async def _publisher(self, method: str, *arguments: Any) -> Any:
+        asked = [getattr(self.actors[PUBLISHER], method).remote(*arguments)]
+        (out,) = await self.answers(asked, [PUBLISHER], method.replace("_", " "))
+        return out
+
+    async def sharded(self, shards: Sequence[Any], *rest: Any) -> list[tuple[Any, ...]]:
+        """Per rank its data-parallel shard with the routes of its own pipeline stage, stored once for the ranks that
+        share both, and the rest."""
+        sizes = self.sizes
+        if sizes.pipeline == 1 or not (self.config.rollout.sampled and self.config.rollout.routed_experts):
+            return await super().sharded(shards, *rest)
+        stages = stage_layers(sizes, self.table.layers)
+        stored = await self.stored([for_stage(shard, layers) for shard in shards for layers in stages])
+        places = [coordinates(rank, sizes) for rank in range(sizes.world)]
+        return [(stored[place.data * len(stages) + place.pipeline], *rest) for place in places]
+
+    def _carried_from(self) -> Path | None:
+        """Where tensors that trainers do not hold come from: a Megatron-LM directory has none of them."""
+        weights = Path(self.config.initial_weights)
+        if not is_megatron(weights):
+            return weights
+        own = Path(self.config.model.path)
+        return own if any(own.glob("*.safetensors")) else None

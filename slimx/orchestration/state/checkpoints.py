@@ -1,0 +1,241 @@
+"""The checkpoints of a running run: saving while it goes on, checking before it loads, exporting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.errors import DeadlineError, SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.observability.tracking.timeline import Timeline
+from slimx.orchestration.ranks.critic import CriticGroup
+from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.state.saves import RunState, Saves
+from slimx.runtime.threads import in_thread
+from slimx.trainer.checkpoint import files
+from slimx.trainer.checkpoint.files import FileRecord
+
+STOP_S = 10.0
+"""Seconds in which a save that is being written when the run is stopped may still become complete."""
+CRITIC = "critic"
+"""Path of the critic's part in a checkpoint."""
+_POLL_S = 0.1
+_PORTION = 8 * 2**30
+"""Bytes that one rank reads before it tells how far it is."""
+
+
+class Checkpoints:
+    """Saves, loads and exports. At most one save is being written: the next one waits for it."""
+
+    def __init__(
+        self,
+        config: Config,
+        sizes: Sizes,
+        trainers: TrainerGroup,
+        saves: Saves,
+        timeline: Timeline,
+        note: Callable[[str], None],
+        critic: CriticGroup | None = None,
+    ):
+        self.config, self.sizes, self.trainers, self.saves = config, sizes, trainers, saves
+        self.critic = critic
+        self._parts = {".": ("trainer", sizes.world)}
+        """Which ranks write each part and how many, by its path in the checkpoint."""
+        if critic is not None:
+            self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
+        self.timeline, self.note = timeline, note
+        self.on_failure: Callable[[SlimxError], None] = lambda error: None
+        """Called at once with the error when a save in the background fails."""
+        self._writing: asyncio.Task[None] | None = None
+
+    # Saving -----------------------------------------------------------------------------------------------------------
+
+    async def save(self, state: RunState) -> None:
+        """Write a checkpoint of `state` and of the trainers as they are now; returns when both may change again.
+
+        With `checkpoint.asynchronous` the files are written behind the run's back; `check` and `settle` tell how that
+        went."""
+        await self.settle()
+        try:
+            partial = await in_thread(self.saves.begin, state.step, list(self._parts))
+        except OSError as error:
+            raise files.unwritten(self.saves.directory, "the driver", str(error)) from error
+        # Bytes of this moment: groups go on arriving while the files are written.
+        own = await in_thread(state.files)
+        await self.trainers.save(partial, step=state.step)
+        if self.critic is not None:
+            await self.critic.save(partial / CRITIC, step=state.step)
+        self._writing = asyncio.create_task(self._write(partial, own))
+        self._writing.add_done_callback(self._written)
+        if not self.config.checkpoint.asynchronous:
+            await self.settle()
+
+    def _written(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), SlimxError):
+            self.on_failure(error)
+
+    def check(self) -> None:
+        """Raises what went wrong with the save in the background, if anything has."""
+        if self._writing is not None and self._writing.done():
+            done, self._writing = self._writing, None
+            done.result()
+
+    async def settle(self) -> None:
+        """Wait until nothing is being written. Raises what went wrong."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+            self.check()
+
+    async def stop(self, grace_s: float = STOP_S) -> None:
+        """End a save; what is not on disk within `grace_s` never gets its name. Does not raise."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=grace_s)
+            self._writing.cancel()
+            with suppress(asyncio.CancelledError, SlimxError, OSError):
+                await self._writing
+            self._writing = None
+
+    async def _write(self, partial: Path, own: dict[str, bytes]) -> None:
+        with self.timeline.phase("checkpoint", track="checkpoint"):
+            end = asyncio.get_running_loop().time() + self.config.checkpoint.deadline
+            for part, (holder, world) in self._parts.items():
+                await self._reported(partial / part, holder, world, end)
+            try:
+                path = await in_thread(self._commit, partial, own)
+            except OSError as error:
+                raise files.unwritten(partial, "the driver", str(error)) from error
+        self.note(f"checkpoint {path}")
+
+    async def _reported(self, directory: Path, holder: str, world: int, end: float) -> None:
+        """Wait until all ranks have reported in `directory`, until `end` of the loop's clock."""
+        while missing := await in_thread(files.unreported, directory, range(world), holder):
+            if asyncio.get_running_loop().time() > end:
+                late = ", ".join(f"{holder} rank {rank}" for rank in missing)
+                raise DeadlineError(f"the files of {directory}", self.config.checkpoint.deadline, late)
+            await asyncio.sleep(_POLL_S)
+
+    def _commit(self, partial: Path, own: dict[str, bytes]) -> Path:
+        written: dict[str, FileRecord] = {}
+        for part, (_, world) in self._parts.items():
+            for rank in range(world):
+                of_rank = files.read_report(partial / part, rank).files
+                written |= {str(Path(part, name)): record for name, record in of_rank.items()}
+        return self.saves.commit(partial, own, written)
+
+    # Loading ----------------------------------------------------------------------------------------------------------
+
+    async def restore(self, path: Path, state: RunState) -> None:
+        """Bring the trainers to the checkpoint `path`, of which `check_resume` has found that it can be."""
+        options = self.config.checkpoint
+        if options.verify == "full":
+            await self._verify(path)
+        same = state.layout == layout_of(self.sizes)
+        await self.trainers.restore(path, same_layout=same, load_optimizer=options.load_optimizer)
+        if self.critic is not None:
+            same = state.critic == layout_of(self.critic.sizes)
+            await self.critic.restore(path / CRITIC, same_layout=same, load_optimizer=options.load_optimizer)
+        if not options.load_optimizer:
+            self.note(f"checkpoint.load_optimizer is false: the moments begin anew, only weights come from {path}")
+
+    async def _verify(self, path: Path) -> None:
+        """Compare every byte with what was written; ranks read their shares at once."""
+        records = files.read_manifest(path)
+        total, done = sum(record.size for record in records.values()), 0
+        for shares in _portions(records, self.sizes.world):
+            await self.trainers.check_files(path, [files.encode_records(share) for share in shares])
+            done += sum(record.size for share in shares for record in share.values())
+            if total > _PORTION:
+                self.note(f"verified {done / 2**30:.0f} of {total / 2**30:.0f} GiB of {path}")
+
+    # Exports ----------------------------------------------------------------------------------------------------------
+
+    async def export(self, target: Path) -> None:
+        """Write the present weights as the Hugging Face directory `target`; it is complete or it does not exist."""
+        partial = self.saves.begin_export(target)
+        await self.trainers.export(partial)
+        await in_thread(self.saves.commit_export, partial, target)
+        self.note(f"weights {target}")
+
+
+def _portions(records: dict[str, FileRecord], ranks: int) -> Iterator[list[dict[str, FileRecord]]]:
+    """Per round one share for each rank, of about `_PORTION` bytes; the largest files first, to the rank with least."""
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for name in sorted(records, key=lambda name: (-records[name].size, name)):
+        rank = load.index(min(load))
+        shares[rank].append(name)
+        load[rank] += records[name].size
+    while any(shares):
+        round_: list[dict[str, FileRecord]] = []
+        for names in shares:
+            taken, size = {}, 0
+            while names and size < _PORTION:
+                name = names.pop(0)
+                taken[name] = records[name]
+                size += records[name].size
+            round_.append(taken)
+        yield round_
+
+
+def layout_of(sizes: Sizes) -> dict[str, Any]:
+    """Parallel sizes as a checkpoint keeps them."""
+    return json.loads(json.dumps(asdict(sizes)))  # tuples become the lists that run.json gives back
+
+
+def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, critic: Sizes | None = None) -> None:
+    """Whether checkpoint `path` can be continued under this configuration, before anything is started.
+
+    `critic`: sizes of this run's critic. Raises SlimxError naming both layouts, or a file that is missing or has
+    another size."""
+    files.check_sizes(path, files.read_manifest(path))
+    if "replay" in state.rollouts and not config.rollout.replay:
+        raise SlimxError(
+            f"{path} was written by a replay of {state.rollouts['replay']}, which has no position in the prompts; set "
+            "rollout.replay, or begin a new run from its weights (trainer.load)"
+        )
+    if (state.critic is None) != (critic is None):
+        raise SlimxError(
+            f"{path} holds {'no' if state.critic is None else 'a'} critic, but this run has "
+            f"{'none' if critic is None else 'one'} (algorithm.name={config.algorithm.name}); choose another run.dir, "
+            "with trainer.load to start from weights"
+        )
+    if not config.checkpoint.load_optimizer:
+        return
+    if state.freeze != list(config.trainer.freeze):
+        raise SlimxError(
+            f"{path} was written with trainer.freeze={state.freeze}, this run has {list(config.trainer.freeze)}: what "
+            "was frozen has no optimizer state; keep the patterns, or set checkpoint.load_optimizer=false to go on "
+            "with new moments"
+        )
+    _check_move(path, "trainer", state.layout, sizes, state.distributed_optimizer, config)
+    if state.critic is not None and critic is not None:
+        _check_move(path, "critic.layout", state.critic, critic, state.distributed_optimizer, config)
+
+
+def _check_move(path: Path, keys: str, there: dict[str, Any], sizes: Sizes, distributed: bool, config: Config) -> None:
+    """Whether the optimizer state of the model that `keys` configure can be moved. Raises SlimxError."""
+    here = layout_of(sizes)
+    refused = None
+    if (there["expert"] > 1) != (here["expert"] > 1):
+        refused = f"between {keys}.expert=1 and larger sizes (only among the larger ones)"
+    elif distributed != config.trainer.distributed_optimizer:
+        refused = "between trainer.distributed_optimizer=true and false"
+    if refused:
+        raise SlimxError(
+            f"{path} was written with {_words(there, distributed)}, this run has "
+            f"{_words(here, config.trainer.distributed_optimizer)}: megatron-core does not move optimizer state "
+            f"{refused}; keep that, or set checkpoint.load_optimizer=false to go on with new moments"
+        )
+
+
+def _words(layout: dict[str, Any], distributed: bool) -> str:
+    return (
+        "TP{tensor} PP{pipeline} VPP{virtual} CP{context} DP{data} EP{expert} ETP{expert_tensor}".format(**layout)
+        + f" and {'a' if distributed else 'no'} distributed optimizer"
+    )

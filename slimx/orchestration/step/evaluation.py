@@ -1,0 +1,89 @@
+"""Held-out prompts, answered by the engines' present weights."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from slimx.config.rollout import Eval
+from slimx.data.records import Group, Prompt
+from slimx.errors import SlimxError
+from slimx.orchestration.run import Run
+from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+
+FIRST_NUMBER = 1 << 30
+"""Of the groups of an evaluation: their seeds are none of the training's, and the same at every evaluation."""
+
+
+async def evaluate(run: Run) -> dict[str, float]:
+    """`score` of `eval.samples` answers to every held-out prompt; {} without such prompts.
+
+    A prompt whose evaluation fails counts as 0 and is counted in `eval/failed`; if all fail, the run stops."""
+    if not any(run.eval_prompts.values()):
+        return {}
+    with run.phase("eval"):
+        outcomes = await run.watched(answer_all(run.maker, run.eval_prompts))
+    metrics = judge(run.config.eval, run.eval_prompts, outcomes)
+    run.record_evaluation(metrics, [outcome.group for outcome in outcomes if not outcome.failed])
+    return metrics
+
+
+async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]]) -> list[Outcome]:
+    """`eval.samples` answers to each prompt, set after set."""
+    everything = [prompt for several in prompts.values() for prompt in several]
+    return await asyncio.gather(*(_answer(maker, number, prompt) for number, prompt in enumerate(everything)))
+
+
+def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """`score` of what `answer_all` brought, and `eval/failed`. Raises SlimxError if every prompt failed."""
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    if len(failed) == len(outcomes):
+        raise SlimxError(f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}")
+    names = [name for name, several in prompts.items() for _ in several]
+    rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
+    for name, outcome in zip(names, outcomes, strict=True):
+        rewards[name].append([0.0] * options.samples if outcome.failed else answers(outcome.group))
+    return score(rewards, options.passing) | {"eval/failed": float(len(failed))}
+
+
+def answers(group: Group) -> list[float]:
+    """Reward of each rollout; one of several trajectories has their mean."""
+    by_rollout: dict[str, list[float]] = {}
+    for trajectory in group.trajectories:
+        by_rollout.setdefault(trajectory.rollout_id, []).append(trajectory.reward)
+    return [float(np.mean(rewards)) for rewards in by_rollout.values()]
+
+
+def score(rewards: Mapping[str, Sequence[Sequence[float]]], passing: float) -> dict[str, float]:
+    """`eval/accuracy`, the mean reward of all answers, and `eval/pass@k` for k = 2, 4, ... up to the number of answers;
+    where sets have names, for each set too.
+
+    `rewards`: by set, of each prompt all of its answers. pass@k is the unbiased estimate of the chance that one of k
+    answers is right, 1 - C(n - c, k) / C(n, k) with c of n right (2107.03374)."""
+    everything = [prompt for prompts in rewards.values() for prompt in prompts]
+    out = _score(everything, passing, "eval/")
+    for name, prompts in rewards.items():
+        if name:
+            out |= _score(prompts, passing, f"eval/{name}/")
+    return out
+
+
+def _score(prompts: Sequence[Sequence[float]], passing: float, prefix: str) -> dict[str, float]:
+    out = {f"{prefix}accuracy": float(np.mean([np.mean(rewards) for rewards in prompts]))}
+    k, most = 2, min(len(rewards) for rewards in prompts)
+    while k <= most:
+        out[f"{prefix}pass@{k}"] = float(np.mean([_pass_at(k, rewards, passing) for rewards in prompts]))
+        k *= 2
+    return out
+
+
+def _pass_at(k: int, rewards: Sequence[float], passing: float) -> float:
+    wrong = sum(reward < passing for reward in rewards)
+    return 1.0 - math.comb(wrong, k) / math.comb(len(rewards), k)
+
+
+async def _answer(maker: GroupMaker, number: int, prompt: Prompt) -> Outcome:
+    return await maker.make(prompt, group_id=f"eval{number}", number=FIRST_NUMBER + number, evaluation=True)

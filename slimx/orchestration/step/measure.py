@@ -1,0 +1,74 @@
+"""What a step's groups say: rewards, lengths, drops, staleness; and the log-prob gap where no trained token can show
+it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.data.batch import make_rows
+from slimx.data.records import Group
+from slimx.errors import SlimxError
+from slimx.orchestration.run import Run
+from slimx.rollout.flow.tickets import Batch
+
+
+def group_metrics(batch: Batch) -> dict[str, float]:
+    """Rewards, response lengths (tokens) and dropped groups by reason."""
+    trajectories = [t for group in batch.groups for t in group.trajectories]
+    metrics = {f"dropped/{reason.replace(' ', '_')}": float(count) for reason, count in batch.dropped.items()}
+    metrics["dropped/total"] = float(batch.dropped.total())
+    metrics["rollout/regenerated"] = float(batch.regenerated)
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    if rewards:
+        metrics |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
+        uniform = [len({t.reward for t in group.trajectories}) == 1 for group in batch.groups]
+        metrics["reward/groups_without_signal"] = float(np.mean(uniform))
+    lengths = [len(t.sampled_ids()) for t in trajectories]
+    if any(lengths):
+        metrics |= {"response/mean_tokens": float(np.mean(lengths)), "response/max_tokens": float(max(lengths))}
+        metrics["response/truncated"] = float(np.mean([t.status == "truncated" for t in trajectories]))
+    return metrics
+
+
+def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
+    """Trainer version minus each trajectory's oldest sampled version, and the share that several versions sampled."""
+    sampled = [t for group in groups for t in group.trajectories if t.oldest_version is not None]
+    if not sampled:
+        return {}
+    ages = [version - t.oldest_version for t in sampled]
+    mixed = [len({span.version for span in t.spans if span.version is not None}) > 1 for t in sampled]
+    return {
+        "staleness/mean": float(np.mean(ages)),
+        "staleness/max": float(max(ages)),
+        "staleness/mixed": float(np.mean(mixed)),
+    }
+
+
+async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
+    """Have an engine score a few of the step's rollouts under the present version, and compare with the trainers.
+
+    For steps whose trained tokens were all sampled by an older version: trainer and engine are equal again only now,
+    after the publication."""
+    count = max(run.config.rollout.gap_probe, run.sizes.data)
+    trajectories = [t for group in groups for t in group.trajectories if t.oldest_version is not None][:count]
+    if run.config.rollout.gap_probe == 0 or len(trajectories) < run.sizes.data:
+        return {}
+    weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
+    rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
+    for row, trajectory in zip(rows, trajectories, strict=True):
+        scores = await run.client.score(trajectory.token_ids, return_routed_experts=row.routed_experts is not None)
+        row.rollout_logprobs, row.routed_experts, row.temperature = scores.logprobs, scores.routed_experts, 1.0
+        row.support = None  # an engine scores over the whole vocabulary
+        row.versions = np.where(row.loss_weight > 0, scores.version, -1).astype(np.int64)
+    return await run.trainers.measure_gap(run.packer(rows), version=run.version)
+
+
+def check_gap(config: Config, metrics: dict[str, float], step: int) -> None:
+    """Raises SlimxError where numerics.mode promises that there is no gap and one was measured."""
+    if config.exact and metrics.get("gap/tokens") and metrics["gap/max"] != 0.0:
+        raise SlimxError(
+            f"step {step}: numerics.mode is exact, but log-probs of trainer and engines differ by up to "
+            f"{metrics['gap/max']:.1e} on {metrics['gap/tokens']:.0f} tokens of one weight version; weights or "
+            "operations are not the same on both sides, and `slimx doctor --gap --layers` says where"
+        )

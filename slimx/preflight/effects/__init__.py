@@ -1,0 +1,1 @@
+"""Effects of settings on losses, shown on probes."""

@@ -1,0 +1,1 @@
+"""Bytes of a publication, and the time that links need for them."""

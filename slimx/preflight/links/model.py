@@ -1,0 +1,292 @@
+"""How long a publication takes on links of given rates: pure arithmetic on the bytes of a compiled plan.
+
+A stage takes the bytes of its busiest rank / rate + calls x latency. Stages overlap as the publisher makes them
+overlap (`slimx.reshard.publish`): bucket i + 1 is packed while bucket i travels and is checked.
+
+    pack 0 | pack 1        | pack 2        |               | load all | verify all
+           | move, check 0 | move, check 1 | move, check 2 |
+
+What it leaves out: contention between links, and anything else that runs there. So its figures for machines that were
+not measured are told only while it is right about one that was: see `Trial`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from slimx.errors import SlimxError
+from slimx.reshard.manifest import Encoding
+from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.precision import ITEMSIZE
+
+TOLERANCE = 0.25
+"""Share by which the model may miss a measured publication before its predictions are withheld."""
+STEPS = 6
+"""Calls to the engines around the buckets: begin, pause, load, verify, commit, resume."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What one rank and its links do. Rates in bytes per second, latencies in seconds."""
+
+    name: str
+    pack: float
+    """Of parameters read by the pack kernel."""
+    link: float | None
+    """Into or out of one rank; None: both sides map the same memory."""
+    check: float
+    """Of staged bytes read for the first time, for their checksum."""
+    copy: float
+    """From staging into parameters."""
+    verify: float
+    """Of parameters read for their checksum."""
+    call: float
+    """Of a kernel call or a copy, before its first byte."""
+    message: float
+    """Of a message, before its first byte."""
+    control: float
+    """Of one call to all trainers or to all engines."""
+    cores: int | None = None
+    """Processor cores that all ranks share; None: each rank has a device of its own."""
+    domain: int | None = None
+    """Ranks that such links join; None: any number."""
+
+
+def h100_infiniband() -> Links:
+    """Nodes of 8 H100 SXM and 8 x 400 Gb/s InfiniBand, one adapter per GPU.
+
+    Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX
+    H100 user guide, "Network Modules"). Assumed: 90% of both, because a device copy reaches 90% of an H200's 4.8 TB/s
+    (reads and writes together) and RDMA loses its headers; pack and checksum at 85% of a copy and of a read, which is
+    slimx's goal, not a measurement; 20 us per message, 10 us per launch; 8 ms per call to all ranks, as Ray and an
+    SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms).
+    """
+    memory, network = 0.9 * 3.35e12, 0.9 * 400e9 / 8
+    return Links(
+        name="H100, 8 x 400 Gb/s InfiniBand per node",
+        pack=0.85 * memory / 2,
+        link=network,
+        check=0.85 * memory,
+        copy=memory / 2,
+        verify=0.85 * memory,
+        call=10e-6,
+        message=20e-6,
+        control=8e-3,
+    )
+
+
+def gb300_nvlink() -> Links:
+    """One GB300 NVL72: 72 GPUs in one NVLink domain.
+
+    Public figures: 1.8 TB/s of NVLink 5 per GPU in both directions together, 130 TB/s per rack, and 8 TB/s of memory
+    per GPU (NVIDIA's GB300 NVL72 product page and enterprise reference architecture). Assumed: 80% of the 900 GB/s in
+    one direction, 90% of the memory; the rest as in `h100_infiniband`.
+    """
+    memory, network = 0.9 * 8e12, 0.8 * 900e9
+    return Links(
+        name="GB300 NVL72, one NVLink domain",
+        pack=0.85 * memory / 2,
+        link=network,
+        check=0.85 * memory,
+        copy=memory / 2,
+        verify=0.85 * memory,
+        call=10e-6,
+        message=10e-6,
+        control=8e-3,
+        domain=72,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The bytes of one publication to `engines` equal engines, by bucket and rank."""
+
+    read: np.ndarray
+    """[buckets, sources] bytes of parameters."""
+    sent: np.ndarray
+    """[buckets, sources] bytes that leave the rank, for all engines."""
+    received: np.ndarray
+    """[buckets, targets] bytes that enter one engine's rank."""
+    sends: np.ndarray
+    """[buckets, sources] messages, for all engines."""
+    receives: np.ndarray
+    """[buckets, targets] messages."""
+    tensors: int
+    """Of the engine rank that has most."""
+    engines: int
+    engine_ranks: int
+    """Of all engines together."""
+
+    @property
+    def buckets(self) -> int:
+        return len(self.read)
+
+    @property
+    def sources(self) -> int:
+        return self.read.shape[1]
+
+    @property
+    def ranks(self) -> int:
+        """Trainers and engines together."""
+        return self.sources + self.engine_ranks
+
+
+def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, encoding: Encoding) -> Traffic:
+    """What `plan`, from `sources` trainer ranks, puts on links if each rank sends each engine rank its own moves.
+
+    `engine_ranks`: of one engine. With Hugging Face names every one of them takes all bytes: a trainer rank then sends
+    its share once per engine, and engine ranks pass it on as they receive it.
+    """
+    moved, targets = plan.moved, plan.targets
+    elements = moved["rows"].astype(np.int64) * moved["cols"]
+    bucket, source, target = moved["bucket"], moved["source"], moved["target"]
+    read = _sum((plan.count, sources), (bucket, source), elements * _itemsize_read(plan))
+    wire = _sum((plan.count, sources, targets), (bucket, source, target), _wire(plan, elements))
+    messages = wire > 0
+    return Traffic(
+        read=read,
+        sent=wire.sum(axis=2) * engines,
+        received=wire.sum(axis=1),
+        sends=messages.sum(axis=2) * engines,
+        receives=messages.sum(axis=1),
+        tensors=max(sum(len(bucket.tensors) for bucket in target) for target in plan.buckets),
+        engines=engines,
+        engine_ranks=engines * (engine_ranks if encoding == "hf" else targets),
+    )
+
+
+class WireBytes(NamedTuple):
+    """Bytes that trainer ranks send ranks of one engine: a number for each pair that has anything to send."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+    nbytes: np.ndarray
+
+    def sent(self, ranks: int) -> np.ndarray:
+        """[ranks] bytes that leave each trainer rank."""
+        return _sum((ranks,), (self.sources,), self.nbytes)
+
+    def received(self, ranks: int) -> np.ndarray:
+        """[ranks] bytes that enter each rank of the engine."""
+        return _sum((ranks,), (self.targets,), self.nbytes)
+
+
+def wire_bytes(plan: Plan) -> WireBytes:
+    """Bytes that each trainer rank sends each rank of one engine in a publication by `plan`."""
+    moved = plan.moved
+    elements = moved["rows"].astype(np.int64) * moved["cols"]
+    pairs, pair = np.unique(moved["source"].astype(np.int64) * plan.targets + moved["target"], return_inverse=True)
+    return WireBytes(*divmod(pairs, plan.targets), _sum((len(pairs),), (pair,), _wire(plan, elements)))
+
+
+def _sum(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:
+    flat = np.bincount(np.ravel_multi_index(index, shape), weights=values, minlength=int(np.prod(shape)))
+    return flat.reshape(shape).astype(np.int64)  # exact: float64 counts bytes up to 2^53
+
+
+def _itemsize_read(plan: Plan) -> np.ndarray:
+    return np.array([ITEMSIZE[p.dtype] for p in plan.parameters], dtype=np.int64)[plan.moved["parameter"]]
+
+
+def _wire(plan: Plan, elements: np.ndarray) -> np.ndarray:
+    """[moves] bytes in the engine's dtype, with the block scales of what is quantised."""
+    sizes = [[[ITEMSIZE[t.dtype] for t in bucket.tensors] for bucket in target] for target in plan.buckets]
+    first = np.cumsum([0] + [len(bucket) for target in sizes for bucket in target])
+    flat = np.array([size for target in sizes for bucket in target for size in bucket], dtype=np.int64)
+    moved = plan.moved
+    number = first[moved["target"] * plan.count + moved["bucket"]] + moved["tensor"]
+    nbytes = elements * flat[number]
+    quantisation = plan.precision.quantisation
+    if quantisation is not None:
+        scale_of = [t.scale_of >= 0 for target in plan.buckets for bucket in target for t in bucket.tensors]
+        quantised = np.array([*scale_of[1:], False])[number]  # a tensor's scales follow it
+        high, wide = quantisation.block
+        blocks = -(-moved["rows"].astype(np.int64) // high) * -(-moved["cols"] // wide)
+        nbytes += np.where(quantised, blocks * ITEMSIZE[quantisation.scale_dtype], 0)
+    return nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Seconds of one publication."""
+
+    pack: float
+    """All buckets: gather, convert and pack are one kernel call per rank and bucket."""
+    transfer: float
+    check: float
+    """Checksums of what was staged."""
+    load: float
+    verify: float
+    """Checksums of what is held."""
+    control: float
+    """Calls to all ranks, of which two per bucket overlap."""
+    total: float
+    """Less than the sum, because packing overlaps with transfer and check."""
+
+
+def predict(traffic: Traffic, links: Links) -> Stages:
+    """Seconds that `traffic` takes on `links`. Raises SlimxError if they do not join so many ranks."""
+    if links.domain is not None and traffic.ranks > links.domain:
+        raise SlimxError(
+            f"{traffic.ranks} ranks ({traffic.sources} trainers, {traffic.engine_ranks} of engines) do not fit the "
+            f"{links.domain} of {links.name}; predict them on links that join more"
+        )
+    packs = traffic.read / links.pack + (traffic.read > 0) * links.call
+    checks = traffic.received / links.check + (traffic.received > 0) * links.call
+    pack, check, transfer = packs.max(axis=1), checks.max(axis=1), np.zeros(traffic.buckets)
+    if links.link is not None:
+        out = (traffic.sent / links.link + traffic.sends * links.message).max(axis=1)
+        into = (traffic.received / links.link + traffic.receives * links.message).max(axis=1)
+        transfer = np.maximum(out, into)
+    held = traffic.received.sum(axis=0).max()
+    load = held / links.copy + traffic.tensors * links.call
+    verify = held / links.verify + links.call
+
+    # Slot i: bucket i is packed while bucket i - 1 travels and is checked.
+    alone = np.maximum(np.append(pack + links.control, 0), np.insert(transfer + check + links.control, 0, 0))
+    # Where ranks share cores, work that overlaps does not take less of them.
+    copies = traffic.engine_ranks // traffic.received.shape[1]
+    all_packs, all_checks = (_shared(work.sum(axis=1), links.cores) for work in (packs, checks * copies))
+    slots = np.maximum(alone, np.append(all_packs, 0) + np.insert(all_checks, 0, 0))
+    share = max(1.0, traffic.engine_ranks / links.cores) if links.cores else 1.0
+    load, verify = load * share, verify * share
+    total = float(slots.sum() + load + verify + STEPS * links.control)
+    return Stages(
+        pack=float(np.maximum(pack, all_packs).sum()),
+        transfer=float(transfer.sum()),
+        check=float(check.sum()),
+        load=float(load),
+        verify=float(verify),
+        control=(2 * traffic.buckets + STEPS) * links.control,
+        total=total,
+    )
+
+
+def _shared(work: np.ndarray, cores: int | None) -> np.ndarray:
+    return work / cores if cores else np.zeros_like(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The model against measured publications of one machine: pairs of predicted and measured seconds."""
+
+    predicted: Sequence[float]
+    """Each from rates measured right before its publication."""
+    measured: Sequence[float]
+
+    @property
+    def off(self) -> float:
+        """By which share the prediction misses: the median over the pairs; positive: too slow."""
+        return median(p / m for p, m in zip(self.predicted, self.measured, strict=True)) - 1
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.off) <= TOLERANCE
+
+    def __str__(self) -> str:
+        return f"the model is off by {self.off:+.0%} here"

@@ -1,0 +1,189 @@
+"""What a publication of the configured run moves: compiled and proven before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.layout.engine import EngineLayout
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import Sizes, engine_sizes
+from slimx.layout.table import Table
+from slimx.models.families import ModelSpec
+from slimx.preflight.routing import route_shape
+from slimx.reshard.manifest import Encoding
+from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationPlan:
+    """The plan of every publication of a run."""
+
+    plan: Plan
+    encoding: Encoding
+    note: str
+    """Why this encoding."""
+
+
+def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> PublicationPlan | None:
+    """The plan by which trainers of `sizes` fill the configured engines; None for a run without engines."""
+    if not config.rollout.policy_engines:
+        return None
+    if config.publish.quantise and device == "cpu" and not config.exact:
+        raise SlimxError(
+            f"publish.quantise={config.publish.quantise}, but on the CPU SGLang computes with fp8 blocks in exact mode "
+            "only; leave it out, or set numerics.mode=exact"
+        )
+    if config.publish.on_device and device == "cpu":
+        raise SlimxError(
+            f"publish.transport={config.publish.transport} moves weights from GPU to GPU, and this run is on the CPU "
+            "(cluster.device); set it to memory, gloo or disk"
+        )
+    _check_served(config, spec, device)
+    encoding, note = _encoding(config, spec, device)
+    if encoding == "hf" and (turned := spec.table.turned()):
+        raise SlimxError(
+            f"{note}, but {min(turned)} of {spec.path} holds experts transposed, which travel in the engines' own "
+            "layout only; set publish.encoding=local and remove what rules it out"
+        )
+    if config.served_rule and encoding == "hf":
+        raise SlimxError(
+            f"publish.quantise={config.served_rule} in exact mode needs the engines' own layout, and weights would "
+            f"travel under {note}; remove what rules it out"
+        )
+    if encoding == "local":
+        group = config.rollout.policy_engines[0]
+        engine = engine_sizes(group)
+        table = spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
+        target, ranks = EngineLayout(table, engine).parts(), engine.world
+    else:
+        served = spec.engine_table()
+        # SGLang splits experts evenly, whatever names their weights come under.
+        for group in config.rollout.policy_engines:
+            EngineLayout(served, engine_sizes(group))
+        target, ranks = checkpoint_parts(spec.table, mtp=False, served=served), 1
+    quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
+    plan = compile_plan(
+        MegatronLayout(spec.table, sizes).parts(),
+        target,
+        precision=Precision(config.numerics.dtype, config.numerics.dtype, quantisation),
+        bucket_bytes=int(config.publish.bucket_mib * MIB),
+        ranks=ranks,
+    )
+    unread = set(plan.unread) - _drafted(spec.table)
+    if unread:
+        raise SlimxError(
+            f"plan: the trainer's {min(unread)} goes nowhere ({len(unread)} such tensors); the engine's table of this "
+            "family lacks a row"
+        )
+    return PublicationPlan(plan, encoding, note)
+
+
+def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
+    """Whether SGLang can serve the model as `ModelSpec.engine_table` says."""
+    if device == "cpu" and spec.no_cpu_engine:
+        raise SlimxError(
+            f"{spec.path}: SGLang 0.5.23 cannot serve {spec.family.ARCHITECTURE} on the CPU ({spec.no_cpu_engine}); "
+            "train it without engines (algorithm.name=sft), or serve it on GPUs"
+        )
+    for group in config.rollout.policy_engines:
+        for key, value in spec.engine_arguments.items():
+            if group.sglang.get(key) != value:
+                raise SlimxError(
+                    f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r} for "
+                    f"{spec.family.ARCHITECTURE}: SGLang would else hold weights in a layout that cannot be published"
+                )
+        where = spec.unfused(cpu=device == "cpu", expert=group.expert)
+        if where is not None and group.sglang.get("enforce_shared_experts_fusion"):
+            raise SlimxError(
+                f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name}: SGLang 0.5.23 fuses no "
+                f"shared expert of {spec.family.ARCHITECTURE} {where}, whatever is asked for; leave it out"
+            )
+    if (spec.hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        raise SlimxError(
+            f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "
+            "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path"
+        )
+
+
+def export_plan(config: Config, spec: ModelSpec, sizes: Sizes) -> Plan:
+    """The plan that writes the whole model as a Hugging Face checkpoint, in the trainer's dtype."""
+    return compile_plan(
+        MegatronLayout(spec.table, sizes).parts(),
+        checkpoint_parts(spec.table),
+        precision=Precision(config.numerics.dtype, config.numerics.dtype),
+        bucket_bytes=int(config.publish.bucket_mib * MIB),
+    )
+
+
+def _drafted(table: Table) -> set[str]:
+    """Checkpoint tensors of the layers of multi-token prediction: only a draft model holds them."""
+    return {name for entry in table.entries() if entry.row.stage == "mtp" for name in entry.sources}
+
+
+def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, str]:
+    wanted = config.publish.encoding
+    if wanted == "hf":
+        return "hf", "asked for by publish.encoding"
+    reason = _not_local(config, spec) or (_padded_on_cpu(config, spec) if device == "cpu" else None)
+    if reason is None:
+        return "local", "each engine rank receives its own bytes"
+    if wanted == "local":
+        raise SlimxError(f"publish.encoding is local, but {reason}; set it to auto or hf")
+    return "hf", f"Hugging Face names, because {reason}"
+
+
+def _not_local(config: Config, spec: ModelSpec) -> str | None:
+    """Why the engines' own layout cannot be written; None if it can."""
+    groups = config.rollout.policy_engines
+    if len({(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion"))) for g in groups}) > 1:
+        return "rollout.engines has groups of different layouts, which would need a plan each"
+    for group in groups:
+        for key, why in _UNKNOWN_LAYOUTS.items():
+            if group.sglang.get(key) not in (None, False, spec.engine_arguments.get(key)):
+                return f"rollout.engines.sglang.{key} is set: {why}"
+    return None
+
+
+def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
+    """SGLang's CPU path pads heads and inner sizes that do not divide, where GPUs repeat or refuse them."""
+    engine, model = engine_sizes(config.rollout.policy_engines[0]), spec.transformer
+    if model["num_query_groups"] % engine.attention_tensor:
+        return (
+            f"the {engine.attention_tensor} ranks of an engine's attention (rollout.engines.tensor / dp_attention) do "
+            f"not divide {model['num_query_groups']} query groups, which SGLang pads on the CPU"
+        )
+    inner = {"an expert": model["moe_ffn_hidden_size"]} if spec.experts else {}
+    if len(route_shape(spec).moe_layers) < model["num_layers"]:
+        inner["a dense MLP"] = model["ffn_hidden_size"]
+    for what, columns in inner.items():
+        # Whether or not it splits them: experts are whole where expert parallelism takes all ranks.
+        if columns % (32 * engine.tensor):
+            return (
+                f"{columns} columns of {what} are no multiple of 32 for each of {engine.tensor} ranks, to which SGLang "
+                "pads them on the CPU"
+            )
+    return None
+
+
+_UNKNOWN_LAYOUTS = {
+    "enable_eplb": "experts move between ranks while the engine runs",
+    "init_expert_location": "experts do not stand in their own order",
+    "enable_lora": "LoRA wraps the parameters",
+    "quantization": "the engine repacks quantised weights after loading",
+    "moe_a2a_backend": "its kernels may keep weights in a layout of their own",
+    "moe_runner_backend": "its kernels may keep weights in a layout of their own",
+    "enable_dp_lm_head": "the output layer is split over the attention's ranks",
+    "moe_dense_tp_size": "dense layers are split over fewer ranks",
+    "moe_dp_size": "experts are split over fewer ranks",
+    "attn_cp_size": "attention is split over fewer ranks",
+    "dcp_size": "attention is split over fewer ranks",
+    "kt_method": "experts are held by another library",
+    "torchao_config": "the engine quantises weights after loading",
+    "modelopt_quant": "the engine quantises weights after loading",
+}
+"""Fields of SGLang's ServerArgs that change where or how weights are held."""

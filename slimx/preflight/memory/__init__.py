@@ -1,0 +1,1 @@
+"""Memory of trainers and engines, computed from the configuration."""

@@ -1,0 +1,206 @@
+"""Activations of one transformer layer that the backward pass needs, in bytes, part by part.
+
+The count is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198,
+section 4: what each operator of a layer saves, with tensor and sequence parallelism), taken further to what they do not
+have: grouped query heads, latent attention (2412.19437, section 2.1.1), SwiGLU (three tensors of the inner size where
+fused), experts that see top-k copies of each token, flash attention (2205.14135: one number per row and head instead of
+the probabilities), and no dropout.
+
+Two sets of kernels count differently. `engine`: Transformer Engine's fused norms, rotation and SwiGLU. `torch`: the
+layers of `slimx.adapters.megatron.layers`, whose norms keep fp32 copies and whose SwiGLU keeps its steps. The latter is
+what a run on the CPU has and what tests measure; the former has never been measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slimx.layout.ranks import Sizes
+
+Kernels = Literal["engine", "torch"]
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the bytes of a layer depend on besides the model."""
+
+    tokens: int
+    """Of one micro-batch on one context-parallel rank."""
+    length: int
+    """Of its longest sequence, on all context-parallel ranks together."""
+    sizes: Sizes
+    itemsize: int
+    """Bytes of an element of parameters and activations."""
+    kernels: Kernels
+    materialised: bool
+    """Whether the attention keeps its probabilities (no flash kernel for it)."""
+
+    @property
+    def share(self) -> float:
+        """Tokens where the sequence is split over the tensor-parallel ranks (sequence parallelism)."""
+        return self.tokens / self.sizes.tensor
+
+    def norm(self, elements: float) -> float:
+        """Of a norm's input: fp32 copies of it and of what it becomes, or the input itself."""
+        return elements * (2 * FP32 if self.kernels == "torch" else self.itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """What one layer keeps of one micro-batch on one rank."""
+
+    input: float
+    """Its input: all that remains of a layer that is recomputed whole."""
+    attention_norm: float
+    """In front of the attention: what the norm keeps."""
+    attention_input: float
+    """What the projections keep: the norm's output, and latents with their norms."""
+    projected: float
+    """Queries, keys and values that the attention keeps, with their norms and rotation."""
+    core: float
+    """What the attention keeps beyond its inputs: probabilities, or a number per row."""
+    context: float
+    """The attention's output, which the output projection keeps."""
+    mlp_norm: float
+    mlp_input: float
+    """The second norm's output, which router, shared experts or the MLP keep."""
+    router: float
+    """Scores, choices and their order."""
+    dispatched: float
+    """Tokens as the experts get them."""
+    inner: float
+    """First product of MLP or experts."""
+    activated: float
+    """Steps of the activation and its result."""
+    shared: float
+    """Products of the shared experts."""
+    core_work: float
+    """While the attention's gradient is computed."""
+    mlp_work: float
+    """While gradients of MLP or experts are computed."""
+    gathered: float
+    """In either: a projection's input and its gradient, gathered from the shards of the sequence."""
+
+    @property
+    def mlp(self) -> float:
+        """Kept of everything behind the attention."""
+        kept = self.mlp_norm + self.mlp_input + self.router + self.dispatched + self.inner + self.activated
+        return kept + self.shared
+
+    @property
+    def total(self) -> float:
+        """Kept without recomputation."""
+        return self.attention_norm + self.attention_input + self.projected + self.core + self.context + self.mlp
+
+    @property
+    def work(self) -> float:
+        """Beside what is kept, in the layer's own backward pass: when it comes to the attention, what lies behind it is
+        gone."""
+        return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
+
+
+def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool) -> LayerBytes:
+    """Of a layer with experts or with an MLP; `model`: fields of megatron-core's TransformerConfig."""
+    hidden = setting.share * model["hidden_size"]
+    attention = _latent(model, setting) if model.get("multi_latent_attention") else _grouped(model, setting)
+    mlp = _experts(model, setting) if moe else _mlp(model, setting)
+    return LayerBytes(
+        input=hidden * setting.itemsize,
+        attention_norm=setting.norm(hidden),
+        mlp_norm=setting.norm(hidden),
+        mlp_input=hidden * setting.itemsize,
+        gathered=2 * setting.tokens * model["hidden_size"] * setting.itemsize if setting.sizes.tensor > 1 else 0.0,
+        **attention,
+        **mlp,
+    )
+
+
+def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
+    """Attention with grouped query heads; heads are split over the tensor-parallel ranks, tokens are whole."""
+    head, heads = model["kv_channels"], model["num_attention_heads"] / s.sizes.tensor
+    groups = max(1, model["num_query_groups"] / s.sizes.tensor)
+    query, key = s.tokens * heads * head, s.tokens * groups * head
+    # Values are a view of the projections' output, which therefore stays whole.
+    projected = (query + 2 * key) * s.itemsize
+    if model.get("qk_layernorm"):
+        projected += s.norm(query + key)
+    projected += (query + key) * s.itemsize  # rotated
+    if s.kernels == "torch":
+        projected += 4 * s.tokens * head * s.itemsize  # sine and cosine, for queries and for keys
+        projected += 2 * key * s.itemsize * (s.sizes.context - 1)  # keys and values of the other ranks
+    return {
+        "attention_input": s.share * model["hidden_size"] * s.itemsize,
+        "projected": projected,
+        **_core(s, heads, query, key, key),
+    }
+
+
+def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
+    """Multi-head latent attention: every rank makes the whole latents, and its own heads of them."""
+    heads = model["num_attention_heads"] / s.sizes.tensor
+    rotary, value = model["qk_pos_emb_head_dim"], s.tokens * heads * model["v_head_dim"]
+    key = s.tokens * heads * (model["qk_head_dim"] + rotary)
+    latents = s.share * ((model["q_lora_rank"] or 0) + model["kv_lora_rank"])
+    made = s.tokens * heads * model["qk_head_dim"] + value  # keys without rotation and values: one product
+    projected = 0.0 if s.materialised else (2 * key + made) * s.itemsize
+    if s.kernels == "torch":
+        projected += 4 * s.tokens * rotary * s.itemsize
+        projected += (key + value) * s.itemsize * (s.sizes.context - 1)
+    return {
+        "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
+        "projected": projected,
+        **_core(s, heads, key, key, value),
+    }
+
+
+def _core(s: Setting, heads: float, query: float, key: float, value: float) -> dict[str, float]:
+    """Of scaled dot products; `query`, `key`, `value`: elements of each (the output has the values' size per head)."""
+    context = query if value == key else value
+    if s.materialised:
+        # fp32: scaled queries and keys, values, and the probabilities of every pair of tokens of a sequence.
+        pairs = heads * s.tokens * s.length * FP32
+        core = (query + (key + value) * s.sizes.context) * FP32 + pairs + _mask(s)
+        return {"core": core, "core_work": 2 * pairs, "context": context * s.itemsize}
+    work = (query + key + value) * s.itemsize
+    return {"core": heads * s.tokens * FP32 + _mask(s), "core_work": work, "context": context * s.itemsize}
+
+
+def _mask(s: Setting) -> float:
+    """Which keys a rank's queries see: plain torch says it for every pair where context parallelism cuts sequences."""
+    return s.tokens * s.length * s.itemsize if s.kernels == "torch" and s.sizes.context > 1 else 0.0
+
+
+def _steps(s: Setting, inner: float, *, weighted: bool) -> float:
+    """Elements that a gated activation keeps beside its input: its result; with plain torch also silu, the linear part
+    and, where the router's weights are applied, their product before that."""
+    return inner * ((4 if weighted else 3) if s.kernels == "torch" else 1)
+
+
+def _mlp(model: dict[str, Any], s: Setting) -> dict[str, float]:
+    inner = s.tokens * model["ffn_hidden_size"] / s.sizes.tensor
+    return {
+        "router": 0.0,
+        "dispatched": 0.0,
+        "inner": 2 * inner * s.itemsize,
+        "activated": _steps(s, inner, weighted=False) * s.itemsize,
+        "shared": 0.0,
+        "mlp_work": 3 * inner * s.itemsize,
+    }
+
+
+def _experts(model: dict[str, Any], s: Setting) -> dict[str, float]:
+    """Experts with even load: each rank of an expert's tensor-parallel group gets the tokens of all of them."""
+    chosen, experts = model["moe_router_topk"], model["num_moe_experts"]
+    copies = s.share * chosen * s.sizes.expert_tensor
+    inner = copies * model["moe_ffn_hidden_size"] / s.sizes.expert_tensor
+    shared = s.tokens * (model.get("moe_shared_expert_intermediate_size") or 0) / s.sizes.tensor
+    return {
+        "router": s.share * (12 * experts + 32 * chosen),
+        "dispatched": copies * model["hidden_size"] * s.itemsize,
+        "inner": 2 * inner * s.itemsize,
+        "activated": _steps(s, inner, weighted=True) * s.itemsize,
+        "shared": (2 * shared + _steps(s, shared, weighted=False)) * s.itemsize,
+        "mlp_work": (3 * inner + 2 * copies * model["hidden_size"]) * s.itemsize,
+    }

@@ -1,0 +1,114 @@
+"""Memory of an engine rank: weights by the engine's own table, and the KV cache that fits beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from slimx.config.engines import Engines
+from slimx.config.schema import Config
+from slimx.layout.engine import EngineLayout
+from slimx.layout.parts import matrix
+from slimx.layout.ranks import EngineSizes, engine_sizes
+from slimx.layout.table import Table
+from slimx.models.families import ModelSpec
+from slimx.preflight.hardware import Machine
+from slimx.preflight.record import EngineMemory
+from slimx.reshard.plan.precision import ITEMSIZE, Quantisation
+
+MIB = 2**20
+_FP8_CACHE = ("fp8_e4m3", "fp8_e5m2")
+
+
+def engine_memory(
+    config: Config, spec: ModelSpec, group: Engines, machine: Machine, *, staged: int, table: Table | None = None
+) -> EngineMemory:
+    """Memory of the fullest rank of a server of `group`. `staged`: bytes that a publication needs beside the weights.
+    `table`: as `engine_table` makes it, where it is known already."""
+    sizes = engine_sizes(group)
+    quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
+    weights = engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation)
+    per_token = kv_bytes(spec.transformer, sizes, ITEMSIZE[config.numerics.dtype], group.sglang.get("kv_cache_dtype"))
+    fraction = static = room = tokens = concurrency = None
+    if machine.memory is not None:
+        fraction = group.sglang.get("mem_fraction_static") or static_fraction(group, sizes, machine.memory)
+        static = int(fraction * machine.memory)
+        room = max(0, static - weights)
+        tokens = room // per_token
+    if group.max_total_tokens is not None:
+        tokens = group.max_total_tokens if tokens is None else min(tokens, group.max_total_tokens)
+    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    if tokens is not None:
+        concurrency = sizes.attention_data * (tokens // longest)
+        limit = group.sglang.get("max_running_requests")
+        concurrency = min(concurrency, limit) if limit else concurrency
+    return EngineMemory(
+        group=group.name,
+        count=group.servers,
+        ranks=sizes.world,
+        weights=weights,
+        static_fraction=fraction,
+        static=static,
+        kv_per_token=per_token,
+        kv_room=room,
+        kv_tokens=tokens,
+        concurrency=concurrency,
+        staged=staged,
+    )
+
+
+def engine_table(spec: ModelSpec, group: Engines) -> Table:
+    """Weight table of a server of `group`: the place of every checkpoint tensor."""
+    return spec.engine_table(fused_shared_experts=bool(group.sglang.get("enforce_shared_experts_fusion")))
+
+
+def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Quantisation | None) -> int:
+    """Bytes of the weights of the fullest rank; quantised ones with their block scales. `dtype`: of the others."""
+    held = np.zeros(sizes.world, dtype=np.int64)
+    for shard in EngineLayout(table, sizes).shards():
+        rows, cols = matrix(shard.shape)
+        nbytes = rows * cols * ITEMSIZE[shard.row.dtype or dtype]
+        if shard.row.quantised and quantisation is not None:
+            high, wide = quantisation.block
+            blocks = -(-rows // high) * -(-cols // wide)
+            nbytes = rows * cols + blocks * ITEMSIZE[quantisation.scale_dtype]
+        for stage, layers in enumerate(shard.layers):
+            held[[stage * sizes.tensor + rank for rank in shard.ranks]] += nbytes * layers
+    return int(held.max())
+
+
+def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: str | None) -> int:
+    """Bytes that one token takes in a rank's KV cache: keys and values of the rank's query groups (each rank has one at
+    least) in every layer, or the latent and the rotary key of latent attention, whole on every rank."""
+    itemsize = 1 if cache in _FP8_CACHE else itemsize
+    if model.get("multi_latent_attention"):
+        return model["num_layers"] * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * itemsize
+    groups = max(1, model["num_query_groups"] // sizes.attention_tensor)
+    return 2 * model["num_layers"] * groups * model["kv_channels"] * itemsize
+
+
+def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
+    """Share of a GPU's memory that weights and KV cache take where `mem_fraction_static` is not set.
+
+    As SGLang 0.5.23 computes it from the GPU's size (`srt/arg_groups/memory_hook.py`), without what it adds where it
+    sizes the cache after capturing graphs: the room may turn out larger."""
+    mib, tensor = memory / MIB, sizes.tensor
+    # (GPU's MiB below, prefill chunk, decode batch, decode batch from 4 tensor-parallel ranks on)
+    steps = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
+    chunk, batch = next(
+        ((chunk, few if tensor < 4 else many) for below, chunk, few, many in steps if mib < below * 1024), (16384, 512)
+    )
+    chunk = group.sglang.get("chunked_prefill_size") or chunk
+    requests = group.sglang.get("max_running_requests")
+    batch = min(batch, requests) if requests else batch
+    reserved = 512 + 1.5 * max(chunk, 2048) + sizes.world / 8 * 1024
+    if not group.sglang.get("disable_cuda_graph"):
+        reserved += 2 * batch
+        if sizes.attention_data > 1:
+            reserved += batch * sizes.attention_data * (4.5 if batch > 300 else 3)
+    if mib > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    if group.sglang.get("moe_a2a_backend") == "deepep":
+        reserved += 2048
+    return round((mib - reserved) / mib, 3)

@@ -1,0 +1,152 @@
+"""Activations of a pipeline rank: what its layers keep, over the micro-batches in flight, and what comes on top.
+
+kept      layers (as recomputation leaves them) x micro-batches in flight, on the last stage the head's input
+on top    the larger of: the logits of a chunk of tokens; the layer whose gradients are being computed, with all its
+          activations where it is recomputed
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from slimx.config.trainer import Recompute, Trainer
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.preflight.memory.activations import FP32, LayerBytes, Setting, layer_bytes
+from slimx.preflight.routing import route_shape
+
+LOGIT_BYTES = 12
+"""Per logit of a chunk: itself, its exponential and their product, in fp32 (`slimx.trainer.model.logprobs`)."""
+CHUNK_BYTES, SMALLEST_CHUNK = 256 * 2**20, 128
+"""As in `slimx.trainer.model.logprobs`, which a process without torch cannot import; a test compares them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """Of one trainer rank."""
+
+    kept: int
+    """Between forward and backward pass, all micro-batches in flight."""
+    head: int
+    """While the loss is computed: logits of a chunk and the gradient of the output layer (last stage; else 0)."""
+    work: int
+    """While the gradients of the fullest layer are computed."""
+    in_flight: int
+    """Micro-batches, of a whole stage's layers or, with virtual stages, of a chunk's."""
+
+    @property
+    def peak(self) -> int:
+        return self.kept + max(self.head, self.work)
+
+
+def activation_bytes(
+    spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, place: int, microbatches: int
+) -> ActivationBytes:
+    """Of pipeline rank `place`, in a step of `microbatches` micro-batches."""
+    model, moe_layers = spec.transformer, set(route_shape(spec).moe_layers)
+    kinds = {
+        moe: layer_bytes(model, setting, moe=moe) for moe in {layer in moe_layers for layer in range(spec.table.layers)}
+    }
+    counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
+    kept = work = 0.0
+    units = in_flight(sizes, place, microbatches)
+    for chunk, count in Counter(units).items():
+        stage = chunk * sizes.pipeline + place
+        first = sum(counts[:stage])
+        layers = [kinds[layer in moe_layers] for layer in range(first, first + counts[stage])]
+        held, top = _layers(layers, trainer.recompute)
+        boundary = _boundary(model["hidden_size"], setting, stage, sizes)
+        kept, work = kept + count * (held + boundary), max(work, top)
+    head = 0.0
+    if place == sizes.pipeline - 1:
+        last = units.count(sizes.virtual - 1) if sizes.virtual > 1 else len(units)
+        hidden = setting.tokens * model["hidden_size"]
+        behind = kept
+        # The decoder's last norm, its output gathered from the sequence's shards, and a few numbers per token.
+        kept += last * (setting.norm(hidden / sizes.tensor) + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
+        head = _head(spec, trainer, setting)
+        for _ in range(spec.table.mtp_layers):
+            held, top = _layers([kinds[bool(moe_layers)]], trainer.recompute)
+            joined = 2 * setting.norm(hidden / sizes.tensor) + 3 * hidden / sizes.tensor * setting.itemsize
+            kept += last * (held + joined + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
+            head = max(head, top)
+        # When the layers' turn comes, what lies behind them is gone.
+        work = max(0.0, work - (kept - behind) / last)
+    return ActivationBytes(kept=round(kept), head=round(head), work=round(work), in_flight=len(units))
+
+
+def in_flight(sizes: Sizes, place: int, microbatches: int) -> list[int]:
+    """The chunks of which pipeline rank `place` holds activations at its peak, one entry per micro-batch.
+
+    1F1B holds a micro-batch for itself and every later rank (Narayanan et al., 2104.04473, section 2.2); interleaved
+    stages hold 2 (P - p - 1) + (v - 1) P + 1 of a chunk each, first P of the first chunk, then P of the second, and so
+    on (megatron-core's `get_pp_rank_microbatches`)."""
+    if sizes.virtual == 1:
+        return [0] * min(microbatches, sizes.pipeline - place)
+    count = 2 * (sizes.pipeline - place - 1) + (sizes.virtual - 1) * sizes.pipeline + 1
+    count = min(count, sizes.virtual * microbatches)
+    return [unit // sizes.pipeline % sizes.virtual for unit in range(count)]
+
+
+def _layers(layers: list[LayerBytes], recompute: Recompute) -> tuple[float, float]:
+    """What `layers` of one micro-batch keep, and by how much their backward pass exceeds that at its fullest."""
+    units = _units(layers, recompute)
+    kept = sum(held for held, _ in units)
+    before = excess = 0.0
+    for held, top in units:  # in its turn, later units are gone
+        before += held
+        excess = max(excess, before + top - kept)
+    return kept, excess
+
+
+def _units(layers: list[LayerBytes], recompute: Recompute) -> list[tuple[float, float]]:
+    """Per layer, or run of layers that are recomputed together: what is kept, and what comes on top in its turn."""
+    plain = [(layer.total, layer.work) for layer in layers]
+    if recompute.granularity == "none":
+        return plain
+    if recompute.granularity == "selective":
+        dropped = [_dropped(layer, recompute.modules) for layer in layers]
+        return [(total - drop, work + drop) for (total, work), drop in zip(plain, dropped, strict=True)]
+    number = recompute.layers
+    if recompute.method == "block":
+        covered = [(layer.input, layer.total + layer.work) for layer in layers[:number]]
+        return covered + plain[number:]
+    runs = [layers[start : start + number] for start in range(0, len(layers), number)]
+    return [(run[0].input, sum(layer.total for layer in run) + run[-1].work) for run in runs]
+
+
+def _dropped(layer: LayerBytes, modules: tuple[str, ...]) -> float:
+    """What selective recomputation of `modules` does not keep of a layer."""
+    moe = layer.dispatched > 0
+    parts = {
+        "core_attn": layer.core,
+        # A norm in front of a projection is one module with it and cannot be dropped alone.
+        "layernorm": layer.mlp_input if moe else 0.0,
+        "mla_up_proj": layer.projected,
+        "moe_act": layer.activated if moe else 0.0,
+        "shared_experts": layer.shared,
+        "moe": layer.router + layer.dispatched + layer.inner + layer.activated + layer.shared if moe else 0.0,
+        "mlp": 0.0 if moe else layer.inner + layer.activated,
+    }
+    if "moe" in modules:
+        parts |= {"moe_act": 0.0, "shared_experts": 0.0}
+    return sum(parts[module] for module in set(modules))
+
+
+def _boundary(hidden: int, setting: Setting, stage: int, sizes: Sizes) -> float:
+    """What a stage received and sent, kept beside its layers: megatron-core frees what it has sent, not on the CPU."""
+    received = stage > 0
+    sent = setting.kernels == "torch" and stage < sizes.stages - 1
+    return (received + sent) * setting.share * hidden * setting.itemsize if sizes.pipeline > 1 else 0.0
+
+
+def _head(spec: ModelSpec, trainer: Trainer, setting: Setting) -> float:
+    vocabulary = spec.vocab_size / setting.sizes.tensor
+    chunk = trainer.logprob_chunk_tokens or max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
+    logits = min(chunk, setting.tokens) * vocabulary
+    weight = vocabulary * spec.transformer["hidden_size"]
+    hidden = setting.tokens * spec.transformer["hidden_size"]
+    # Forward, or backward with the gradients of the weight (fp32 sum, one product) and of its input.
+    backward = logits * (2 * FP32 + setting.itemsize) + weight * (FP32 + setting.itemsize) + hidden * setting.itemsize
+    return max(logits * LOGIT_BYTES, backward)

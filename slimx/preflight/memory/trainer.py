@@ -1,0 +1,196 @@
+"""Memory of trainer ranks by kind: exact state, estimated activations, and what lies on the host beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.layout.patterns import select
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.preflight.memory.activations import Setting
+from slimx.preflight.memory.batch_plan import batch_plan
+from slimx.preflight.memory.parameter_runs import Holdings, ParameterRun
+from slimx.preflight.memory.pipeline import ActivationBytes, activation_bytes
+from slimx.preflight.memory.state import Buffers, StateBytes, state_bytes
+from slimx.preflight.record import TrainerMemory
+from slimx.reshard.plan.precision import ITEMSIZE
+
+GIB = 2**30
+OVERHEAD = 3 * GIB
+"""Of a process on a GPU: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's allocator. Assumed."""
+MOMENT_PIECE = 512 * 2**20
+"""As `slimx.trainer.device.host_moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
+them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageState:
+    """The fullest rank of a pipeline stage and what it holds whatever it computes."""
+
+    stage: int
+    rank: int
+    state: StateBytes
+
+
+def trainer_memory(
+    config: Config,
+    spec: ModelSpec,
+    sizes: Sizes,
+    device: str,
+    *,
+    model: Literal["trainer", "critic"] = "trainer",
+    publication: int = 0,
+    states: Sequence[StageState] | None = None,
+) -> tuple[TrainerMemory, ...]:
+    """Memory of one rank per pipeline stage, the fullest. `config`: with the `trainer` section that its ranks follow (a
+    critic's own); `publication`: bytes of buckets on the GPU of rank 0. `states`: as `stage_states` gives them for the
+    same sizes, where they are known already; only their stages are looked at."""
+    if states is None:
+        states = stage_states(config, holdings(config, spec), spec, sizes, model=model)
+    setting = activation_setting(config, spec, sizes, device)
+    microbatches = batch_plan(config, sizes).microbatches_per_update
+    out = []
+    for found in states:
+        activations = activation_bytes(
+            spec, config.trainer, sizes, setting, place=found.stage, microbatches=microbatches
+        )
+        if model == "critic":  # one value per token in the place of logits
+            activations = replace(activations, head=0)
+        buckets = publication if found.rank == 0 and model == "trainer" else 0
+        out.append(_record(config, spec, setting, found, activations, model, device, buckets))
+    return tuple(out)
+
+
+def holdings(config: Config, spec: ModelSpec) -> Holdings:
+    """Parameters of the model that ranks hold, with the configured dtype and `trainer.freeze`, under any layout."""
+    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
+    return Holdings(spec.table, config.numerics.dtype, frozen)
+
+
+def stage_states(
+    config: Config,
+    held: Holdings,
+    spec: ModelSpec,
+    sizes: Sizes,
+    *,
+    model: Literal["trainer", "critic"] = "trainer",
+    quick: bool = False,
+) -> tuple[StageState, ...]:
+    """State of the fullest rank of each pipeline stage. `quick`: of the first two stages and the last only, one of
+    which is the fullest, and of the first rank of each."""
+    stages = range(sizes.pipeline)
+    out = []
+    for stage in sorted({*stages[:2], *stages[-1:]}) if quick else stages:
+        head = _value_head(spec, sizes, stage) if model == "critic" else []
+        first = stage * sizes.stage
+        if quick:
+            state = state_bytes(held.runs(sizes, first) + head, config.trainer, sizes, first)
+            out.append(StageState(stage=stage, rank=first, state=state))
+        else:
+            out.append(_fullest(held, config, sizes, stage, head))
+    return tuple(out)
+
+
+def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
+    """A micro-batch that is full, of the longest rollouts; the kernels that `device` has."""
+    limit = config.trainer.max_tokens_per_microbatch
+    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    latent = bool(spec.transformer.get("multi_latent_attention"))
+    # torch's CPU kernel wants queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
+    materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
+    return Setting(
+        tokens=-(-limit // sizes.context),
+        length=min(longest, limit) if config.rollout.policy_engines else limit,
+        sizes=sizes,
+        itemsize=ITEMSIZE[config.numerics.dtype],
+        kernels="torch" if device == "cpu" else "engine",
+        materialised=materialised,
+    )
+
+
+def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]:
+    """A critic's head on the last stage, fp32 (`slimx.trainer.model.value_model`)."""
+    if stage < sizes.pipeline - 1:
+        return []
+    alike = {"chunk": sizes.virtual - 1, "count": 1, "dtype": "float32", "expert": False, "tied": False}
+    alike |= {"trained": True, "parameter": True}
+    hidden = spec.transformer["hidden_size"]
+    return [ParameterRun(name=f"value_head.{n}", elements=e, **alike) for n, e in (("weight", hidden), ("bias", 1))]
+
+
+def _fullest(held: Holdings, config: Config, sizes: Sizes, stage: int, head: list[ParameterRun]) -> StageState:
+    """The rank of a stage with most state. Ranks differ in gaps of their shares and, frozen experts aside, in nothing
+    else."""
+    ranks = stage * sizes.stage + np.arange(sizes.stage)
+    own = ranks // sizes.expert_tensor % sizes.expert  # frozen experts make a difference between expert ranks
+    found: dict[int, tuple[int, Buffers]] = {}
+    for expert in range(sizes.expert) if held.frozen else (None,):
+        alike = ranks if expert is None else ranks[own == expert]
+        buffers = Buffers(held.runs(sizes, int(alike[0])) + head, config.trainer, sizes)
+        owned = buffers.owned(alike)
+        found[int(alike[owned.argmax()])] = int(owned.max()), buffers
+    rank = max(sorted(found), key=lambda rank: found[rank][0])
+    return StageState(stage=stage, rank=rank, state=found[rank][1].of(rank))
+
+
+def _record(
+    config: Config,
+    spec: ModelSpec,
+    setting: Setting,
+    found: StageState,
+    activations: ActivationBytes,
+    model: Literal["trainer", "critic"],
+    device: str,
+    buckets: int,
+) -> TrainerMemory:
+    state = found.state
+    hosted = round(state.moments * config.trainer.optimizer.offload)
+    step = min(MOMENT_PIECE, hosted)
+    dispatched = _dispatched(spec, setting)
+    overhead = OVERHEAD if device == "cuda" else 0
+    served = _served(config, state) if model == "trainer" else 0
+    static = state.weights + served + state.gradients + state.optimizer - hosted
+    moving = config.schedule.colocate and config.trainer.offload
+    others = config.algorithm.reference + bool(config.algorithm.teacher) if model == "trainer" else 0
+    return TrainerMemory(
+        model=model,
+        stage=found.stage,
+        rank=found.rank,
+        parameters=state.elements,
+        weights=state.weights + served,
+        gradients=state.gradients,
+        optimizer=state.optimizer - hosted,
+        activations=activations.kept,
+        head=activations.head,
+        work=activations.work,
+        step=step,
+        communication=dispatched,
+        publication=buckets,
+        overhead=overhead,
+        in_flight=activations.in_flight,
+        peak=static + overhead + max(activations.peak + dispatched, step, buckets),
+        away=overhead + (served if moving else static),
+        host_optimizer=hosted,
+        host_copies=state.weights * (others + 1) if others else 0,
+        host_away=state.weights + state.optimizer - hosted if moving else 0,
+        host_checkpoint=state.weights + state.optimizer if config.checkpoint.asynchronous else 0,
+    )
+
+
+def _served(config: Config, state: StateBytes) -> int:
+    """Bytes of `slimx.reshard.pack.served.ServedWeights`: codes and what they are widened to; scales are left out."""
+    return state.quantised * (1 + ITEMSIZE[config.numerics.dtype]) if config.served_rule else 0
+
+
+def _dispatched(spec: ModelSpec, setting: Setting) -> int:
+    """Bytes of the chosen tokens, sent and received, where experts are on several ranks."""
+    sizes = setting.sizes
+    if not spec.experts or sizes.expert * sizes.expert_tensor == 1:
+        return 0
+    copies = setting.share * spec.transformer["moe_router_topk"] * sizes.expert_tensor
+    return round(2 * copies * spec.transformer["hidden_size"] * setting.itemsize)

@@ -1,0 +1,1 @@
+"""`slimx plan`: the report, its text, and layouts that it suggests."""

@@ -1,0 +1,76 @@
+"""Which rank runs on which GPU and what it holds: trainers fill the nodes in the order of their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slimx.config.engines import Engines
+from slimx.config.schema import Config
+from slimx.layout.ranks import Sizes, coordinates, stage_layers
+from slimx.models.families import ModelSpec
+from slimx.preflight.record import EnginePlace, RankMap, RankPlace
+
+
+def rank_map(config: Config, spec: ModelSpec, sizes: Sizes, critic: Sizes | None, *, per_node: int) -> RankMap:
+    """The map of a run; `critic`: sizes of a critic on ranks of its own, which follow the trainer's.
+
+    Engines come last, or on the trainers' GPUs in turns with them (`schedule.colocate`). A server that fits a node does
+    not straddle two."""
+    trainer = _places(spec, sizes, 0, per_node)
+    own = _places(spec, critic, sizes.world, per_node) if critic is not None else ()
+    apart = len(trainer) + len(own)
+    rollout = config.rollout
+    engines, at = _servers(rollout.policy_engines, 0 if config.schedule.colocate else apart, per_node)
+    frozen, at = _servers(rollout.frozen_engines, max(at, apart), per_node)
+    gpus = max(apart, at)
+    return RankMap(
+        gpus=gpus,
+        nodes=-(-gpus // per_node),
+        per_node=per_node,
+        trainer=trainer,
+        critic=own,
+        engines=engines,
+        frozen=frozen,
+    )
+
+
+def _servers(groups: Sequence[Engines], at: int, per_node: int) -> tuple[tuple[EnginePlace, ...], int]:
+    """The servers that slimx starts, from GPU `at` on, and the GPU after the last one."""
+    engines = []
+    for group in groups:
+        for server in range(group.started):
+            if at % per_node + group.ranks > per_node:
+                at = -(-at // per_node) * per_node
+            engines.append(
+                EnginePlace(
+                    group=group.name, server=server, node=at // per_node, gpus=tuple(range(at, at + group.ranks))
+                )
+            )
+            at += group.ranks
+    return tuple(engines), at
+
+
+def _places(spec: ModelSpec, sizes: Sizes, first: int, per_node: int) -> tuple[RankPlace, ...]:
+    layers = stage_layers(sizes, spec.table.layers)
+    experts = spec.experts // sizes.expert
+    out = []
+    for rank in range(sizes.world):
+        place = coordinates(rank, sizes)
+        node, gpu = divmod(first + rank, per_node)
+        out.append(
+            RankPlace(
+                rank=rank,
+                node=node,
+                gpu=gpu,
+                tensor=place.tensor,
+                context=place.context,
+                data=place.data,
+                pipeline=place.pipeline,
+                expert=place.expert,
+                expert_tensor=place.expert_tensor,
+                expert_data=place.expert_data,
+                layers=layers[place.pipeline],
+                experts=(place.expert * experts, (place.expert + 1) * experts - 1) if experts else None,
+            )
+        )
+    return tuple(out)

@@ -1,0 +1,236 @@
+"""`slimx plan`: what a run will do, from its configuration and the model's config.json alone.
+
+    config.json --> layout, rank map --> memory of trainers and engines --> what does not fit
+                            |
+                            +--> publication, compiled and proven --> bytes per link
+
+No weights, no prompts, no GPU: a run of hundreds of GPUs is checked and costed on a laptop. Everything is compiled with
+the run's own functions, so that a plan which is printed is a plan that the run will follow.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from slimx.config.engines import Engines
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes, sizes_of
+from slimx.models.families import ModelSpec, configured_model
+from slimx.preflight.checks.constraints import batch_problems, machine_problems, machine_warnings, memory_problems
+from slimx.preflight.checks.exact import check_exact
+from slimx.preflight.checks.layout import check_critic_layout, layout_problems
+from slimx.preflight.checks.serving import check_devices, server_problems
+from slimx.preflight.hardware import Machine, machine_of
+from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of, wire_bytes
+from slimx.preflight.links.publication import PublicationPlan, publication_plan
+from slimx.preflight.memory.batch_plan import batch_plan
+from slimx.preflight.memory.colocated import colocated_memory
+from slimx.preflight.memory.engine import engine_memory
+from slimx.preflight.memory.trainer import trainer_memory
+from slimx.preflight.plan.link_bytes import link_bytes
+from slimx.preflight.plan.rank_map import rank_map
+from slimx.preflight.record import EngineGroup, PlanReport, Prediction, PublicationFigures, RankMap, TrainerMemory
+from slimx.preflight.routing import check_routing
+from slimx.reshard.plan.copy_plan import Plan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A report, and what more can be asked of it: predictions of a publication (None: no engines, or refused), other
+    layouts."""
+
+    report: PlanReport
+    published: PublicationPlan | None
+    spec: ModelSpec
+    machine: Machine
+
+
+@dataclass(slots=True)
+class Collector:
+    """What is wrong, one after another, instead of the first of it."""
+
+    problems: list[str]
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """The result of `step`; None if it refuses, for a reason that is then noted."""
+        try:
+            return step()
+        except SlimxError as error:
+            self.problems.append(str(error))
+            return None
+
+
+def plan_report(config: Config) -> Planned:
+    """Read the model's config.json, split it as configured, weigh it and compile the publication.
+
+    Whatever would refuse the run stands in the report's `violations`. Raises SlimxError only for a model that cannot be
+    read, without which nothing can be said."""
+    spec = configured_model(config)
+    machine = machine_of(config.cluster)
+    # A plan is for the machine of the run, which this one need not be.
+    device = "cuda" if config.cluster.device == "auto" else config.cluster.device
+    found = Collector(layout_problems(config, spec))
+    split = not found.problems
+    sizes = sizes_of(config.trainer)
+    critic = found.attempt(lambda: check_critic_layout(config)) if config.critic is not None else None
+    found.attempt(lambda: check_routing(config, spec))
+    found.attempt(lambda: check_exact(config, spec, "cpu"))  # the run's own machine decides where it says auto
+    found.problems += batch_problems(config, spec, sizes, critic[1] if critic else None)
+    groups = [(group, found.attempt(lambda group=group: engine_sizes(group))) for group in config.rollout.served]
+    found.attempt(lambda: check_devices(config, device))
+    if config.cluster.gpu or config.cluster.gpus_per_node:
+        found.problems += server_problems(config, machine.per_node)
+    report = PlanReport(
+        model=config.model.path,
+        architecture=spec.hf["architectures"][0],
+        parameters=sum(math.prod(shape) for shape in spec.table.checkpoint().values()),
+        checkpoint_tensors=len(spec.table.checkpoint()),
+        device=device,
+        gpu=machine.gpu.name if machine.gpu else None,
+        gpu_memory=machine.memory,
+        engines=tuple(_group(group, own) for group, own in groups if own is not None and not group.frozen),
+        frozen=tuple(_group(group, own) for group, own in groups if own is not None and group.frozen),
+    )
+    if not split or any(own is None for _, own in groups) or (config.critic is not None and critic is None):
+        return Planned(
+            report.model_copy(update={"violations": tuple(found.problems), "refits": not split}), None, spec, machine
+        )
+    began = time.perf_counter()
+    published = found.attempt(lambda: publication_plan(config, spec, sizes, device))
+    seconds = time.perf_counter() - began
+    figures = _figures(config, published, sizes, report.engines, seconds) if published else None
+    known = _of_layout(config, spec, sizes, critic, device, machine, figures)
+    places: RankMap = known["rank_map"]
+    found.problems += machine_problems(config, machine, places)
+    trainers, engines = known["trainer_memory"], known["engine_memory"]
+    found.problems += memory_problems(config, machine, trainers, engines, known["colocated"])
+    links = link_bytes(published, places, report.engines, machine, config) if published else ()
+    update = {
+        **known,
+        "publication": figures,
+        "links": links,
+        "violations": tuple(found.problems),
+        "refits": any(memory_problems(config, machine, trainers, (), known["colocated"])),
+        "warnings": tuple(machine_warnings(config, machine)),
+    }
+    return Planned(report.model_copy(update=update), published, spec, machine)
+
+
+def _of_layout(
+    config: Config,
+    spec: ModelSpec,
+    sizes: Sizes,
+    critic: tuple[ModelSpec, Sizes] | None,
+    device: str,
+    machine: Machine,
+    figures: PublicationFigures | None,
+) -> dict[str, Any]:
+    """Fields of the report that follow from where everything stands."""
+    own = critic[1] if critic and config.critic.placement == "own" else None
+    on_device = figures is not None and config.publish.on_device
+    trainers = trainer_memory(config, spec, sizes, device, publication=figures.publisher_bytes if on_device else 0)
+    critics: tuple[TrainerMemory, ...] = ()
+    if critic is not None:
+        critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
+    staged = figures.staged_bytes if figures else 0
+    engines = tuple(
+        engine_memory(config, spec, group, machine, staged=staged) for group in config.rollout.policy_engines
+    )
+    return {
+        "trainer": sizes,
+        "largest_rank": max(record.parameters for record in trainers),
+        "critic": critic[1] if critic else None,
+        "critic_own": own is not None,
+        "critic_largest_rank": max((record.parameters for record in critics), default=0),
+        "rank_map": rank_map(config, spec, sizes, own, per_node=machine.per_node),
+        "trainer_memory": trainers + critics,
+        "engine_memory": engines,
+        "colocated": colocated_memory(config, machine, trainers, engines),
+        "batch": batch_plan(config, sizes),
+    }
+
+
+def _group(group: Engines, sizes: EngineSizes) -> EngineGroup:
+    return EngineGroup(
+        name=group.name,
+        count=group.servers,
+        sizes=sizes,
+        role=group.role,
+        nodes=group.nodes,
+        external=bool(group.urls),
+    )
+
+
+def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup, ...]) -> Traffic:
+    """Groups may differ in size where they take Hugging Face names: every rank of every engine is counted."""
+    traffic = traffic_of(
+        published.plan,
+        sources=sizes.world,
+        engines=sum(group.count for group in groups),
+        engine_ranks=groups[0].sizes.world,
+        encoding=published.encoding,
+    )
+    return replace(traffic, engine_ranks=sum(group.count * group.sizes.world for group in groups))
+
+
+def _figures(
+    config: Config, published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup, ...], seconds: float
+) -> PublicationFigures:
+    plan = published.plan
+    tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
+    wire = wire_bytes(plan)
+    sent = wire.sent(sizes.world) * sum(group.count for group in groups)
+    received = wire.received(plan.targets)
+    copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
+    publisher_bytes, staged_bytes = _memory(config, plan, int(received.max()))
+    return PublicationFigures(
+        encoding=published.encoding,
+        note=published.note,
+        rule=config.publish.quantise or "none",
+        tensors=len(tensors),
+        quantised=sum(tensor.scale_of >= 0 for tensor in tensors),
+        buckets=plan.count,
+        moves=len(plan.moved),
+        launches=plan.launches,
+        nbytes=int(received.sum()) * copies,
+        received=int(received.max()),
+        sent_max=int(sent.max()),
+        sent_mean=float(sent.mean()),
+        transport=config.publish.transport,
+        publisher_bytes=publisher_bytes,
+        staged_bytes=staged_bytes,
+        plan_bytes=len(plan.to_bytes()),
+        compile_seconds=seconds,
+    )
+
+
+def _memory(config: Config, plan: Plan, received: int) -> tuple[int, int]:
+    """`publisher_bytes` and `staged_bytes` of PublicationFigures."""
+    whole = [sum(target[number].size for target in plan.buckets) for number in range(plan.count)]
+    part = max(bucket.size for target in plan.buckets for bucket in target)
+    options, two = config.publish, 2 * max(whole)
+    if not options.on_device:
+        given_back = options.staging == "bucket" or options.transport == "disk"
+        return (min(two, sum(whole)) if given_back else sum(whole)), 0
+    staged = received if options.staging == "model" else part
+    return min(two, sum(whole)), staged + (max(whole) if options.transport == "nccl" else 0)
+
+
+def predictions(planned: Planned) -> tuple[Prediction, ...]:
+    """The publication on every cluster that the link model knows."""
+    traffic = _traffic(planned.published, planned.report.trainer, planned.report.engines)
+    return tuple(_prediction(traffic, links) for links in (h100_infiniband(), gb300_nvlink()))
+
+
+def _prediction(traffic: Traffic, links: Links) -> Prediction:
+    try:
+        return Prediction(links=links.name, stages=predict(traffic, links))
+    except SlimxError as error:
+        return Prediction(links=links.name, stages=None, refusal=str(error))

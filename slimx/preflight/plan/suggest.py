@@ -1,0 +1,294 @@
+"""Layouts that fit: every split of the trainer's ranks that the model allows, with the least recomputation that fits
+memory, ranked by `slimx.preflight.plan.cost_model`.
+
+`--suggest` keeps `trainer.world_size` and everything that decides what is learned (batch, precision, sequence lengths).
+Where no split of so many ranks fits, it doubles them, up to 64 times.
+
+    splits --> the model divides, weights and gradients alone fit --> most promising first --> memory, stage by stage
+               (arithmetic: thousands in a tenth of a second)          (a few milliseconds each, TRIALS at most)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from math import log2
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from slimx.config.schema import Config
+from slimx.config.trainer import Trainer
+from slimx.errors import SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.models.trunk import read_trunk
+from slimx.preflight.checks.constraints import batch_problems, memory_problems, together
+from slimx.preflight.checks.layout import divisor_problems
+from slimx.preflight.hardware import Machine
+from slimx.preflight.memory.colocated import colocated_memory
+from slimx.preflight.memory.engine import engine_memory
+from slimx.preflight.memory.parameter_runs import Holdings
+from slimx.preflight.memory.trainer import OVERHEAD, holdings, stage_states, trainer_memory
+from slimx.preflight.plan.cost_model import Cost, update_cost
+from slimx.preflight.plan.splits import Fields, divides, sizes_of_split, splits
+from slimx.preflight.record import EngineMemory, Searched, Suggestion, TrainerMemory
+from slimx.reshard.plan.precision import ITEMSIZE
+
+KEPT = 5
+"""Suggestions told."""
+LARGEST = 64
+"""Times trainer.world_size that is tried where nothing smaller fits."""
+TRIALS = 300
+"""Layouts whose memory is computed in one search, at most. A count, so that the answer does not depend on how busy the
+machine is."""
+_NONE = {"granularity": "none"}
+_SELECTIVE = {"granularity": "selective", "modules": ["core_attn", "layernorm", "moe_act"]}
+_FULL = {"granularity": "full", "method": "uniform", "layers": 1}
+_RECOMPUTE: tuple[tuple[dict[str, Any], float | None], ...] = (
+    (_NONE, None),
+    (_SELECTIVE, None),
+    (_FULL, None),
+    (_FULL, 1),
+)
+"""(recompute, share of the moments on the host), each slower than the one before; None: as configured."""
+
+
+class Split(NamedTuple):
+    """A layout that may fit."""
+
+    fields: Fields
+    """Of the trainer section."""
+    sizes: Sizes
+    elements: int
+    """Trained elements of the fullest rank."""
+
+
+class Found(NamedTuple):
+    """A layout that fits."""
+
+    split: Split
+    suggestion: Suggestion
+
+
+def suggest_layouts(
+    config: Config, spec: ModelSpec, machine: Machine, device: str
+) -> tuple[tuple[Suggestion, ...], Searched]:
+    """The cheapest layouts that fit, best first, of each tensor and pipeline size the best; and how far the search
+    went. Raises SlimxError where the GPUs are not named."""
+    search = Search(config, spec, machine, device)
+    best: dict[tuple[int, int], Suggestion] = {}
+    for least, found in search.fitting(search.least_cost):
+        costs = sorted(suggestion.cost for suggestion in best.values())
+        if len(costs) >= KEPT and least > costs[KEPT - 1]:
+            break  # this one and all that follow cost more
+        if found is not None:
+            key, suggestion = (found.split.sizes.tensor, found.split.sizes.pipeline), found.suggestion
+            best[key] = min(best.get(key, suggestion), suggestion, key=lambda suggestion: suggestion.cost)
+    return tuple(sorted(best.values(), key=lambda suggestion: suggestion.cost)[:KEPT]), search.searched
+
+
+def nearest_layout(
+    config: Config, spec: ModelSpec, machine: Machine, device: str
+) -> tuple[Suggestion | None, Searched]:
+    """The layout that fits with the fewest and smallest changes of the configured sizes, None if there is none; and how
+    far the search went."""
+    search = Search(config, spec, machine, device)
+    nearest: tuple[float, Suggestion] | None = None
+    for distance, found in search.fitting(lambda split: _distance(config.trainer, split.fields)):
+        if nearest is not None and distance > nearest[0]:
+            break
+        if found is not None and (nearest is None or found.suggestion.cost < nearest[1].cost):
+            nearest = distance, found.suggestion
+    return (nearest[1] if nearest else None), search.searched
+
+
+def require_gpu(machine: Machine) -> None:
+    """Raise SlimxError where the kind of GPU is not known."""
+    if machine.gpu is None or machine.memory is None:
+        raise SlimxError(
+            "layouts are searched for a kind of GPU: set cluster.gpu", code="plan.suggest_gpu", about="cluster.gpu"
+        )
+
+
+class Search:
+    """Tries splits of the trainer's ranks. What ranks hold is counted once for all of them."""
+
+    def __init__(self, config: Config, spec: ModelSpec, machine: Machine, device: str):
+        require_gpu(machine)
+        self.config, self.spec, self.machine, self.device = config, spec, machine, device
+        groups = config.rollout.policy_engines if config.schedule.colocate else ()
+        self.engines: tuple[EngineMemory, ...] = tuple(
+            engine_memory(config, spec, group, machine, staged=0) for group in groups
+        )
+        """On the same GPUs as the trainer."""
+        self.held = holdings(config, spec)
+        self.critic: tuple[ModelSpec, Holdings] | None = None
+        """The critic in the trainer's ranks, split as the trainer is; one on ranks of its own is left as it is."""
+        if config.critic is not None and config.critic.placement == "shared":
+            trunk = read_trunk(config)
+            self.critic = trunk, holdings(config.as_critic(), trunk)
+        self.updates = config.rollout.prompts_per_step * config.rollout.group_size // config.schedule.updates_per_step
+        self._elements: dict[Sizes, int] = {}
+        self._tried = 0
+        self._worlds = [config.trainer.world_size * 2**k for k in range(LARGEST.bit_length())]
+        self._splits = {world: list(splits(config, spec, machine, world)) for world in self._worlds}
+
+    @property
+    def searched(self) -> Searched:
+        """Extent of the search so far."""
+        layouts = sum(map(len, self._splits.values()))
+        return Searched(layouts=layouts, tried=self._tried, complete=self._tried < TRIALS)
+
+    def fitting(self, promise: Callable[[Split], float]) -> Iterator[tuple[float, Found | None]]:
+        """Tries splits in the order of `promise`, the least first, and tells what each turned out to be; those of the
+        smallest world in which there are any that fit, and TRIALS of them at most."""
+        for world in self._worlds:
+            some = False
+            ordered = sorted(((promise(split), split) for split in self._possible(world)), key=lambda each: each[0])
+            for value, split in ordered:
+                if self._tried == TRIALS:
+                    return
+                self._tried += 1
+                found = self.fit(split)
+                some = some or found is not None
+                yield value, found
+            if some:
+                return
+
+    def least_cost(self, split: Split) -> float:
+        """Seconds of an update that it costs at least: with nothing recomputed."""
+        return round(self._cost(split.sizes, "none", split.elements * self._each).total, 4)
+
+    def _cost(self, sizes: Sizes, recompute: str, exchanged: int, hosted: int = 0) -> Cost:
+        return update_cost(
+            self.config, self.spec, sizes, self.machine, recompute=recompute, exchanged=exchanged, hosted=hosted
+        )
+
+    @property
+    def _each(self) -> int:
+        """Bytes of weight and gradient of an element."""
+        return ITEMSIZE[self.config.numerics.dtype] + 4
+
+    def _possible(self, world: int) -> Iterator[Split]:
+        """Splits of `world` ranks that the model divides by, and whose weights and gradients alone fit."""
+        for fields in self._splits[world]:
+            sizes = sizes_of_split(fields)
+            if divides(sizes, self.spec, self.updates):
+                split = Split(fields, sizes, self._fullest(sizes))
+                if self._floor(split) <= self.machine.memory:
+                    yield split
+
+    def _fullest(self, sizes: Sizes) -> int:
+        """Trained elements of the fullest rank, which is of the first two stages or the last."""
+        alone = Sizes(
+            tensor=sizes.tensor,
+            pipeline=sizes.pipeline,
+            data=sizes.expert * sizes.expert_tensor,
+            expert=sizes.expert,
+            expert_tensor=sizes.expert_tensor,
+            virtual=sizes.virtual,
+            split=sizes.split,
+        )
+        if alone not in self._elements:
+            stages = {0, min(1, sizes.pipeline - 1), sizes.pipeline - 1}
+            self._elements[alone] = max(self.held.elements(alone, stage * alone.stage) for stage in stages)
+        return self._elements[alone]
+
+    def _floor(self, split: Split) -> int:
+        """Bytes of a GPU's memory below which the split cannot be trained, whatever is recomputed or on the host."""
+        overhead = OVERHEAD if self.device == "cuda" else 0
+        static = split.elements * self._each
+        training = static + overhead
+        floor = training + self.config.trainer.memory_margin_mib * 2**20
+        if self.engines:
+            away = overhead + (0 if self.config.trainer.offload else static)
+            generating = max(engine.static or 0 for engine in self.engines)
+            publishing = max(engine.weights for engine in self.engines)
+            publishing += split.elements * ITEMSIZE[self.config.numerics.dtype]
+            floor = max(floor, training + OVERHEAD, generating + OVERHEAD + away, publishing + OVERHEAD + overhead)
+        return floor
+
+    def fit(self, split: Split) -> Found | None:
+        """The split with the least recomputation that fits; None if it does not fit at all."""
+        states = critic_states = None
+        for recompute, offload in _RECOMPUTE:
+            changed = {**split.fields, "recompute": recompute}
+            if offload is not None:
+                changed["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload": offload}
+            tried = with_trainer(self.config, changed)
+            if tried is None:
+                return None
+            if states is None:
+                if any(divisor_problems(split.sizes, self.spec)) or any(
+                    batch_problems(tried, self.spec, split.sizes, None)
+                ):
+                    return None
+                states = stage_states(tried, self.held, self.spec, split.sizes, quick=True)
+            records = trainer_memory(tried, self.spec, split.sizes, self.device, states=states)
+            critics: tuple[TrainerMemory, ...] = ()
+            if self.critic is not None:
+                (trunk, held), own = self.critic, tried.as_critic()
+                if critic_states is None:
+                    critic_states = stage_states(own, held, trunk, split.sizes, model="critic", quick=True)
+                critics = trainer_memory(own, trunk, split.sizes, self.device, model="critic", states=critic_states)
+            shared = colocated_memory(tried, self.machine, records, self.engines)
+            if not any(memory_problems(tried, self.machine, records + critics, (), shared)):
+                peak = max(map(together, records, critics) if critics else (record.peak for record in records))
+                return Found(split, self._told(tried, split, max(records, key=lambda record: record.peak), peak))
+        return None
+
+    def _told(self, tried: Config, split: Split, fullest: TrainerMemory, peak: int) -> Suggestion:
+        trainer = tried.trainer
+        exchanged, hosted = fullest.gradients + fullest.weights, fullest.host_optimizer
+        cost = self._cost(split.sizes, trainer.recompute.granularity, exchanged, hosted)
+        names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
+        names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}
+        layout = " x ".join(f"{name}{size}" for name, size in names.items() if size > 1 or name == "TP")
+        host = f", {trainer.optimizer.offload:.0%} of the moments on the host" if trainer.optimizer.offload else ""
+        return Suggestion(
+            overrides=_overrides(self.config, tried),
+            layout=f"{layout}, recompute {trainer.recompute.granularity}{host}",
+            trainer_peak=peak,
+            margin=self.machine.memory - peak,
+            cost=round(cost.total, 4),
+            why=cost.why,
+        )
+
+
+def with_trainer(config: Config, fields: Fields) -> Config | None:
+    """`config` with other fields of its trainer; None if they do not fit each other."""
+    try:
+        trainer = Trainer.model_validate({**config.trainer.model_dump(), **fields})
+    except ValidationError:
+        return None
+    return config.model_copy(update={"trainer": trainer})
+
+
+def _overrides(config: Config, tried: Config) -> tuple[str, ...]:
+    """What differs from the configuration, as arguments of the command line."""
+    before, after = (c.trainer.model_dump(mode="json") for c in (config, tried))
+    out = []
+    for key, value in after.items():
+        if key == "optimizer":
+            if value["offload"] != before[key]["offload"]:
+                out.append(f"trainer.optimizer.offload={value['offload']:g}")
+        elif value != before[key]:
+            if key == "recompute":
+                value = {name: v for name, v in value.items() if v != before[key][name]}
+                out += [f"trainer.recompute.{name}={_yaml(v)}" for name, v in value.items()]
+            else:
+                out.append(f"trainer.{key}={_yaml(value)}")
+    return tuple(out)
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+def _distance(trainer: Trainer, fields: Fields) -> float:
+    """By how many doublings and halvings the sizes differ."""
+    sizes = {**fields, "expert_tensor": fields["expert_tensor"] or fields["tensor"]}
+    own = {**{key: getattr(trainer, key) for key in sizes}, "expert_tensor": trainer.expert_tensor_size}
+    keys = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    return sum(abs(log2(sizes[key] / own[key])) for key in keys)

@@ -1,0 +1,255 @@
+"""A plan as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.preflight.links.model import Stages
+from slimx.preflight.record import (
+    BatchPlan,
+    EngineGroup,
+    EngineMemory,
+    PlanReport,
+    Predicted,
+    PublicationFigures,
+    RankMap,
+    RankPlace,
+    TrainerMemory,
+)
+
+GIB = 2**30
+
+
+def describe(report: PlanReport) -> list[str]:
+    """The report as lines of text; violations, warnings and suggestions aside."""
+    lines = [
+        f"model       {report.architecture}, {report.model}: {_count(report.parameters, 1)} parameters in "
+        f"{report.checkpoint_tensors:,} tensors",
+        f"trainer     {report.trainer.world} ranks: {_trainer(report.trainer)}; the fullest holds "
+        f"{_count(report.largest_rank, 2)} parameters",
+    ]
+    if report.critic is not None:
+        where = f"{report.critic.world} ranks of its own" if report.critic_own else "in the trainer's ranks"
+        lines.append(
+            f"critic      {where}: {_trainer(report.critic)}; the fullest holds "
+            f"{_count(report.critic_largest_rank, 2)} more parameters"
+        )
+    lines += [f"engines     {_engines(group)}" for group in report.engines]
+    lines += [f"frozen      {_engines(group)}" for group in report.frozen]
+    lines += _places(report.rank_map)
+    lines += _batch(report.batch)
+    lines += _memory(report)
+    if (figures := report.publication) is None:
+        return [*lines, "publication none: the run has no engines"]
+    lines += _publication(figures, report.device)
+    for link in report.links:
+        seconds = f", predicted {link.seconds:.2f} s at the link's rate" if link.seconds is not None else ""
+        lines.append(f"  links     {link.link}: {_size(link.nbytes)}, {_size(link.busiest)} by the busiest{seconds}")
+    return lines
+
+
+def _places(places: RankMap) -> Iterator[str]:
+    yield f"places      {places.gpus} GPUs on {places.nodes} nodes of {places.per_node}, filled in the order of ranks"
+    for name, ranks in (("trainer", places.trainer), ("critic", places.critic)):
+        for stage in sorted({rank.pipeline for rank in ranks}):
+            yield f"  {name:9s} {_stage([rank for rank in ranks if rank.pipeline == stage])}"
+    for name, servers in (("engines", places.engines), ("frozen", places.frozen)):
+        for group in dict.fromkeys(place.group for place in servers):
+            last = {gpu // places.per_node for place in servers if place.group == group for gpu in place.gpus}
+            yield f"  {name:9s} {group}: nodes {_range(sorted(last))}"
+
+
+def _stage(ranks: list[RankPlace]) -> str:
+    first = ranks[0]
+    layers = f"layers {_range(first.layers)}" if first.layers else "no layers"
+    held = sorted({rank.experts for rank in ranks if rank.experts})
+    experts = ""
+    if len(held) > 1:
+        experts = f", experts {', '.join(f'{a}-{b}' for a, b in held[:3])}{', ...' if len(held) > 3 else ''} by EP rank"
+    elif held:
+        experts = f", all {held[0][1] + 1} experts"
+    nodes = _range(sorted({rank.node for rank in ranks}))
+    return f"stage {first.pipeline}: ranks {first.rank}-{ranks[-1].rank}, nodes {nodes}, {layers}{experts}"
+
+
+def _range(numbers: tuple[int, ...] | list[int]) -> str:
+    """Such as 0-3, 8-11."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _batch(batch: BatchPlan) -> Iterator[str]:
+    yield (
+        f"batch       {batch.prompts_per_step} prompts x {batch.group_size} = {batch.rollouts_per_step} rollouts a "
+        f"step, updates a step: {batch.updates_per_step}, each of {batch.rollouts_per_update} rollouts; "
+        f"{batch.requests_in_flight} requests in flight at most"
+    )
+    yield (
+        f"  update    {batch.rollouts_per_data_rank} rollouts per data-parallel rank in "
+        f"{batch.microbatches_per_update} micro-batches of {batch.tokens_per_microbatch:,} tokens, if all have the "
+        f"greatest length of {batch.tokens_per_rollout:,}; pipeline stages wait {batch.bubble:.0%} of it"
+    )
+
+
+def _memory(report: PlanReport) -> Iterator[str]:
+    of = f" of {_gib(report.gpu_memory)} ({report.gpu or 'cluster.gpu_memory_gib'})" if report.gpu_memory else ""
+    yield f"memory      GiB per GPU{of}; activations estimated, overhead assumed, the rest exact"
+    yield "            rank  weights  grads  optimizer  activations  on top  overhead    peak  in flight    host"
+    for record in report.trainer_memory:
+        yield _row(record)
+    for record in report.engine_memory:
+        yield from _engine_memory(record)
+    if (pair := report.colocated) is not None:
+        yield (
+            f"  in turns  training {_gib(pair.training)}, generating {_gib(pair.generating)}, publishing "
+            f"{_gib(pair.publishing)}: margin {_gib(pair.margin)}"
+        )
+
+
+def _row(record: TrainerMemory) -> str:
+    top = max(record.head, record.work) + record.communication
+    columns = (
+        f"{record.rank:6d}",
+        f"{_gib(record.weights):>8s}",
+        f"{_gib(record.gradients):>6s}",
+        f"{_gib(record.optimizer):>10s}",
+        f"{_gib(record.activations):>12s}",
+        f"{_gib(top):>7s}",
+        f"{_gib(record.overhead):>9s}",
+        f"{_gib(record.peak):>7s}",
+        f"{record.in_flight:10d}",
+        f"{_gib(record.host):>7s}",
+    )
+    return f"  {record.model:8s}" + " ".join(columns)
+
+
+def _engine_memory(record: EngineMemory) -> Iterator[str]:
+    yield (
+        f"  {record.group}: weights {_gib(record.weights)} a rank, {_size(record.kv_per_token)} of KV cache per token"
+        + (
+            f", {_gib(record.static)} for both (mem_fraction_static {record.static_fraction})"
+            if record.static is not None
+            else ""
+        )
+    )
+    if record.kv_tokens is not None:
+        yield (
+            f"            {record.kv_tokens:,} tokens fit: {record.concurrency} rollouts of the greatest length at "
+            f"once in a server, {record.concurrency * record.count} in all"
+        )
+
+
+def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
+    yield f"publication encoding {figures.encoding}: {figures.note} (engines on {device})"
+    quantised = f"{figures.quantised:,} quantised to fp8 by the rule {figures.rule}" if figures.quantised else "none"
+    yield f"  tensors   {figures.tensors:,} to each engine, quantised: {quantised}"
+    yield (
+        f"  bytes     {_size(figures.nbytes)} in all; an engine rank takes {_size(figures.received)}, a trainer rank "
+        f"sends {_size(figures.sent_max)} at most, {_size(figures.sent_mean)} on average"
+    )
+    yield f"  work      {figures.buckets:,} buckets, {figures.launches:,} kernel launches per trainer rank at most"
+    yield (
+        f"  memory    {_size(figures.publisher_bytes)} for buckets beside trainer rank 0, "
+        f"{_size(figures.staged_bytes)} of an engine rank's GPU at most (publish.transport {figures.transport})"
+    )
+    yield (
+        f"  plan      {figures.moves:,} moves, {_size(figures.plan_bytes)}, compiled in "
+        f"{figures.compile_seconds:.1f} s; "
+        "proven: every element of every tensor is written once"
+    )
+
+
+def describe_predictions(predicted: Predicted) -> list[str]:
+    """The predictions as lines of text, if the model is right about this machine."""
+    off = f"the model is off by {predicted.model_off_here:+.0%} here"
+    if not predicted.shown:
+        return [f"predicted   not shown: {off}"]
+    lines = [f"predicted   by the link model, not measured; {off}"]
+    for one in predicted.publications or ():
+        lines.append(f"  {one.links}: {_stages(one.stages) if one.stages else one.refusal}")
+    return [*lines, "  if each trainer rank sends each engine rank its own bytes, from device to device"]
+
+
+def describe_suggestions(report: PlanReport) -> list[str]:
+    """Layouts that fit, as lines of text."""
+    lines = []
+    if (nearest := report.nearest) is not None:
+        lines += [
+            f"nearest     that fits: {nearest.layout}; peak {_gib(nearest.trainer_peak)} GiB, margin "
+            f"{_gib(nearest.margin)}",
+            f"            {' '.join(nearest.overrides)}",
+        ]
+    elif report.refits and report.gpu and not report.suggestions:
+        lines.append(f"nearest     none: no layout of up to 64 times as many ranks fits{_searched(report)}")
+    elif report.searched is not None and not report.searched.complete and not report.suggestions:
+        lines.append(f"suggested   none{_searched(report)}")
+    if report.suggestions:
+        lines.append("suggested   layouts that fit, cheapest first; seconds of an update predicted, for ranking only")
+    for number, one in enumerate(report.suggestions, 1):
+        lines.append(
+            f"  {number}. {one.layout}: {one.cost:.2f} s ({one.why}); peak {_gib(one.trainer_peak)} GiB, margin "
+            f"{_gib(one.margin)}"
+        )
+        lines.append(f"     {' '.join(one.overrides) or 'as configured'}")
+    for engine in report.suggested_engines:
+        lines.append(
+            f"  engines   {engine.group}: count {engine.count}, tensor {engine.tensor}, expert {engine.expert}, "
+            f"dp_attention {engine.dp_attention}, nodes {engine.nodes}: {engine.concurrency} rollouts of the greatest "
+            f"length at once, weights {_gib(engine.weights)} GiB a rank"
+        )
+    return lines
+
+
+def _searched(report: PlanReport) -> str:
+    """Words on the extent of a search that ended at its limit; "" for any other."""
+    if (searched := report.searched) is None or searched.complete:
+        return ""
+    return f", of the {searched.tried} most promising that were tried of {searched.layouts:,}"
+
+
+def _stages(stages: Stages) -> str:
+    return (
+        f"{stages.total:.2f} s (gather and pack {stages.pack:.2f}, transfer {stages.transfer:.2f}, verify "
+        f"{stages.check + stages.verify:.2f}, load {stages.load:.2f}, calls {stages.control:.2f}; packing overlaps "
+        "with transfer)"
+    )
+
+
+def _trainer(sizes: Sizes) -> str:
+    return (
+        f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}, expert {sizes.expert} x expert tensor "
+        f"{sizes.expert_tensor}"
+    )
+
+
+def _engines(group: EngineGroup) -> str:
+    role = "" if group.role == "regular" else f" ({group.role})"
+    where = " that run already" if group.external else f" over {group.nodes} nodes each" if group.nodes > 1 else ""
+    return f"{group.name}{role}: {group.count} x {group.sizes.world} ranks{where}: {_engine(group.sizes)}"
+
+
+def _engine(sizes: EngineSizes) -> str:
+    dp = f", attention in {sizes.attention_data} copies" if sizes.attention_data > 1 else ""
+    redundant = f", {sizes.redundant} redundant experts" if sizes.redundant else ""
+    return f"tensor {sizes.tensor} x pipeline {sizes.pipeline}, expert {sizes.expert}{dp}{redundant}"
+
+
+def _count(number: int, digits: int) -> str:
+    return f"{number / 1e9:.{digits}f} B" if number >= 1e8 else f"{number / 1e6:.{digits}f} M"
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}" if abs(nbytes) >= GIB / 10 else f"{nbytes / GIB:.3f}"

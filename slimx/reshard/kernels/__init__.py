@@ -1,0 +1,1 @@
+"""Packing kernels of csrc/ and the rules that they share."""

@@ -1,0 +1,94 @@
+"""One tensor out of blocks of fp8, by the kernel of a publication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from slimx.errors import SlimxError
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from slimx.reshard.kernels.record import element_bytes
+
+_CODES = torch.float8_e4m3fn, torch.uint8
+
+
+def dequantise(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    threads: int | None = None,
+) -> torch.Tensor:
+    """e4m3 `codes` [rows, cols] times the fp32 scales of their blocks -> [rows, cols] of `dtype`.
+
+    `scales` [rows / block[0], cols / block[1]], both rounded up. The product is fp32 and rounded once
+    (docs/numerics.md: DEQUANTISE_FP8); what is not finite stays so. `threads`: torch's number of threads unless given.
+    """
+    out = torch.empty(codes.shape, dtype=dtype)
+    pieces = dequantising(codes, scales, out, block)
+    bucket, flags = out.view(-1).view(torch.uint8), np.zeros(1, dtype=np.uint32)
+    kernel.pack(pieces, bucket, np.zeros(1, dtype=np.uint64), flags, threads=threads)
+    return out
+
+
+class Widener:
+    """Dequantises matrices of one stack again and again; what it is made of is checked once."""
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype):
+        """codes [n, rows, cols], and scales of each as for `dequantise`: both keep their memory, and are read anew at
+        every call."""
+        self._held, self._dtype = (codes, scales), dtype
+        out = torch.empty(1, *codes.shape[1:], dtype=dtype)
+        self._nbytes = out.nbytes
+        self._sums, self._flags = np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint32)
+        matrices = zip(codes, scales, strict=True)
+        pieces = [dequantising(one, own, out[0], block) for one, own in matrices]
+        for piece in pieces:
+            kernel.pack(piece, out.view(-1).view(torch.uint8), self._sums, self._flags)
+        self._pieces = np.concatenate(pieces)
+
+    def reads(self, codes: torch.Tensor, scales: torch.Tensor) -> bool:
+        """Whether these are the tensors that it was made for."""
+        return all(
+            held.data_ptr() == now.data_ptr() and held.shape == now.shape
+            for held, now in zip(self._held, (codes, scales), strict=True)
+        )
+
+    def __call__(self, which: Sequence[int]) -> torch.Tensor:
+        """The matrices of these numbers, [numbers, rows, cols]."""
+        out = torch.empty(len(which), *self._held[0].shape[1:], dtype=self._dtype)
+        if len(which):
+            pieces = self._pieces[list(which)]
+            pieces["dst"] = np.arange(len(which)) * self._nbytes
+            kernel.pack_checked(pieces, out.view(-1).view(torch.uint8), self._sums, self._flags)
+        return out
+
+
+def dequantising(
+    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block: tuple[int, int], start: int = 0
+) -> np.ndarray:
+    """The record [1] of `PIECE` that fills `out`, contiguous [rows, cols], from byte `start` of its bucket on.
+
+    It holds the addresses of codes [rows, cols] and scales, which have to stay where they are.
+    """
+    rows, cols = codes.shape
+    element_bytes("codes of fp8 blocks", codes, *_CODES)
+    size = element_bytes("values of fp8 blocks", out, torch.bfloat16, torch.float32)
+    shape = -(-rows // block[0]), -(-cols // block[1])
+    if scales.shape != shape or scales.dtype != torch.float32 or scales.stride(1) != 1:
+        raise SlimxError(
+            f"scales {scales.dtype} {list(scales.shape)} are not those of codes {list(codes.shape)} in blocks of "
+            f"{block[0]} x {block[1]}: pass fp32 {list(shape)}"
+        )
+    piece = np.zeros(1, dtype=PIECE)
+    piece["src"], piece["src_ld"], piece["src_step"] = codes.data_ptr(), codes.stride(0), codes.stride(1)
+    piece["scale"], piece["scale_ld"], piece["scale_tensor"] = scales.data_ptr(), scales.stride(0) * 4, -1
+    piece["dst"], piece["dst_ld"], piece["pos_ld"] = start, cols * size, cols * size
+    piece["rows"], piece["cols"] = rows, cols
+    piece["block_rows"], piece["block_cols"] = block
+    piece["op"], piece["rule"], piece["item"], piece["out"] = OP.DEQUANTISE_FP8, RULE.NONE, 1, size
+    return piece

@@ -1,0 +1,218 @@
+"""The reshard kernels of `csrc/` from Python: pack pieces into a bucket and checksum tensors, on the CPU.
+
+`csrc/reshard.h` defines the ops and the checksum, `record.py` has the record, `reference.py` says the same in torch.
+The calls take raw addresses: **the caller keeps every tensor that a piece points into alive and unwritten until the
+call returns.** The interpreter lock is released meanwhile, so a transport may run beside it.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch  # before the library is loaded: both then share one OpenMP runtime
+
+from slimx.errors import SlimxError
+from slimx.library import load_library
+from slimx.reshard.kernels.record import (
+    NONFINITE,
+    OP,
+    PIECE,
+    RULE,
+    check_destinations,
+    check_ops,
+    check_sources,
+    check_sums,
+    rectangle,
+)
+
+__all__ = [
+    "ABI",
+    "LIBRARY",
+    "NONFINITE",
+    "OP",
+    "PIECE",
+    "RULE",
+    "checksum_rects",
+    "checksum_tensor",
+    "isas",
+    "load",
+    "pack",
+    "pack_checked",
+    "rectangle",
+    "refuse_nonfinite",
+    "seeds",
+    "triton_scales",
+]
+
+LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cpu.so"
+ABI = 2
+
+
+TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
+"""The table that a GPU wrote, for the rule triton: {s, 1 / s} of every finite bf16 amax [32640, 2] fp32."""
+
+_ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
+_BF16_AMAX = 0x7F80
+"""Finite magnitudes that a bf16 has."""
+_NO_MEMORY, _NO_SUCH_ISA, _NO_TRITON_SCALES = 1, 2, 3
+
+
+def seeds(nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The sums [tensors] uint64 to start from: each tensor's size in bytes enters its checksum once, through this."""
+    sizes = np.ascontiguousarray(nbytes, dtype=np.int64)
+    sums = np.zeros(sizes.shape, dtype=np.uint64)
+    _library().slimx_seed(sizes.ctypes.data, sizes.size, sums.ctypes.data)
+    return sums
+
+
+def pack(
+    pieces: np.ndarray,
+    bucket: torch.Tensor,
+    sums: np.ndarray,
+    flags: np.ndarray | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    isa: str = "best",
+    threads: int | None = None,
+) -> None:
+    """Does the ops of `pieces` [n] of `PIECE` into `bucket` [bytes] uint8; adds what they write to `sums` [tensors].
+
+    `sums`: uint64. A tensor's checksum is complete when all its bytes and its seed have been added, here or elsewhere,
+    in any order. `flags` [tensors] uint32: gets bits such as NONFINITE, for the caller to pass on or to refuse
+    (`refuse_nonfinite`); without it such a value raises SlimxError here, after the bucket is written, with the tensor's
+    name from `names`. `isa`: one of `isas()`; all give the same bits. `threads`: torch's number of threads unless
+    given. Raises SlimxError for a piece that would be written outside the bucket, before anything is written.
+    """
+    if bucket.dtype != torch.uint8 or bucket.device.type != "cpu" or not bucket.is_contiguous():
+        raise SlimxError(f"the bucket is {bucket.dtype} on {bucket.device}: pass contiguous uint8 memory of the CPU")
+    check_sources(pieces, sums)
+    check_ops(pieces, sums)
+    check_destinations(pieces, bucket.numel())
+    found = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
+    if found.dtype != np.uint32 or found.shape != sums.shape or not found.flags.carray:
+        raise SlimxError(f"flags are {found.dtype} {found.shape}: pass a contiguous array of uint32, one for each sum")
+    pack_checked(pieces, bucket, sums, found, isa=isa, threads=threads)
+    if flags is None:
+        refuse_nonfinite(found, names)
+
+
+def pack_checked(
+    pieces: np.ndarray,
+    bucket: torch.Tensor,
+    sums: np.ndarray,
+    flags: np.ndarray,
+    *,
+    isa: str = "best",
+    threads: int | None = None,
+) -> None:
+    """`pack` of records, memory, sums and flags that it has taken before, as they are: what it checks takes longer than
+    the work on a small tensor."""
+    table = triton_scales(TRITON_SCALES).ctypes.data if (pieces["rule"] == RULE.TRITON).any() else None
+    status = _library().slimx_pack(
+        pieces.ctypes.data,
+        len(pieces),
+        bucket.data_ptr(),
+        sums.ctypes.data,
+        flags.ctypes.data,
+        table,
+        _isa(isa),
+        _threads(threads),
+    )
+    _raise_for(status, isa)
+
+
+def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> None:
+    """Raises SlimxError naming the first tensor of `flags` [tensors] that has the bit NONFINITE."""
+    bad = np.flatnonzero(flags & NONFINITE)
+    if len(bad):
+        first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
+        raise SlimxError(
+            f"{first} holds a value that is infinite or not a number, or too large for bf16 ({len(bad)} such tensors); "
+            "these weights cannot be published: look at the last optimizer steps"
+        )
+
+
+@functools.cache
+def triton_scales(path: Path) -> np.ndarray:
+    """The table for the rule triton [32640, 2] fp32. Raises SlimxError where it is missing or not one."""
+    how = "store there the triton_scales.npy that `make gpu` writes on a machine with a GPU, or choose the rule ieee"
+    if not path.exists():
+        raise SlimxError(f"the rule triton needs the table {path} of what a GPU divides: {how}")
+    table = np.load(path, allow_pickle=False)
+    if table.dtype != np.float32 or table.shape != (_BF16_AMAX, 2) or not table.flags.carray:
+        raise SlimxError(f"{path} is {table.dtype} {table.shape}, no table of [{_BF16_AMAX}, 2] scales: {how}")
+    amax = np.maximum((np.arange(_BF16_AMAX, dtype=np.uint32) << 16).view(np.float32), np.float32(1e-10))
+    exact = np.stack([amax.astype(np.float64) / 448, 448 / amax.astype(np.float64)], axis=1)
+    if not np.allclose(table, exact, rtol=1e-6, atol=0):
+        raise SlimxError(f"{path} does not hold amax / 448 and its inverse: {how}")
+    return table
+
+
+def checksum_rects(pieces: np.ndarray, sums: np.ndarray, *, isa: str = "best", threads: int | None = None) -> None:
+    """Adds to `sums` what `pack` would add, without copying: for tensors, or parts of them, held in any layout.
+
+    Parts of one tensor held by several ranks add up: one of them starts from `seeds`, the others from 0.
+    """
+    check_sources(pieces, sums)
+    check_sums(pieces)
+    status = _library().slimx_checksum(pieces.ctypes.data, len(pieces), sums.ctypes.data, _isa(isa), _threads(threads))
+    _raise_for(status, isa)
+
+
+def checksum_tensor(t: torch.Tensor, *, isa: str = "best", threads: int | None = None) -> int:
+    """The checksum, 64 bits, of the whole tensor `t`: contiguous, or a 2-D view of any strides.
+
+    For many tensors one `checksum_rects` is faster: a call costs some 30 us before the first byte.
+    """
+    view = t.reshape(-1) if t.is_contiguous() else t
+    sums = seeds([t.numel() * t.element_size()])
+    record = rectangle(view, tensor=0, pos=0, pos_ld=view.shape[-1] * t.element_size())
+    checksum_rects(np.array([record], dtype=PIECE), sums, isa=isa, threads=threads)
+    return int(sums[0])
+
+
+def isas() -> list[str]:
+    """The instruction sets that this processor can run."""
+    return [name for name, code in _ISAS.items() if _library().slimx_has_isa(code)]
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path` with its signatures declared. Raises SlimxError if it is missing, broken or stale."""
+    remedy = "run `make build` or `pip install --no-build-isolation -e .`, which need a C++ compiler"
+    library = load_library(path, what="the kernel library", version="slimx_abi", abi=ABI, remedy=remedy)
+    address, count, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.slimx_seed.argtypes = [address, count, address]
+    library.slimx_seed.restype = None
+    library.slimx_pack.argtypes = [address, count, address, address, address, address, code, code]
+    library.slimx_checksum.argtypes = [address, count, address, code, code]
+    return library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return load(LIBRARY)
+
+
+def _isa(name: str) -> int:
+    if name not in _ISAS:
+        raise SlimxError(f"unknown instruction set {name!r}: choose one of {', '.join(_ISAS)}")
+    return _ISAS[name]
+
+
+def _threads(threads: int | None) -> int:
+    if threads is not None and threads < 1:
+        raise SlimxError(f"{threads} threads cannot pack a bucket: pass 1 or more")
+    return threads or torch.get_num_threads()
+
+
+def _raise_for(status: int, isa: str) -> None:
+    if status == _NO_SUCH_ISA:
+        raise SlimxError(f"this processor has no {isa}: choose one of {', '.join(isas())}")
+    if status == _NO_MEMORY:
+        raise SlimxError("the reshard kernel found no memory for its list of tiles: pack fewer pieces at a time")
+    if status == _NO_TRITON_SCALES:
+        raise SlimxError("the reshard kernel was given no table for the rule triton: pass one")
+    if status:
+        raise SlimxError(f"the reshard kernel returned the unknown status {status}: rebuild it with `make build`")

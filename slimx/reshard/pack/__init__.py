@@ -1,0 +1,1 @@
+"""Execution of a plan: pieces gathered from ranks into buckets."""

@@ -1,0 +1,95 @@
+"""One rank's share in filling buckets in the memory of the publisher's GPU: no byte crosses host memory.
+
+Ranks that reach the publisher's GPU write into its memory by their own kernel, over NVLink or PCIe; others send theirs
+through their process group. There are two buckets: one is packed while the other is read by engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from slimx.errors import SlimxError
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels.cuda import DevicePlan
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.pack.packer import Packer, Share
+from slimx.reshard.pack.pieces import compact, pieces_of, spread
+from slimx.reshard.transports.device import DeviceMemory, opened
+
+SLOTS = 2
+
+
+class DeviceGatherer:
+    """What `slimx.reshard.pack.gather.Gatherer` is for host memory. All ranks call `fill` together, in the same
+    order."""
+
+    def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None):
+        """`remote`: ranks that cannot reach the memory of the publisher's GPU; they send through `group` (of the
+        trainers' GPUs)."""
+        self.packer, self.remote, self.group = packer, sorted(remote), group
+        self._free: list[DeviceMemory] = []
+        self._held: dict[int, DeviceMemory] = {}
+        """By bucket its memory."""
+
+    def open(self, bucket: int) -> str:
+        """Publisher only: memory for `bucket`; its path. The bucket's until `release(bucket)`."""
+        if bucket not in self._held:
+            if not self._free:
+                self._free.append(self._allocate(bucket))
+            self._held[bucket] = memory = self._free.pop()
+            memory.clear()  # of another bucket's bytes: padding is zero, and no rank writes it
+        return self._held[bucket].path
+
+    def fill(self, bucket: int, path: str) -> Share:
+        """Bring this rank's part of `bucket` into the memory at `path`; returns when it is there."""
+        rank = self.packer.rank
+        if rank in self.remote:
+            run, share = self.packer.pack_device_run(bucket)
+            if len(run):
+                dist.send(run, PUBLISHER, group=self.group)
+            return share
+        with opened(path, self.packer.form(bucket).size, self.packer.device) as address:
+            share = self.packer.pack_at(bucket, address)
+        if rank == PUBLISHER:
+            for other in self.remote:
+                self._receive(bucket, other)
+        return share
+
+    def release(self, bucket: int | None = None) -> None:
+        """The memory of `bucket`, or of all, may take another one: nobody who counts reads it any more. An engine that
+        was late and still does finds other checksums."""
+        for done in list(self._held) if bucket is None else [bucket]:
+            if done in self._held:
+                self._free.append(self._held.pop(done))
+
+    def close(self) -> None:
+        """Give the device its memory back; the next publication takes it anew. Not while one is under way."""
+        self.release()
+        while self._free:
+            self._free.pop().close()
+
+    def _allocate(self, bucket: int) -> DeviceMemory:
+        if len(self._held) == SLOTS:
+            held = " and ".join(map(str, sorted(self._held)))
+            raise SlimxError(f"bucket {bucket} has no memory: buckets {held} are in it; release one of them first")
+        size = max(self.packer.form(number).size for number in range(self.packer.plan.count))
+        return DeviceMemory(size, self.packer.device)
+
+    def _receive(self, bucket: int, other: int) -> None:
+        plan, form = self.packer.plan, self.packer.form(bucket)
+        pieces = pieces_of(plan, plan.moves_of(other, bucket), form, None)
+        _, size = compact(pieces)
+        if not size:
+            return
+        device = self.packer.device
+        run = torch.empty(size, dtype=torch.uint8, device=device)
+        dist.recv(run, other, group=self.group)
+        names = [f"what trainer rank {other} sent"]
+        copies = DevicePlan(spread(pieces, run), bucket_bytes=form.size, names=names, bucket=str(bucket), device=device)
+        # The sender's share of the checksums covers these bytes: what happens to them here is found by a receiver.
+        sums, flags = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        kernel_cuda.pack_at(copies, self._held[bucket].address, sums, flags)
+        kernel_cuda.results(copies, sums)

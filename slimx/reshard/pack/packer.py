@@ -1,0 +1,136 @@
+"""One trainer rank's side of a publication: its parameters' bytes, where the plan wants them, in one kernel call per
+bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slimx.errors import SlimxError
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import cuda as kernel_cuda
+from slimx.reshard.kernels.cuda import DevicePlan
+from slimx.reshard.pack.pieces import BucketForm, PlannedBuckets, compact, pieces_of, spread
+from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.reshard.plan.copy_plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank added to a bucket."""
+
+    sums: np.ndarray
+    """Its share of each tensor's checksum [tensors] uint64, in the order of `BucketForm.tensors`."""
+    flags: np.ndarray
+    """What it met in each tensor [tensors] uint32 (kernel.NONFINITE)."""
+
+
+class Packer:
+    """Packs the buckets of `plan` from `parameters`, whose memory must stay where it is."""
+
+    def __init__(self, plan: Plan, rank: int, parameters: Mapping[str, torch.Tensor]):
+        self.plan, self.rank, self.parameters = plan, rank, parameters
+        self.form = PlannedBuckets(plan).form
+        self._device = next((p.device for p in parameters.values() if p.is_cuda), None)
+        self._addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+        self._pieces: dict[int, np.ndarray] = {}
+        self._device_plans: dict[tuple[int, bool], DevicePlan] = {}
+        """By bucket, and whether its pieces are compacted."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._device or torch.device("cpu")
+
+    def again(self) -> None:
+        """The parameters may have other addresses now (`slimx.trainer.device.offload`): look them up anew."""
+        addresses = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._pieces.clear()
+            self._device_plans.clear()
+
+    def pack(self, bucket: int, memory: torch.Tensor) -> Share:
+        """Write this rank's part of `bucket` into `memory`, uint8 [form(bucket).size], zero where nobody writes."""
+        if self._device is None:
+            return self._run(bucket, self._records(bucket), memory)
+        # Others write into the same memory: what the device packed crosses in one run and is put in its places here.
+        run, share = self.pack_run(bucket)
+        kernel.pack(spread(self._records(bucket), run), memory, np.zeros(1, np.uint64))
+        return share
+
+    def pack_run(self, bucket: int) -> tuple[torch.Tensor, Share]:
+        """The same bytes in one run in host memory, uint8 [bytes], for `slimx.reshard.pack.pieces.spread`."""
+        if self._device is None:
+            pieces, size = compact(self._records(bucket))
+            run = torch.empty(size, dtype=torch.uint8)
+            return run, self._run(bucket, pieces, run)
+        run, share = self.pack_device_run(bucket)
+        return torch.empty(len(run), dtype=torch.uint8, pin_memory=True).copy_(run), share
+
+    def pack_at(self, bucket: int, address: int) -> Share:
+        """`pack` into memory of a GPU, this rank's or another's, that its own reaches at `address`."""
+        return self._launch(bucket, self._records(bucket), self.form(bucket).size, address, compacted=False)
+
+    def pack_device_run(self, bucket: int) -> tuple[torch.Tensor, Share]:
+        """`pack_run` into the memory of this rank's GPU."""
+        pieces, size = compact(self._records(bucket))
+        run = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return run, self._launch(bucket, pieces, size, run.data_ptr(), compacted=True)
+
+    def _records(self, bucket: int) -> np.ndarray:
+        if bucket not in self._pieces:
+            moves = self.plan.moves_of(self.rank, bucket)
+            self._pieces[bucket] = pieces_of(self.plan, moves, self.form(bucket), self.parameters)
+        for name, address in self._addresses.items():
+            if self.parameters[name].data_ptr() != address:
+                raise SlimxError(
+                    f"parameter {name} has moved in memory since its plan was prepared; weights must be changed in "
+                    "place, or prepared again"
+                )
+        return self._pieces[bucket]
+
+    def _run(self, bucket: int, pieces: np.ndarray, memory: torch.Tensor) -> Share:
+        count = len(self.form(bucket).tensors)
+        share = Share(np.zeros(count, np.uint64), np.zeros(count, np.uint32))
+        if len(pieces):  # of many ranks most bring nothing to a bucket
+            kernel.pack(pieces, memory, share.sums, share.flags)
+        return share
+
+    def _launch(self, bucket: int, pieces: np.ndarray, size: int, address: int, *, compacted: bool) -> Share:
+        """`pieces` into the `size` bytes at `address` by one launch; returns when it has ended."""
+        names = [tensor.name for tensor in self.form(bucket).tensors]
+        none = np.zeros(len(names), np.uint32)
+        if not len(pieces):
+            return Share(np.zeros(len(names), np.uint64), none)
+        if (bucket, compacted) not in self._device_plans:
+            self._device_plans[bucket, compacted] = DevicePlan(
+                pieces, bucket_bytes=size, names=names, bucket=str(bucket), device=self.device
+            )
+        plan = self._device_plans[bucket, compacted]
+        sums = torch.zeros(len(names), dtype=torch.int64, device=self.device)
+        flags = torch.zeros(len(names), dtype=torch.int32, device=self.device)
+        kernel_cuda.pack_at(plan, address, sums, flags)
+        return Share(kernel_cuda.results(plan, sums, flags), none)
+
+
+def describe(form: BucketForm, path: str, shares: list[Share]) -> PackedBucket:
+    """The packed bucket in the memory file `path` that all ranks have written their part of.
+
+    Raises SlimxError naming a tensor that is not finite.
+    """
+    sums, flags = kernel.seeds(form.nbytes), np.zeros(len(form.tensors), np.uint32)
+    for share in shares:
+        sums += share.sums
+        flags |= share.flags
+    kernel.refuse_nonfinite(flags, [tensor.name for tensor in form.tensors])
+    tensors = [
+        PackedTensor(t.name, t.dtype, t.shape, int(offset), t.nbytes, int(total))
+        for t, offset, total in zip(form.tensors, form.offset, sums, strict=True)
+    ]
+    edges = form.first.tolist()
+    targets = tuple(tuple(tensors[start:stop]) for start, stop in zip(edges, edges[1:], strict=False))
+    return PackedBucket(path, form.size, targets)

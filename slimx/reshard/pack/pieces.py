@@ -1,0 +1,180 @@
+"""A plan's moves as the kernels' records: addresses in one rank's parameters, places in a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from slimx.errors import SlimxError
+from slimx.layout.parts import matrix
+from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from slimx.reshard.plan.copy_plan import Bucket, Plan
+from slimx.reshard.plan.precision import ITEMSIZE
+
+PAGE = 4096
+"""Bytes: each target's region of a bucket starts on a page, so that an engine rank can map its own alone."""
+
+
+class BucketForm:
+    """All targets' regions of one bucket in one memory, as columns over its tensors."""
+
+    def __init__(self, buckets: list[Bucket]):
+        self.first = np.cumsum([0] + [len(bucket.tensors) for bucket in buckets])
+        """Number of the first tensor of each target, counted through the bucket."""
+        self.bases: list[int] = []
+        self.size = 0
+        for bucket in buckets:
+            self.bases.append(self.size)
+            self.size += -(-bucket.size // PAGE) * PAGE
+        self.tensors = [tensor for bucket in buckets for tensor in bucket.tensors]
+        bases = [base for base, bucket in zip(self.bases, buckets, strict=True) for _ in bucket.tensors]
+        self.offset = np.array([base + t.offset for base, t in zip(bases, self.tensors, strict=True)], dtype=np.int64)
+        self.width = np.array([t.width for t in self.tensors], dtype=np.int64)
+        self.item = np.array([ITEMSIZE[t.dtype] for t in self.tensors], dtype=np.int64)
+        self.nbytes = np.array([t.nbytes for t in self.tensors], dtype=np.int64)
+        self.dtype = np.array([t.dtype for t in self.tensors])
+
+
+class PlannedBuckets:
+    """A plan with the forms of its buckets, each made once."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self._forms: dict[int, BucketForm] = {}
+
+    def form(self, bucket: int) -> BucketForm:
+        """Where everything stands in `bucket`."""
+        if bucket not in self._forms:
+            self._forms[bucket] = BucketForm([target[bucket] for target in self.plan.buckets])
+        return self._forms[bucket]
+
+    def forms(self) -> list[dict[str, str]]:
+        """Per target every tensor that it receives: name -> "dtype:d0,d1"."""
+        return [
+            {t.name: f"{t.dtype}:{','.join(map(str, t.shape))}" for bucket in target for t in bucket.tensors}
+            for target in self.plan.buckets
+        ]
+
+
+def pieces_of(
+    plan: Plan, moves: np.ndarray, form: BucketForm, parameters: Mapping[str, torch.Tensor] | None
+) -> np.ndarray:
+    """Records [moves] of `PIECE` that read `parameters` and write into a bucket of `form`.
+
+    The records hold the parameters' addresses: they stay valid as long as these keep their memory. Without parameters
+    (another rank's) the sources count from address 0.
+    """
+    out = np.zeros(len(moves), dtype=PIECE)
+    if not len(moves):
+        return out
+    numbers, inverse = np.unique(moves["parameter"], return_inverse=True)
+    source = [_source(plan, int(number), parameters) for number in numbers]
+    base, ld, item = (np.array(column, dtype=np.int64)[inverse] for column in zip(*source, strict=True))
+    rows_first = base + (moves["source_row"] * ld + moves["source_col"]) * item
+    tensor = form.first[moves["target"]] + moves["tensor"]
+    width, size = form.width[tensor], form.item[tensor]
+    place = (moves["row"] * width + moves["col"]) * size
+
+    out["src"] = rows_first
+    out["src_ld"], out["src_step"] = ld * item * moves["source_step"], item
+    out["dst"], out["pos"] = form.offset[tensor] + place, place
+    out["dst_ld"] = out["pos_ld"] = width * size * moves["row_step"]
+    out["rows"], out["cols"] = moves["rows"], moves["cols"]
+    out["tensor"], out["scale_tensor"] = tensor, -1
+    out["item"], out["out"] = item, size
+
+    wanted = form.dtype[tensor]
+    held = np.array([plan.parameters[int(number)].dtype for number in numbers])[inverse]
+    out["op"] = np.select(
+        [wanted == held, wanted == "bfloat16", wanted == "float32"],
+        [OP.COPY_CHECKED, OP.FP32_TO_BF16, OP.BF16_TO_FP32],
+        OP.QUANTISE_FP8,
+    )
+    if plan.precision.quantisation is not None:
+        _quantise(plan, moves, form, tensor, wanted == "float8_e4m3fn", out)
+    return out
+
+
+def _quantise(
+    plan: Plan, moves: np.ndarray, form: BucketForm, tensor: np.ndarray, chosen: np.ndarray, out: np.ndarray
+) -> None:
+    """Fill in what the pieces among `chosen` need: op, rule, block, and the place of their scales."""
+    quantisation = plan.precision.quantisation
+    (high, wide), rule = quantisation.block, quantisation.rule
+    scales = tensor[chosen] + 1  # a tensor's scales follow it
+    width, size = form.width[scales], form.item[scales]
+    place = (moves["row"][chosen] // high * width + moves["col"][chosen] // wide) * size
+    out["op"][chosen] = OP.QUANTISE_MXFP8 if rule == "mxfp8" else OP.QUANTISE_FP8
+    out["rule"][chosen] = RULE[rule.upper()]
+    out["block_rows"][chosen], out["block_cols"][chosen] = high, wide
+    out["scale_tensor"][chosen] = scales
+    out["scale"][chosen], out["scale_pos"][chosen] = form.offset[scales] + place, place
+    out["scale_ld"][chosen] = out["scale_pos_ld"][chosen] = width * size
+
+
+def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
+    """The same pieces written one after another, each with its scales behind it, and the bytes of all together.
+
+    All start at a multiple of 16 bytes, the widest access of the kernels."""
+    out = pieces.copy()
+    values, scales = (
+        -(-nbytes // 16) * 16
+        for nbytes in (pieces["rows"] * _row_bytes(pieces), _scale_rows(pieces) * _scale_row_bytes(pieces))
+    )
+    ends = np.cumsum(values + scales)
+    out["dst"], out["dst_ld"] = ends - values - scales, _row_bytes(pieces)
+    out["scale"], out["scale_ld"] = ends - scales, _scale_row_bytes(pieces)
+    return out, int(ends[-1]) if len(ends) else 0
+
+
+def spread(pieces: np.ndarray, run: torch.Tensor) -> np.ndarray:
+    """Records that copy what `compact(pieces)` wrote into `run`, uint8 [bytes], to where `pieces` has it."""
+    packed, _ = compact(pieces)
+    out = []
+    for dst, ld, rows, row_bytes in (
+        ("dst", "dst_ld", pieces["rows"], _row_bytes(pieces)),
+        ("scale", "scale_ld", _scale_rows(pieces), _scale_row_bytes(pieces)),
+    ):
+        copies = np.zeros(len(pieces), dtype=PIECE)
+        copies["src"] = run.data_ptr() + packed[dst]
+        copies["src_ld"] = row_bytes
+        copies["dst"], copies["dst_ld"] = pieces[dst], pieces[ld]
+        copies["pos_ld"] = row_bytes
+        copies["rows"], copies["cols"] = rows, row_bytes
+        copies["src_step"] = copies["item"] = copies["out"] = 1
+        copies["op"], copies["scale_tensor"] = OP.COPY, -1
+        out.append(copies[rows > 0])
+    return np.concatenate(out)
+
+
+def _row_bytes(pieces: np.ndarray) -> np.ndarray:
+    return pieces["cols"] * pieces["out"]
+
+
+def _scale_rows(pieces: np.ndarray) -> np.ndarray:
+    return np.where(pieces["scale_tensor"] >= 0, -(-pieces["rows"] // np.maximum(pieces["block_rows"], 1)), 0)
+
+
+def _scale_row_bytes(pieces: np.ndarray) -> np.ndarray:
+    size = np.where(pieces["op"] == OP.QUANTISE_MXFP8, 1, 4)
+    return -(-pieces["cols"] // np.maximum(pieces["block_cols"], 1)) * size
+
+
+def _source(plan: Plan, number: int, parameters: Mapping[str, torch.Tensor] | None) -> tuple[int, int, int]:
+    """Address, elements per row and bytes per element of a parameter, which must be what the plan was made for."""
+    planned = plan.parameters[number]
+    if parameters is None:
+        return 0, matrix(planned.shape)[1], ITEMSIZE[planned.dtype]
+    held = parameters.get(planned.name)
+    if held is None:
+        raise SlimxError(f"this rank has no parameter {planned.name}, which the plan reads; compile it for this layout")
+    found = str(held.dtype).removeprefix("torch."), tuple(held.shape)
+    if found != (planned.dtype, planned.shape) or not held.is_contiguous():
+        raise SlimxError(
+            f"parameter {planned.name} is {found[0]} {list(found[1])}"
+            f"{'' if held.is_contiguous() else ', not contiguous'}; the plan was compiled for {planned.dtype} "
+            f"{list(planned.shape)}"
+        )
+    return held.data_ptr(), matrix(planned.shape)[1], held.element_size()

@@ -1,0 +1,1 @@
+"""The plan of a publication: which bytes go where, in which precision."""

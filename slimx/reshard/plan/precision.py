@@ -1,0 +1,43 @@
+"""In which dtypes weights travel: the trainer's, the engine's, and block quantisation in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slimx.errors import SlimxError
+from slimx.models.files.scale_suffix import SCALE_SUFFIX as SCALE_SUFFIX
+
+ModelDtype = Literal["float32", "bfloat16"]
+Rule = Literal["ieee", "triton", "te", "ue8m0", "mxfp8"]
+
+ITEMSIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """fp8 e4m3 codes with one scale per block (reshard.md's rules; docs/numerics.md defines them)."""
+
+    rule: Rule
+    block: tuple[int, int] = (128, 128)
+    """Rows and columns of a block in elements."""
+
+    def __post_init__(self) -> None:
+        if (self.rule == "mxfp8") != (self.block == (1, 32)):
+            raise SlimxError(
+                f"rule {self.rule} with blocks of {self.block}: mxfp8 has 1 x 32 blocks, no other rule has"
+            )
+
+    @property
+    def scale_dtype(self) -> str:
+        """E8M0 exponents for MXFP8, fp32 scales for the others."""
+        return "uint8" if self.rule == "mxfp8" else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtype of the trainer's weights, dtype of the engine's, and how those that the family quantises are quantised."""
+
+    trainer: ModelDtype
+    engine: ModelDtype
+    quantisation: Quantisation | None = None

@@ -1,0 +1,1 @@
+"""Requests for tokens: sampling, retries, streams, completions."""

@@ -1,0 +1,202 @@
+"""One request through a router, sent again while engines are lost and come back, within a deadline.
+
+The deadline stands still while no engine serves: that is no failure of a request, and bounded by those who bring one
+back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from slimx.engines.outage import Absence, Outage
+from slimx.engines.server.control import message_of, parse_body
+from slimx.errors import DeadlineError, SlimxError
+from slimx.runtime.standing_clock import Clock
+
+NO_ENGINE = 503
+"""The router's answer when no engine is registered."""
+UNREACHED = -1
+"""Stands in place of a status: nobody listens at the address, so that the request was never sent."""
+
+JSON = {"Content-Type": "application/json"}
+KEY_HEADER = "X-SMG-Routing-Key"
+"""By which sglang-router's policy `manual` keeps requests together."""
+
+Answer = tuple[int, dict[str, Any]]
+"""Status and body; status 0 if the connection broke, UNREACHED if there was none."""
+
+
+class AnswerError(SlimxError):
+    """An answer that is final and not the wanted one."""
+
+    def __init__(self, url: str, status: int, message: str):
+        said = "was not answered" if status <= 0 else f"answered {status}"
+        super().__init__(f"POST {url} {said}: {message}", code="request.refused", about=url)
+        self.url, self.status, self.message = url, status, message
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
+        """As of DeadlineError."""
+        return type(self), (self.url, self.status, self.message)
+
+
+def lost(status: int) -> bool:
+    """Returns True if a request was lost with its engine: the connection broke, the router lost the engine it had
+    chosen, or the engine failed in a way that another one need not."""
+    return status == 0 or (status >= 500 and status != NO_ENGINE)
+
+
+def failed(error: aiohttp.ClientError) -> Answer:
+    """A substitute for the answer of a request that got none: UNREACHED or 0 as its status, and the error's text."""
+    status = UNREACHED if isinstance(error, aiohttp.ClientConnectorError) else 0
+    return status, {"text": f"{type(error).__name__}: {error}"}
+
+
+def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> list[float]:
+    """Log-probs of `token_ids` [L] but the first, out of a /generate answer of `who`, [L - 1].
+
+    Raises SlimxError if other tokens were scored. SGLang 0.5.23 scores the last token of the vocabulary, but calls it 0
+    (scheduler_components/logprob_result_processor.py clips ids)."""
+    scored = meta.get("input_token_logprobs") or []
+    wanted = [int(token) for token in token_ids]
+    if len(scored) != len(wanted) or any(
+        entry[1] not in (token, 0) for entry, token in zip(scored, wanted, strict=True)
+    ):
+        raise SlimxError(f"{who} scored {len(scored)} tokens that are not the {len(wanted)} asked for")
+    return [entry[0] for entry in scored[1:]]
+
+
+async def send(
+    attempt: Callable[[], Awaitable[Answer]],
+    url: str,
+    *,
+    deadline_s: float,
+    retry_s: float,
+    retries: int,
+    on_lost: Callable[[], Awaitable[None]],
+    absence: Absence | None = None,
+) -> dict[str, Any]:
+    """The body of the first answer of status 200. Requests must have no effects besides their answers.
+
+    `attempt` sends the request to `url` once. One that is lost with its engine is sent again `retries` times; `on_lost`
+    is awaited before. One that finds no engine is sent again for `retry_s` seconds, and those of an `absence` do not
+    count, neither there nor in `deadline_s`.
+    Raises AnswerError for another answer, and DeadlineError after `deadline_s` seconds.
+    """
+    give_up, pause, lost_before = asyncio.get_running_loop().time() + retry_s, 0.1, 0
+    clock = Clock(deadline_s)
+    try:
+        async with clock:
+            while True:
+                if absence is not None and absence.lasts:
+                    began = asyncio.get_running_loop().time()
+                    with clock.standing():
+                        await absence.over()
+                    give_up, pause = give_up + asyncio.get_running_loop().time() - began, 0.1
+                status, answer = await attempt()
+                if status == 200:
+                    return answer
+                nobody = status in (NO_ENGINE, UNREACHED)
+                if lost(status):
+                    again = lost_before < retries
+                    lost_before += 1
+                else:
+                    again = nobody and asyncio.get_running_loop().time() + pause < give_up
+                if not again:
+                    raise AnswerError(url, status, message_of(answer))
+                if not nobody:
+                    await on_lost()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 2.0)
+    except TimeoutError:
+        raise DeadlineError("a generation request", deadline_s, url) from None
+
+
+class Sender:
+    """Sends one request through a router, its continuations too, and counts how often it was lost."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        key: str | None,
+        *,
+        retry_s: float,
+        retries: int,
+        on_lost: Callable[[], Awaitable[None]],
+        outage: Outage,
+    ) -> None:
+        """`key`: requests of one key go to one engine, if the router goes by keys. The others are those of `send`."""
+        self.url = url
+        self._session, self._key, self._retry_s, self._retries, self._on_lost = session, key, retry_s, retries, on_lost
+        self._outage = outage
+        self._losses = 0
+
+    def time(self) -> float:
+        """Seconds of a clock that stands still while no engine serves."""
+        return self._outage.time()
+
+    async def answer(self, body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """The body of the answer. Errors are those of `send`."""
+        data = msgspec.json.encode(body)
+
+        async def attempt() -> Answer:
+            try:
+                async with self._session.post(self.url, data=data, headers=self._headers) as response:
+                    return response.status, parse_body(await response.read())
+            except aiohttp.ClientError as error:
+                return failed(error)
+
+        return await self._send(attempt, deadline_s)
+
+    async def open(self, body: dict[str, Any], deadline_s: float) -> aiohttp.ClientResponse:
+        """An answer of status 200 whose body is yet to be read; the caller closes it. Errors are those of `send`."""
+        data = msgspec.json.encode(body)
+        opened: list[aiohttp.ClientResponse] = []
+
+        async def attempt() -> Answer:
+            try:
+                response = await self._session.post(self.url, data=data, headers=self._headers)
+                if response.status == 200:
+                    opened.append(response)
+                    return 200, {}
+                async with response:
+                    return response.status, parse_body(await response.text())
+            except aiohttp.ClientError as error:
+                return failed(error)
+
+        await self._send(attempt, deadline_s)
+        return opened[0]
+
+    async def lost(self, what: str) -> None:
+        """An open answer broke off: have the engine looked for. Raises SlimxError, which says `what`, if that happened
+        too often."""
+        if self._losses >= self._retries:
+            raise SlimxError(f"POST {self.url}: {what}, and it was lost {self._losses} times before")
+        await self._count()
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        if self._key is None:
+            return JSON
+        # An engine that lives on, but loses requests, stays in the router: another key may find another one.
+        return JSON | {KEY_HEADER: f"{self._key}~{self._losses}" if self._losses else self._key}
+
+    async def _send(self, attempt: Callable[[], Awaitable[Answer]], deadline_s: float) -> dict[str, Any]:
+        return await send(
+            attempt,
+            self.url,
+            deadline_s=deadline_s,
+            retry_s=self._retry_s,
+            retries=self._retries - self._losses,
+            on_lost=self._count,
+            absence=self._outage,
+        )
+
+    async def _count(self) -> None:
+        self._losses += 1
+        await self._on_lost()

@@ -1,0 +1,1 @@
+"""Groups in progress: scheduling, interruption, rewards, replay."""

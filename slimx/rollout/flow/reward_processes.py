@@ -1,0 +1,238 @@
+"""Runs reward hooks in processes of their own: one that computes for ever is killed at its deadline.
+
+    driver  -- prompt, trajectory, text -->  worker: imports the hooks once, one call at a time
+            <-- number or numbers ---------
+
+A killed or crashed worker is replaced, and only its call fails; a call that found its worker dead or deaf goes to a new
+one. Hooks see a copy of the trajectory: what they change in it is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slimx.adapters.slime.arguments import RunFacts
+from slimx.config.reward import Reward as RewardConfig
+from slimx.data.records import Group, Trajectory
+from slimx.data.tokens import load_tokenizer
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.flow.reward_pool import RewardPool, Verdict, named, verdicts
+from slimx.rollout.hook_loading import in_process, load_reward, name_of
+from slimx.rollout.hooks import Reward, RewardContext
+from slimx.runtime.exchange import exchange
+from slimx.runtime.process import end_with_parent, kill_descendants
+
+BEGIN_S = 120.0
+"""Seconds for a new process to import the driver's modules on a loaded machine."""
+TAKE_S = 10.0
+"""Seconds for a process that has begun, and is idle, to take a call."""
+TRIES = 3
+"""Processes that a call is offered before it fails."""
+
+
+class RewardProcesses:
+    """`config.workers` processes, each started with its first call. A thread waits for each call."""
+
+    def __init__(
+        self, config: RewardConfig, reward: Reward, tokenizer_path: str, run: RunFacts, take_s: float = TAKE_S
+    ):
+        """`reward`: the hook that `config` names, which each worker loads for itself. `tokenizer_path`: directory that
+        it loads the tokenizer from if a hook uses it. `run`: what hooks of slime's form are told. `take_s`: seconds in
+        which an idle worker takes a call."""
+        self.config, self.reward, self.tokenizer_path = config, reward, tokenizer_path
+        self._hook = config.model_dump_json(), json.dumps(asdict(run))
+        """Text from which a worker loads its hook, and by which it knows one that it has loaded."""
+        self.killed = 0
+        """Calls ended at their deadline."""
+        self.replaced = 0
+        """Idle workers that took no call: they had died, or did not answer."""
+        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="slimx-reward-process")
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        """Idle workers. The one used last comes first, so that few calls start few processes."""
+        self._workers = [_Worker(take_s) for _ in range(config.workers)]
+        for worker in reversed(self._workers):
+            self._idle.put(worker)
+
+    async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
+        """As `RewardPool.judge`."""
+        call = self._hook, self.tokenizer_path, replace(ctx, tokenizer=None), judged
+        taken: list[_Worker] = []
+        try:
+            value = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, call, taken)
+        except asyncio.CancelledError:
+            for worker in taken:
+                worker.kill()  # which frees the thread that waits for it
+            raise
+        return verdicts(value, judged, name_of(self.reward))
+
+    def close(self) -> None:
+        """End the workers and what they are at."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown()
+
+    def _ask(self, call: tuple[Any, ...], taken: list[_Worker]) -> Any:
+        """The hook's result, awaited in a thread."""
+        worker = self._idle.get()  # there is one for each thread
+        taken.append(worker)
+        try:
+            return self._judged(worker, call)
+        finally:
+            taken.clear()
+            self._idle.put(worker)
+
+    def _judged(self, worker: _Worker, call: tuple[Any, ...]) -> Any:
+        name, what = name_of(self.reward), named(call[-1])
+        for _ in range(TRIES):
+            try:
+                worker.offer(call)
+                break
+            except (TimeoutError, EOFError, OSError):
+                self.replaced += 1
+                worker.kill()
+        else:
+            raise SlimxError(
+                f"none of {TRIES} processes took the call of reward hook {name} for {what}; the machine is out of "
+                "memory or processes, or importing the hook fails: import it alone to see",
+                code="reward.worker",
+                about=name,
+            )
+        try:
+            went_well, value = worker.result(self.config.deadline)
+        except TimeoutError:
+            self.killed += 1
+            raise DeadlineError(f"the reward of {what}", self.config.deadline, name) from None
+        except (EOFError, OSError):
+            raise SlimxError(
+                f"reward hook {name} ended its process while it judged {what} (exit status {worker.exit_status()}); "
+                "run the hook on it alone to see why",
+                code="reward.crash",
+                about=name,
+            ) from None
+        if not went_well:
+            raise SlimxError(f"reward hook {name} raised {value}", code="reward.raised", about=name)
+        return value
+
+
+class _Worker:
+    """A process that judges, one call after the other; a new one takes the place of one that was killed."""
+
+    def __init__(self, take_s: float) -> None:
+        self._take_s = take_s
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+        self._closed = False
+
+    def offer(self, call: tuple[Any, ...]) -> None:
+        """Hand over a call. Raises TimeoutError, EOFError or OSError if the process did not take it."""
+        if self._closed:
+            raise SlimxError("a reward was asked for after its workers were told to end", code="reward.closed")
+        seconds = self._take_s
+        if self._process is None or not self._process.is_alive():
+            self._start()
+            seconds = BEGIN_S
+        exchange(self._connection, call, seconds, self.kill)
+
+    def result(self, seconds: float) -> tuple[bool, Any]:
+        """Outcome of the call: (True, what the hook returned), or (False, what it raised)."""
+        return exchange(self._connection, None, seconds, self.kill)
+
+    def exit_status(self) -> int | None:
+        assert self._process is not None
+        self._process.join(TAKE_S)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End the process and what it started, whatever it is at; SIGKILL reaches a stopped one too."""
+        if self._process is not None and self._process.pid is not None and self._process.is_alive():
+            kill_descendants(self._process.pid)
+            self._process.kill()
+            self._process.join(TAKE_S)
+
+    def close(self) -> None:
+        self._closed = True
+        self.kill()
+        if self._connection is not None:
+            self._connection.close()
+
+    def _start(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        # A fork would take along the driver's threads and connections.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        self._process.start()
+        theirs.close()
+
+
+def reward_runner(
+    config: RewardConfig, reward: Reward, tokenizer_path: str, run: RunFacts
+) -> RewardPool | RewardProcesses:
+    """Where reward calls run, by `reward.isolation`."""
+    if in_process(config, reward):
+        return RewardProcesses(config, reward, tokenizer_path, run)
+    return RewardPool(reward, workers=config.workers, deadline_s=config.deadline)
+
+
+class _LaterTokenizer:
+    """The tokenizer at `path`, loaded when it is first asked for something: most hooks never do."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_tokenizer(self._path), name)
+
+
+@cache
+def _tokenizer(path: str) -> Any:
+    return load_tokenizer(path)
+
+
+@cache
+def _load(config: str, run: str) -> Reward:
+    reward = load_reward(RewardConfig.model_validate_json(config), RunFacts(**json.loads(run)))
+    assert reward is not None
+    return reward
+
+
+def _serve(connection: Connection, driver: int) -> None:
+    """Main loop of a worker: it takes a call, says so, and answers with the hook's result once it is asked for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt ends
+    end_with_parent(driver)
+    # It warns at every use of a time-out in a thread; here they are in the main one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    while True:
+        try:
+            call = connection.recv()
+            connection.send(None)
+            connection.recv()
+        except EOFError:
+            return
+        answer: tuple[bool, Any]
+        try:
+            answer = True, _judge(*call)
+        except Exception as error:
+            answer = False, f"{type(error).__name__}: {error}"
+        try:
+            connection.send(answer)
+        except Exception as error:  # of many kinds: whatever pickling its answer raises
+            connection.send((False, f"{type(error).__name__}: its answer cannot be sent ({error})"))
+
+
+def _judge(hook: tuple[str, str], tokenizer_path: str, ctx: RewardContext, judged: Trajectory | Group) -> Any:
+    ctx = replace(ctx, tokenizer=_LaterTokenizer(tokenizer_path))
+    return asyncio.run(_load(*hook)(ctx, judged))

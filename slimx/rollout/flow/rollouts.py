@@ -1,0 +1,278 @@
+"""One group from one prompt: generate, judge, filter. What fails is dropped with its reason, and never takes others
+along."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slimx.adapters.slime.arguments import RunFacts
+from slimx.config.schema import Config
+from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.tokens import PromptIds
+from slimx.engines.outage import Outage
+from slimx.environments.processes import Environments
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.teacher import make_teacher
+from slimx.rollout.flow.gate import Gate
+from slimx.rollout.flow.interruption import Interruptible
+from slimx.rollout.flow.progress import Progress
+from slimx.rollout.flow.reward_processes import reward_runner
+from slimx.rollout.flow.slots import Slots, SlottedClient
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generator, GivenUp, RewardContext, RolloutContext, RolloutEngine, seed_of
+from slimx.rollout.proxy.server import ChatProxy
+from slimx.runtime.standing_clock import Clock
+
+STRAGGLER = "straggler"
+"""Reason of a group that was given up, unfinished, because a batch would have waited for it too long."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a prompt: a group, or the reason why there is none."""
+
+    group: Group | None
+    reason: str | None = None
+    """Short, countable: "generate failed", "reward failed", "filter: ...", "straggler"; None for a kept group."""
+    detail: str | None = None
+    """The first exception's text."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something broke, as opposed to a filter that said no or a group that was only slow."""
+        return self.reason is not None and self.reason != STRAGGLER and not self.reason.startswith("filter")
+
+
+class GroupMaker:
+    """Makes groups with the run's hooks: `rollout.max_rollouts` rollouts and `rollout.concurrency` requests at once."""
+
+    def __init__(
+        self,
+        config: Config,
+        hooks: Hooks,
+        tokenizer: Any,
+        client: Generator | None,
+        engines: Mapping[str, FrozenEngine] | None = None,
+        proxy: ChatProxy | None = None,
+        outage: Outage | None = None,
+    ):
+        """`engines`: frozen ones, which hooks may ask, and a teacher among them. `proxy`: the server through which
+        agents sample. `outage`: while it lasts, no rollout's deadline runs."""
+        self.config, self.hooks, self.tokenizer, self.client = config, hooks, tokenizer, client
+        self.engines, self.proxy = engines or {}, proxy
+        self._teacher = make_teacher(config, self.engines)
+        self.version = 0
+        """Newest published weight version; the loop keeps it."""
+        self.outage = outage or Outage()
+        self.gate = Gate()
+        """Closed while rollouts that are trained may ask no engine; an evaluation may."""
+        self._slots = Slots(config.rollout.concurrency)
+        # An evaluation has places of its own: rollouts that wait behind the closed gate keep theirs.
+        self._places = {kind: Slots(config.rollout.max_rollouts) for kind in ("train", "eval")}
+        self._rewards = (
+            reward_runner(config.reward, hooks.reward, config.model.path, RunFacts.of(config)) if hooks.reward else None
+        )
+        self._environments = Environments()
+
+    async def make(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str,
+        number: int,
+        evaluation: bool = False,
+        progress: Progress | None = None,
+    ) -> Outcome:
+        """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
+        run. `progress`: what is done of them already; it is kept up to date."""
+        progress = Progress() if progress is None else progress
+        size = self.config.eval.samples if evaluation else self.config.rollout.group_size
+        ids = PromptIds(self.tokenizer)
+        rollouts = [self._rollout(prompt, ids, group_id, number, i, evaluation, progress) for i in range(size)]
+        if self.config.algorithm.advantages == "remax" and not evaluation:
+            rollouts.append(self._rollout(prompt, ids, group_id, number, size, evaluation, progress, greedy=True))
+        results = await asyncio.gather(*rollouts)
+        greedy = results.pop() if len(results) > size else []
+        trajectories = [trajectory for result in results for trajectory in result]
+        group = Group(id=group_id, prompt=prompt, trajectories=trajectories)
+        if self.config.reward.scope == "group" and all(each.status != "failed" for each in trajectories + greedy):
+            await asyncio.gather(
+                *(
+                    self._judge(prompt, Group(id=group_id, prompt=prompt, trajectories=part), evaluation)
+                    for part in (trajectories, greedy)
+                    if part
+                )
+            )
+        for trajectory in trajectories + greedy:
+            if trajectory.status == "failed":
+                reason = trajectory.metadata.get("failed", "generate failed")  # a hook may give a rollout up by itself
+                return Outcome(group, reason, trajectory.finish_reason)
+        if greedy:
+            group.baseline = sum(trajectory.reward for trajectory in greedy) / len(greedy)
+        return self._filtered(group) if self.hooks.keep and not evaluation else Outcome(group)
+
+    def close(self) -> None:
+        """Let the threads and processes of rewards and environments end."""
+        if self._rewards:
+            self._rewards.close()
+        self._environments.close()
+
+    def _filtered(self, group: Group) -> Outcome:
+        try:
+            verdict = self.hooks.keep(group)
+        except Exception as error:
+            return Outcome(group, "keep failed", f"{type(error).__name__}: {error}")
+        if isinstance(verdict, str):
+            return Outcome(group, f"filter: {verdict}")
+        return Outcome(group, None if verdict else "filter")
+
+    async def _rollout(
+        self,
+        prompt: Prompt,
+        prompt_ids: PromptIds,
+        group_id: str,
+        number: int,
+        index: int,
+        evaluation: bool,
+        progress: Progress,
+        *,
+        greedy: bool = False,
+    ) -> list[Trajectory]:
+        if (done := progress.done.get(index)) is not None:
+            return done
+        sampling = self._sampling(evaluation=evaluation, greedy=greedy)
+        seed = seed_of(self.config.run.seed, number, index)
+        routed = self.config.rollout.routed_experts and not (evaluation or greedy)
+        limit = self.config.rollout.rollout_deadline
+        clock = Clock(limit)
+        client = self._client(group_id, index)
+        if client is not None and evaluation:
+            client = SlottedClient(client, self._slots, clock)
+        elif client is not None:
+            client = Interruptible(client, self._slots, clock, self.gate, progress.journal(index))
+        ctx = RolloutContext(
+            engine=RolloutEngine(client, sampling, seed, routed),
+            tokenizer=self.tokenizer,
+            version=self.version,
+            evaluation=evaluation,
+            seed=seed,
+            group_id=group_id,
+            index=index,
+            engines=self.engines,
+            address=getattr(self.client, "url", ""),
+            headers=getattr(self.client, "headers", {}),
+            proxy=self.proxy,
+            environments=self._environments,
+            prompt_ids=prompt_ids,
+        )
+        hook = self.config.rollout.generate
+        try:
+            async with self._places["eval" if evaluation else "train"].one(), clock:
+                with self.outage.stops(clock):
+                    result = await self.hooks.generate(ctx, prompt)
+            trajectories = result if isinstance(result, list) else [result]
+            self._check(trajectories, ctx)
+        except SlimxError as error:
+            reason = error.reason if isinstance(error, GivenUp) else "generate failed"
+            trajectories = [_failed(ctx, reason, str(error))]
+        except Exception as error:
+            reason, text = "generate failed", f"{hook} raised {type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
+                reason, text = "generate deadline", str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
+            trajectories = [_failed(ctx, reason, text)]
+        else:
+            alone = self.config.reward.scope == "trajectory"
+            work = [self._judge(prompt, trajectory, evaluation) for trajectory in trajectories if alone]
+            if self._teacher is not None and not (evaluation or greedy):
+                work += [self._teach(trajectory) for trajectory in trajectories]
+            if len(work) == 1:  # no task of its own for the one that most rollouts have
+                await work[0]
+            else:
+                await asyncio.gather(*work)
+        progress.finish(index, trajectories)
+        return trajectories
+
+    def _client(self, group_id: str, index: int) -> Generator | None:
+        keys = {"group": group_id, "rollout": f"{group_id}/{index}"}
+        key = keys.get(self.config.rollout.affinity)
+        return self.client if self.client is None or key is None else self.client.sticky(key)
+
+    def _sampling(self, *, evaluation: bool, greedy: bool) -> dict[str, Any]:
+        options, held_out = self.config.rollout.sampling, self.config.eval
+        sampling: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
+        if greedy or (evaluation and held_out.temperature == 0):
+            sampling["temperature"] = 0.0
+        elif evaluation:
+            sampling |= {"temperature": held_out.temperature, "top_p": held_out.top_p}
+        else:
+            sampling |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+        if options.stop_token_ids:
+            sampling["stop_token_ids"] = list(options.stop_token_ids)
+        return sampling
+
+    def _check(self, trajectories: list[Trajectory], ctx: RolloutContext) -> None:
+        if not trajectories:
+            raise SlimxError(f"{self.config.rollout.generate} returned no trajectory for {ctx.group_id}/{ctx.index}")
+        for trajectory in trajectories:
+            if not isinstance(trajectory, Trajectory):
+                raise SlimxError(
+                    f"{self.config.rollout.generate} returned a {type(trajectory).__name__}; return a Trajectory"
+                )
+            if trajectory.status == "aborted":
+                raise SlimxError(f"rollout {trajectory.id} was aborted by the engine")
+            sampled = [span for span in trajectory.spans if span.source == "sampled"]
+            finite = all(np.isfinite(trajectory.logprobs[span.start : span.stop]).all() for span in sampled)
+            if self.client is not None and not finite:
+                raise SlimxError(f"rollout {trajectory.id} has a sampled token without a finite log-prob")
+
+    async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
+        """Give a trajectory, or those of a group, their rewards; a failure is marked on the first one."""
+        if self._rewards is None:
+            return
+        trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
+        # As an array: of a list transformers would look at the type of every id.
+        texts = [self.tokenizer.decode(each.sampled_ids(), skip_special_tokens=True) for each in trajectories]
+        ctx = RewardContext(prompt, self.tokenizer, texts[0], evaluation, self.engines, texts)
+        try:
+            said = await self._rewards.judge(ctx, judged)
+            for trajectory, verdict in zip(trajectories, said if isinstance(said, list) else [said], strict=True):
+                trajectory.reward, trajectory.reward_parts = verdict
+        except DeadlineError as error:
+            _mark(trajectories[0], "reward deadline", str(error))
+        except SlimxError as error:
+            _mark(trajectories[0], "reward failed", str(error))
+
+    async def _teach(self, trajectory: Trajectory) -> None:
+        try:
+            await self._teacher.score(trajectory)
+        except DeadlineError as error:
+            _mark(trajectory, "teacher deadline", str(error))
+        except SlimxError as error:
+            _mark(trajectory, "teacher failed", str(error))
+
+
+def _mark(trajectory: Trajectory, reason: str, text: str) -> None:
+    trajectory.status, trajectory.finish_reason = "failed", text
+    trajectory.metadata["failed"] = reason
+
+
+def _failed(ctx: RolloutContext, reason: str, text: str) -> Trajectory:
+    """What stands in a group for a rollout that brought nothing."""
+    out = Trajectory(
+        id=f"{ctx.group_id}/{ctx.index}",
+        rollout_id=f"{ctx.group_id}/{ctx.index}",
+        group_id=ctx.group_id,
+        index=ctx.index,
+        token_ids=np.zeros(0, np.int32),
+        loss_mask=np.zeros(0, np.uint8),
+        logprobs=np.zeros(0, np.float32),
+        spans=[],
+    )
+    _mark(out, reason, text)
+    return out

@@ -1,0 +1,83 @@
+"""Bounds the requests to engines that are in flight, for all rollouts together: a tool call holds no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any
+
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.stream import TokenStream
+from slimx.rollout.hooks import Generator
+from slimx.runtime.standing_clock import Clock
+
+
+class Slots:
+    """A number of requests that may be in flight at once; the others wait in the order in which they came, those of an
+    evaluation before all others: trainers wait for it, while other rollouts are generated ahead.
+
+    Not asyncio's semaphore: that looks at all who wait each time a place is left (Python 3.11), and thousands may."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._first: deque[asyncio.Future[None]] = deque()
+        self._others: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def one(self, clock: Clock | None = None, *, first: bool = False) -> AsyncIterator[None]:
+        """Hold a place; `clock` stands still while it is waited for. `first`: before those that are not."""
+        if self._free:  # then nobody waits: a place that is left goes to whoever does
+            self._free -= 1
+        else:
+            with clock.standing() if clock is not None else nullcontext():
+                await self._turn(self._first if first else self._others)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _turn(self, queue: deque[asyncio.Future[None]]) -> None:
+        """Wait in `queue` for a place that another leaves."""
+        place = asyncio.get_running_loop().create_future()
+        queue.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # it was given, too late
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        for queue in (self._first, self._others):
+            while queue:
+                if not (place := queue.popleft()).done():
+                    place.set_result(None)
+                    return
+        self._free += 1
+
+
+class SlottedClient:
+    """The client of one rollout of an evaluation: each of its requests takes a place, before those of training."""
+
+    def __init__(self, client: Generator, slots: Slots, clock: Clock) -> None:
+        self._client, self._slots, self._clock = client, slots, clock
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
+    ) -> Completion:
+        """As `GenerationClient.generate`."""
+        async with self._slots.one(self._clock, first=True):
+            return await self._client.generate(token_ids, sampling, seed, return_routed_experts)
+
+    @asynccontextmanager
+    async def stream(
+        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
+    ) -> AsyncIterator[TokenStream]:
+        """As `GenerationClient.stream`; the place is held until the stream is left."""
+        async with (
+            self._slots.one(self._clock, first=True),
+            self._client.stream(token_ids, sampling, seed, return_routed_experts) as stream,
+        ):
+            yield stream

@@ -1,0 +1,1 @@
+"""The server of chat completions through which agents sample."""

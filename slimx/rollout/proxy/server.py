@@ -1,0 +1,164 @@
+"""An OpenAI-compatible server in front of the engines: what agents sample through it becomes the rollout.
+
+    agent --POST /SESSION/v1/chat/completions--> ChatProxy --> Session --ctx.engine--> engines
+                                                                  |
+                                                                  v
+                                                            Conversations --> trajectories
+
+One server per run, which starts with the first session; one session per rollout. A session's name is a secret that only
+its agent gets: nobody else on the network can sample, or add to a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aiohttp import web
+
+from slimx.errors import SlimxError
+from slimx.rollout.proxy.connections import Connections
+from slimx.rollout.proxy.request import ApiError
+from slimx.rollout.proxy.session import TOKEN_CHARACTERS, Session
+from slimx.runtime.ports import address
+
+MAX_BODY = 64 * 2**20
+"""Bytes of a request, at most; fewer where a trajectory's tokens cannot fill them."""
+BODY_DEADLINE = 60.0
+"""Seconds from a request's headers to the end of its body."""
+IDLE_DEADLINE = 120.0
+"""Seconds that a connection may be open without a whole request's headers."""
+CONNECTIONS = 16384
+"""Connections that may be open at the same time; one more is closed at once."""
+TOKENIZING = 2
+"""Threads in which messages become tokens."""
+
+
+class ChatProxy:
+    """The server of one run."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, context: int) -> None:
+        """`port` 0: any that is free. `context`: tokens of a trajectory that can be trained, at most."""
+        self.context = context
+        self._host, self._port = host, port
+        self._sessions: dict[str, Session] = {}
+        self._running: dict[str, set[asyncio.Task[Any]]] = {}
+        """Tasks that answer, by session."""
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._server: asyncio.Server
+        self._open: Connections
+        self._tokenizing: ThreadPoolExecutor
+        # A character takes 6 bytes at most, written as \uXXXX; the rest is for names and numbers.
+        self._most = min(MAX_BODY, 2**20 + 6 * TOKEN_CHARACTERS * context)
+        self.body_deadline, self.idle_deadline = BODY_DEADLINE, IDLE_DEADLINE
+        self.connections = CONNECTIONS
+
+    @contextlib.asynccontextmanager
+    async def session(self, session: Session) -> AsyncIterator[str]:
+        """Serve `session` meanwhile; gives its base URL. What is still being answered at the end is cancelled."""
+        url = await self._start()
+        name = secrets.token_urlsafe(16)
+        self._sessions[name], self._running[name] = session, set()
+        try:
+            yield f"{url}/{name}/v1"
+        finally:
+            del self._sessions[name]
+            running = self._running.pop(name)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End the server, if it runs."""
+        async with self._starting:
+            if self._runner is not None:
+                self._server.close()
+                await self._runner.cleanup()
+                self._tokenizing.shutdown(wait=False, cancel_futures=True)
+                self._runner = None
+
+    async def _start(self) -> str:
+        """The address at which it listens."""
+        async with self._starting:
+            if self._runner is None:
+                app = web.Application(client_max_size=self._most, middlewares=[self._watched])
+                app.router.add_post("/{session}/v1/chat/completions", self._chat)
+                app.router.add_get("/{session}/v1/models", self._models)
+                app.router.add_route("*", "/{path:.*}", self._unknown)
+                # Who goes away ends its request: the answer that nobody got is no part of the rollout.
+                runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+                await runner.setup()
+                self._open = Connections(runner.server, most=self.connections, idle=self.idle_deadline)
+                loop = asyncio.get_running_loop()
+                try:
+                    self._server = await loop.create_server(self._open, self._host, self._port, backlog=1024)
+                except OSError as error:
+                    await runner.cleanup()
+                    raise SlimxError(
+                        f"rollout.proxy cannot listen on {address(self._host, self._port)} ({error.strerror}); "
+                        "choose another host or port"
+                    ) from None
+                self._runner = runner
+                self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
+            return f"http://{address(self._host, self._server.sockets[0].getsockname()[1])}"
+
+    @web.middleware
+    async def _watched(
+        self, http: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """A connection may wait for its next request only so long; while one is answered its own deadlines hold."""
+        transport = http.transport
+        self._open.began(transport)
+        try:
+            return await handler(http)
+        finally:
+            self._open.ended(transport)
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        name = http.match_info["session"]
+        task = asyncio.current_task()
+        try:
+            session = self._sessions.get(name)
+            if session is None:
+                raise ApiError("this session does not exist, or has ended", code="session_not_found", status=404)
+            self._running[name].add(task)
+            return await session.answer(await self._body(http), http, self._tokenizing)
+        except ApiError as error:
+            return web.json_response(error.body, status=error.status)
+        finally:
+            self._running.get(name, set()).discard(task)
+
+    async def _body(self, http: web.Request) -> Any:
+        """The request's body, read as JSON. Raises ApiError for one that is too long, too slow, or no JSON."""
+        try:
+            async with asyncio.timeout(self.body_deadline):
+                data = await http.read()
+        except web.HTTPRequestEntityTooLarge:
+            text = f"the body has more than the {self._most} bytes that {self.context} tokens could take"
+            raise ApiError(text, code="body_too_large", status=413, param="messages") from None
+        except TimeoutError:
+            text = f"the body did not come within {self.body_deadline:g} s"
+            raise ApiError(text, code="body_deadline", status=408) from None
+        try:
+            return json.loads(data.decode(http.charset or "utf-8"))
+        except LookupError:
+            text = f"charset {http.charset!r} of Content-Type is unknown; send UTF-8"
+            raise ApiError(text, code="invalid_value", param="Content-Type") from None
+        except ValueError:
+            raise ApiError("the body is no JSON", code="invalid_json", param="body") from None
+        except RecursionError:
+            raise ApiError("the body is nested too deeply", code="invalid_json", param="body") from None
+
+    async def _models(self, http: web.Request) -> web.Response:
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "slimx"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _unknown(self, http: web.Request) -> web.Response:
+        error = ApiError(f"{http.method} {http.path} is not served here", code="unknown_url", status=404)
+        return web.json_response(error.body, status=404)

@@ -1,0 +1,221 @@
+"""One agent's share of the proxy: its requests go to the engines, what is sampled for them is kept, limits hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from aiohttp import web
+
+from slimx.data.records import Trajectory
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.requests import AnswerError
+from slimx.rollout.proxy.answer import Reading, Reply, finish_reason, logprobs
+from slimx.rollout.proxy.conversations import Conversations, Place
+from slimx.rollout.proxy.request import ApiError, ChatRequest, Message, characters, read_message, read_request
+
+if TYPE_CHECKING:
+    from slimx.rollout.hooks import RolloutContext
+
+
+TOKEN_CHARACTERS = 64
+"""Characters of a token, many times the average: longer text is refused before it is tokenized."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one session."""
+
+    context: int
+    """Tokens of one conversation, answers included."""
+    requests: int
+    """Requests that are answered."""
+    sampled: int | None = None
+    """Tokens that are sampled, all answers together; None: no limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and what is needed to answer it."""
+
+    request: ChatRequest
+    place: Place
+    sampling: dict[str, Any]
+    """What is sampled otherwise than the run does."""
+    number: int
+    """Of the request in its session: the turn by which it is seeded."""
+
+    @property
+    def reply(self) -> Reply:
+        return Reply(f"chatcmpl-{self.number}", self.request.model, len(self.place.token_ids))
+
+
+class Session:
+    """What one rollout's agent may ask, and what it was answered."""
+
+    def __init__(self, ctx: RolloutContext, reading: Reading, limits: Limits, *, strict: bool = False) -> None:
+        """`strict`: refuse an agent that asks for another sampling than the run's; else it gets the run's."""
+        self._ctx, self._reading, self._limits, self._strict = ctx, reading, limits, strict
+        self._conversations = Conversations(ctx.tokenizer)
+        self._requests = self._sampled = 0
+        self._overridden: set[str] = set()
+        self.last_error: str | None = None
+        """What the agent was told last if that was an error: a reason why it may have given up."""
+        self.limited = False
+        """Whether a limit was reached."""
+
+    def trajectories(self, metadata: dict[str, Any]) -> list[Trajectory]:
+        """What was sampled; [] if nothing was."""
+        told = {"requests": self._requests, "overridden": sorted(self._overridden)}
+        return self._conversations.trajectories(self._ctx, told | metadata)
+
+    async def answer(self, body: Any, http: web.Request, tokenizing: Executor) -> web.StreamResponse:
+        """The response to one request, whose messages become tokens in a thread of `tokenizing`: the loop serves every
+        other agent meanwhile. Raises ApiError for what fails before anything is sent."""
+        try:
+            request = read_request(body, self._ctx.engine.sampling, strict=self._strict)
+            self._overridden.update(request.overridden)
+            place, sampling = await self._admit(request, tokenizing)
+            number, self._requests = self._requests, self._requests + 1
+            self.last_error = None
+            exchange = Exchange(request, place, sampling, number)
+            return await (self._stream(exchange, http) if request.stream else self._whole(exchange))
+        except ApiError as error:
+            self.last_error = str(error)
+            raise
+
+    async def _admit(self, request: ChatRequest, tokenizing: Executor) -> tuple[Place, dict[str, Any]]:
+        """Where the request's answer belongs, and what is sampled with; ApiError if a limit is reached."""
+        limits, size = self._limits, characters(request)
+        if size > limits.context * TOKEN_CHARACTERS:
+            text = (
+                f"This model's maximum context length is {limits.context} tokens, and your messages have {size} "
+                "characters, more than would fit."
+            )
+            self.limited = True
+            raise ApiError(text, code="context_length_exceeded", param="messages")
+        loop = asyncio.get_running_loop()
+        try:
+            place = await loop.run_in_executor(tokenizing, self._conversations.place, request.messages, request.tools)
+        except SlimxError as error:
+            raise ApiError(str(error), code="invalid_value", param="messages") from error
+        except RecursionError:
+            text = "tools or tool_calls are nested too deeply for the chat template"
+            raise ApiError(text, code="invalid_value", param="tools") from None
+        length = len(place.token_ids)
+        room = limits.context - length
+        left = room if limits.sampled is None else limits.sampled - self._sampled
+        if self._requests >= limits.requests:
+            self._refuse(place, "request_limit_exceeded", f"this session has had its {limits.requests} requests")
+        if room < 1:
+            text = (
+                f"This model's maximum context length is {limits.context} tokens, your messages have {length} tokens "
+                "and leave no room for an answer."
+            )
+            self._refuse(place, "context_length_exceeded", text)
+        if left < 1:
+            self._refuse(place, "token_budget_exceeded", f"this session has had its {limits.sampled} sampled tokens")
+        most = self._ctx.engine.sampling["max_new_tokens"]
+        sampling: dict[str, Any] = {"max_new_tokens": min(room, left, most, request.max_tokens or most)}
+        if request.stop:
+            sampling["stop"] = request.stop
+        return place, sampling
+
+    def _refuse(self, place: Place, code: str, text: str) -> NoReturn:
+        """A limit is reached: the conversation is over, and the agent may be too."""
+        self.limited = True
+        if place.parent is not None:
+            place.parent.stopped = True
+        raise ApiError(text, code=code, param="messages")
+
+    async def _whole(self, exchange: Exchange) -> web.StreamResponse:
+        with _engine_errors():
+            completion = await self._ctx.engine.generate(
+                exchange.place.token_ids, exchange.sampling, turn=exchange.number
+            )
+        message = self._keep(exchange, completion, await self._message(exchange, completion))
+        return web.json_response(exchange.reply.whole(message, completion, exchange.request, self._ctx.tokenizer))
+
+    async def _stream(self, exchange: Exchange, http: web.Request) -> web.StreamResponse:
+        """Server-sent events; an error in their middle is one of them."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            # Closed at once when the agent goes away: it holds a place at the engines.
+            async with contextlib.aclosing(self._events(exchange)) as events:
+                async for event in events:
+                    if not response.prepared:
+                        await response.prepare(http)
+                    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            self.last_error = str(error)
+            await response.write(b"data: " + json.dumps(error.body).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _events(self, exchange: Exchange) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a streamed answer. One that has to be read as a whole first comes as one chunk."""
+        request, reply, tokenizer = exchange.request, exchange.reply, self._ctx.tokenizer
+        pieces = self._reading.pieces(request)
+        with _engine_errors():
+            stream = self._ctx.engine.stream(exchange.place.token_ids, exchange.sampling, turn=exchange.number)
+            async with stream as tokens:
+                first = True
+                async for piece in tokens:
+                    if first:
+                        yield reply.chunk({"role": "assistant", "content": ""})
+                        first = False
+                    told = logprobs(piece, tokenizer) if request.logprobs else None
+                    shown = pieces.add(piece.token_ids.tolist()) if pieces is not None else ""
+                    if shown or told:
+                        yield reply.chunk({"content": shown}, logprobs=told)
+                completion = tokens.completion
+        if pieces is not None:
+            delta: dict[str, Any] = {"content": pieces.end()}
+            message = self._keep(exchange, completion, {"role": "assistant", "content": pieces.shown})
+        else:
+            message = self._keep(exchange, completion, await self._message(exchange, completion))
+            delta = {name: value for name, value in message.items() if name != "role"}
+            calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", []))]
+            delta |= {"tool_calls": calls} if calls else {}
+        if any(delta.values()):
+            yield reply.chunk(delta)
+        yield reply.chunk({}, finish_reason(message, completion))
+        if request.usage:
+            yield reply.last(completion)
+
+    async def _message(self, exchange: Exchange, completion: Completion) -> Message:
+        ids = completion.token_ids.tolist()
+        try:
+            return await self._reading.message(ids, exchange.request, exchange.number)
+        except Exception as error:
+            text = f"rollout.options.tool_parser raised {type(error).__name__}: {error}"
+            raise ApiError(text, code="tool_parser_failed", status=500) from error
+
+    def _keep(self, exchange: Exchange, completion: Completion, message: Message) -> Message:
+        """The message for the agent, whose answer is a part of the rollout from now on."""
+        if completion.finish_reason == "abort":
+            raise ApiError("the engine aborted the request", code="aborted", status=503)
+        self._conversations.add(exchange.place, completion, read_message(message))
+        self._sampled += len(completion.token_ids)
+        return message
+
+
+@contextlib.contextmanager
+def _engine_errors() -> Iterator[None]:
+    """Errors of the engines as the API tells them. What an engine refuses is not asked again, the rest may be."""
+    try:
+        yield
+    except DeadlineError as error:
+        raise ApiError(str(error), code="engine_deadline", status=504) from error
+    except SlimxError as error:
+        refused = isinstance(error, AnswerError) and error.status == 400
+        code, status = ("engine_refused", 400) if refused else ("engine_failed", 502)
+        raise ApiError(str(error), code=code, status=status) from error

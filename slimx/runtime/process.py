@@ -1,0 +1,222 @@
+"""A supervised process: a command that writes to a file, and whose whole tree ends with a stop or with its owner.
+
+    owner (a Ray worker) --starts--> guard (this file as a program) --starts--> command --starts--> its own children
+
+The guard adopts orphans of the command (Linux "subreaper"), watches the owner, and leaves nothing behind. A death
+signal (prctl) alone would not do: it fires when the *thread* that started the process ends, and grandchildren do not
+get it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from slimx.errors import DeadlineError, SlimxError
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_S = 0.2
+ORPHAN_GRACE_S = 5.0
+"""Seconds that the command gets to end by itself after its owner died."""
+LOOK_S = 2.0
+"""Seconds between two looks at the tree's shared memory."""
+KILL_WAIT_S = 10.0
+"""Seconds in which a killed tree must be gone."""
+
+
+class ServerProcess(Protocol):
+    """What an engine needs of its server's process."""
+
+    log_path: Path
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def start(self) -> None: ...
+
+    def poll(self) -> int | None: ...
+
+    def tail(self, lines: int = 20) -> str: ...
+
+    def stop(self, grace_s: float = 10.0) -> None: ...
+
+
+class SupervisedProcess:
+    """One command under a guard. Not thread-safe: one owner starts and stops it."""
+
+    def __init__(
+        self, name: str, argv: list[str], log_path: Path | str, env: dict[str, str] | None = None, stdin: bytes = b""
+    ) -> None:
+        """`env` is added to this process's environment; stdout and stderr are appended to `log_path`. `stdin`: what the
+        command reads there, 64 KiB at most; unlike arguments and environment, other processes do not see it."""
+        self.name, self.argv, self.log_path, self.env = name, argv, Path(log_path), env or {}
+        self.stdin = stdin
+        self._guard: subprocess.Popen | None = None
+        self._log_begins = 0
+        """Bytes of the log that earlier starts wrote."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard, the root of the tree; None before `start`."""
+        return self._guard and self._guard.pid
+
+    def start(self) -> None:
+        """Start the command in its own session: Ctrl-C reaches only the owner, which then stops it in order."""
+        if self._guard is not None and self._guard.poll() is None:
+            raise SlimxError(f"{self.name} is already running as process {self._guard.pid}; stop it first")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        guard = [sys.executable, "-m", "slimx.runtime.process", "--owner", str(os.getpid()), "--", *self.argv]
+        with self.log_path.open("ab") as log:
+            self._log_begins = log.tell()
+            self._guard = subprocess.Popen(
+                guard,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **self.env},
+            )
+        # It fits into the pipe, so this waits for nobody; a guard that ended at once shows in `poll`.
+        with contextlib.suppress(BrokenPipeError), self._guard.stdin as pipe:
+            pipe.write(self.stdin)
+
+    def poll(self) -> int | None:
+        """None while it runs, else its exit status (128 + signal number if a signal ended it)."""
+        if self._guard is None:
+            raise SlimxError(f"{self.name} was never started")
+        return self._guard.poll()
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of what it wrote since its last start; reads at most 64 KiB."""
+        if not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_begins, log.seek(0, os.SEEK_END) - 65536))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End the whole tree: SIGTERM, `grace_s` seconds, then SIGKILL. Blocks; nothing is left when it returns."""
+        if self._guard is None or self._guard.poll() is not None:
+            return
+        self._guard.terminate()
+        self._guard.send_signal(signal.SIGCONT)  # a guard that was stopped could not end anything
+        try:
+            self._guard.wait(grace_s)
+            return
+        except subprocess.TimeoutExpired:
+            kill_descendants(self._guard.pid)
+        try:
+            self._guard.wait(KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            raise DeadlineError(
+                f"the end of {self.name} after SIGKILL", KILL_WAIT_S, f"process {self._guard.pid}"
+            ) from None
+
+
+def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` to this process when the thread that started it ends; exit if `parent` is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def kill_descendants(pid: int) -> None:
+    """SIGKILL every descendant of `pid`, until a look finds none (a process may fork while it is being killed)."""
+    deadline = time.monotonic() + KILL_WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            alive = [p for p in psutil.Process(pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        except psutil.NoSuchProcess:
+            return
+        if not alive:
+            return
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(POLL_S / 4)  # not psutil.wait_procs: it would reap the guard's children behind its back
+    raise DeadlineError(f"the descendants of process {pid} to end", KILL_WAIT_S, ", ".join(map(str, alive)))
+
+
+def guard(owner: int, argv: list[str]) -> int:
+    """Run `argv` until it ends, SIGTERM arrives or `owner` dies; return its exit status once its tree is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
+    # The guard has one thread that lives as long as it does, so the death signal is safe here: it covers a killed
+    # guard.
+    myself = os.getpid()
+    command = subprocess.Popen(argv, preexec_fn=lambda: end_with_parent(myself))
+    told, kill_at, look_at, shared = False, float("inf"), 0.0, set()
+    while (status := _reap(command.pid)) is None:
+        if time.monotonic() > look_at:
+            shared |= shared_memory_inodes(myself)
+            look_at = time.monotonic() + LOOK_S
+        orphaned = os.getppid() != owner
+        if (asked or orphaned) and not told:
+            os.kill(command.pid, signal.SIGTERM)  # not command.terminate(): that may reap it behind our back
+            told = True
+        if orphaned:
+            kill_at = min(kill_at, time.monotonic() + ORPHAN_GRACE_S)
+        if time.monotonic() > kill_at:
+            kill_descendants(myself)
+        time.sleep(POLL_S)
+    kill_descendants(myself)
+    for file in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # others come and go there too
+            if file.stat().st_ino in shared:
+                file.unlink()
+    return status
+
+
+def shared_memory_inodes(pid: int) -> set[int]:
+    """Inodes in /dev/shm that descendants of `pid` have mapped: semaphores of multiprocessing above all.
+
+    A killed process does not remove them, and its resource tracker cannot if it is killed too. By inode, because glibc
+    maps a semaphore under a temporary name before it gives it its own.
+    """
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue  # it has ended
+        # address, permissions, offset, device, inode, path
+        found |= {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
+    return found
+
+
+def _reap(pid: int) -> int | None:
+    """Collect all ended children (adopted ones too); the exit status of `pid` if it is among them."""
+    status = None
+    while True:
+        try:
+            ended, raw = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            # No child is left. If somebody else collected the command's status, there is still nothing to wait for.
+            return 255 if status is None else status
+        if ended == 0:
+            return status
+        if ended == pid:
+            code = os.waitstatus_to_exitcode(raw)
+            status = code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m slimx.runtime.process", description=__doc__.splitlines()[0])
+    parser.add_argument("--owner", type=int, required=True)
+    parser.add_argument("argv", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    sys.exit(guard(options.owner, options.argv[1:]))

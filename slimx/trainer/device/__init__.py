@@ -1,0 +1,1 @@
+"""Memory and devices of a trainer rank."""

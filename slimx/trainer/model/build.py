@@ -1,0 +1,144 @@
+"""Builds the Megatron GPT model of this rank, wrapped for data parallelism: one module per pipeline chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
+
+from slimx.adapters.megatron import attention as megatron_attention
+from slimx.adapters.megatron import exact as megatron_exact
+from slimx.config.schema import Config
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.patterns import select
+from slimx.layout.ranks import sizes_of
+from slimx.models.families import ModelSpec
+from slimx.reshard.pack.served import ServedWeights
+from slimx.reshard.plan.precision import ModelDtype, Quantisation
+from slimx.trainer.device.backends import Backends
+from slimx.trainer.model import projection_norm
+from slimx.trainer.model.freeze import freeze, names_of
+from slimx.trainer.model.policy_model import PolicyModel
+from slimx.trainer.model.prediction_layer import with_prediction_layers
+from slimx.trainer.model.rotary import rotary_of
+from slimx.trainer.model.transformer import transformer_config
+from slimx.trainer.model.value_model import ValueHead, ValueModel
+from slimx.trainer.model.weights import Weights
+from slimx.trainer.moe import router
+
+
+def build_model(
+    spec: ModelSpec,
+    config: Config,
+    backends: Backends,
+    *,
+    device: torch.device,
+    kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
+) -> list[DistributedDataParallel]:
+    """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded; more than one
+    with virtual pipeline stages only. What `trainer.freeze` matches has no gradient."""
+    transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
+    options = (
+        {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens, "exact": config.exact}
+        if kind is PolicyModel
+        else {}
+    )
+    make = partial(kind, **options)
+    virtual = config.trainer.virtual_pipeline
+    chunks = [
+        _build_chunk(make, spec, transformer, chunk if virtual > 1 else None, device, config.leaves)
+        for chunk in range(virtual)
+    ]
+    _freeze(chunks, spec, config)
+    # Buckets stay apart (no `disable_bucketing`): gloo gathers those of one group as if they had one dtype, which would
+    # round the fp32 value head of a bf16 critic and mix up its elements.
+    return [
+        DistributedDataParallel(
+            transformer,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=config.trainer.distributed_optimizer, grad_reduce_in_fp32=True
+            ),
+            chunk,
+        )
+        for chunk in chunks
+    ]
+
+
+def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> None:
+    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
+    if not frozen:
+        return
+    layout = MegatronLayout(spec.table, sizes_of(config.trainer))
+    names = names_of(frozen, layout.held(dist.get_rank()))
+    for number, chunk in enumerate(chunks):
+        prefix = f"{number}." if len(chunks) > 1 else ""
+        own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        freeze(unwrap(chunk), own, recompute=config.trainer.recompute.granularity != "none")
+
+
+def _build_chunk(
+    make: Callable[..., PolicyModel | ValueModel],
+    spec: ModelSpec,
+    transformer: TransformerConfig,
+    chunk: int | None,
+    device: torch.device,
+    leaves: int | None,
+) -> torch.nn.Module:
+    """`leaves`: of exact mode; None in fast mode."""
+    layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
+    router.install(layers, router.PolicyRouter if leaves is None else router.ExactRouter)
+    if spec.normalises_projections:
+        projection_norm.install(layers, transformer)
+    if transformer.softmax_type == "learnable":
+        megatron_attention.install_for_sinks(layers)
+    gpt = spec.gpt
+    if leaves is not None:
+        turns = rotary_of(transformer, gpt)
+        megatron_exact.install(layers, leaves=leaves, rotary=turns, known=(router.ExactRouter,))
+        gpt = gpt | {"position_embedding_type": "none"}
+    mtp = None
+    if transformer.mtp_num_layers:
+        mtp = with_prediction_layers(
+            get_gpt_mtp_block_spec(transformer, layers, use_transformer_engine=True, vp_stage=chunk)
+        )
+    model = make(
+        transformer,
+        layers,
+        mtp_block_spec=mtp,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
+        **gpt,
+    ).to(device)
+    if not transformer.bf16:
+        return model
+    halved = Float16Module(transformer, model)
+    for module in halved.modules():
+        if isinstance(module, TopKRouter):
+            # Float16Module halves buffers too; the selection bias is fp32 before its values are loaded.
+            module._maintain_float32_expert_bias()
+        elif isinstance(module, ValueHead):
+            module.float()
+    return halved
+
+
+def compute_as_served(weights: Weights, quantisation: Quantisation, dtype: ModelDtype) -> None:
+    """Have the layers of exact mode compute with `weights` as engines hold them after a publication in fp8."""
+    weights.served = ServedWeights(weights.held, weights.parameters, quantisation, dtype)
+    for name, served in weights.served.values.items():
+        megatron_exact.compute_with(weights.parameters[name], served)
+
+
+def unwrap(model: torch.nn.Module) -> PolicyModel | ValueModel:
+    """The GPT model inside its data-parallel and half-precision wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model

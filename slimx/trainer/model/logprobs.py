@@ -1,0 +1,199 @@
+"""Log-probs and entropy of labels from hidden states, chunk by chunk: no pass holds the logits of a whole sequence.
+
+Logits of T tokens take 4 T V bytes in fp32: 32 GiB for 64k tokens and a vocabulary of 128k. Here the output layer is
+applied to a chunk of tokens at a time, in the forward pass and again in the backward pass, which computes the logits of
+a chunk, their gradient, and what they add to the gradients of the hidden states and of the weight, before it goes to
+the next chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slimx.data.support import Support
+from slimx.numerics import exact as exact_ops
+from slimx.trainer.device.transfer import to_device
+
+CHUNK_BYTES = 256 * 2**20
+"""Of the fp32 logits of one chunk on one rank, where the configuration leaves the size to slimx."""
+SMALLEST_CHUNK = 128
+"""Tokens below which a product with the output layer would mostly wait for its weight to be read."""
+OUTSIDE = -1e30
+"""Logit of a token outside the support: its probability is exactly 0, and 0 times it is 0 (which infinity is not)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Of which tokens, and under which distribution, log-probs are wanted."""
+
+    labels: torch.Tensor
+    """int64 [T]."""
+    temperature: torch.Tensor | None = None
+    """fp32 [T]: logits are divided by it, as the engine does before it samples; None: 1."""
+    support: KeptTokens | None = None
+    """Tokens that sampling kept; None: all of them, everywhere."""
+
+
+class KeptTokens:
+    """A `Support` on the device, cut by runs of positions."""
+
+    def __init__(self, support: Support, device: torch.device):
+        self._offsets = np.concatenate([[0], np.cumsum(support.counts, dtype=np.int64)])
+        self._ids = to_device(support.ids.astype(np.int64), device)
+        self._positions = to_device(support.positions(), device)
+        self._restricted = to_device(support.counts > 0, device)
+
+    def mask_(self, logits: torch.Tensor, first: int, vocabulary: range) -> None:
+        """Give every logit outside the support the value `OUTSIDE`, in place.
+
+        logits [C, V / TP] of positions first, first + 1, ... and of the token ids in `vocabulary`.
+        """
+        last = first + len(logits)
+        start, stop = self._offsets[first], self._offsets[last]
+        ids, rows = self._ids[start:stop], self._positions[start:stop] - first
+        here = (ids >= vocabulary.start) & (ids < vocabulary.stop)
+        rows, columns = rows[here], ids[here] - vocabulary.start
+        kept = logits[rows, columns]
+        logits.masked_fill_(self._restricted[first:last, None], OUTSIDE)
+        logits[rows, columns] = kept
+
+
+def chunk_tokens(configured: int | None, vocabulary: int) -> int:
+    """Tokens of one chunk: as configured, or what makes `CHUNK_BYTES` of logits over `vocabulary` local token ids."""
+    return configured or max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocabulary))
+
+
+def label_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: Targets,
+    *,
+    group: dist.ProcessGroup | None,
+    chunk: int,
+    exact: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of every label and entropy of its distribution: softmax(hidden @ weight^T / temperature) over the
+    support.
+
+    hidden [T, h] and weight [V / TP, h] in the model's dtype; `group`: the tensor-parallel ranks, which hold equal
+    shares of the vocabulary in order (None: one rank). Returns two fp32 tensors [T], both differentiable with respect
+    to hidden and weight and equal on all ranks. The gradient of hidden is this rank's part of a sum over the group.
+    `exact`: log-probs (not entropies) by the contract of exact mode, for which every rank gathers whole rows of logits.
+    """
+    return _LabelLogprobs.apply(hidden, weight, targets, group, chunk, exact)
+
+
+class _LabelLogprobs(torch.autograd.Function):
+    """Forward: statistics of each chunk on each rank, then two collectives for all chunks together."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, group, chunk, exact):
+        head = _Head(weight, targets, group, chunk, exact)
+        count = len(hidden)
+        top, total, weighted, label, whole = (hidden.new_zeros(count, dtype=torch.float32) for _ in range(5))
+        for part, logits in head.chunks(hidden):
+            if exact:
+                whole[part] = head.whole_logprobs(logits, part)
+            top[part] = logits.amax(1)
+            label[part] = head.at_labels(logits, part)
+            logits -= top[part, None]
+            exp = logits.exp()
+            total[part] = exp.sum(1)
+            weighted[part] = torch.linalg.vecdot(exp, logits)
+        if head.size > 1:
+            own = top.clone()
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            shift = own - top  # what moves this rank's sums from its own maximum to that of all
+            weighted = shift.exp() * (weighted + shift * total)
+            total = shift.exp() * total
+            label = torch.where(head.held, label - top, 0.0)
+            sums = torch.stack([total, weighted, label])
+            dist.all_reduce(sums, group=group)
+            total, weighted, label = sums
+        else:
+            label = label - top
+        logprobs = whole if exact else label - total.log()
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(hidden, weight, top, total, entropy)
+        ctx.targets, ctx.group, ctx.chunk, ctx.exact = targets, group, chunk, exact
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, logprob_grad, entropy_grad):
+        hidden, weight, top, total, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        if logprob_grad is None and entropy_grad is None:
+            return None, None, None, None, None, None
+        head = _Head(weight, ctx.targets, ctx.group, ctx.chunk, ctx.exact)
+        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+        # fp32: a sum over chunks in bf16 would lose what a single product keeps.
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        for part, logits in head.chunks(hidden):
+            logits -= top[part, None]
+            probs = logits.exp().div_(total[part, None])
+            if entropy_grad is None:
+                grad = probs.mul_(-logprob_grad[part, None])
+            else:
+                # d entropy / d x = -p (log p + entropy), with x the scaled logits.
+                factor = logits.sub_((total[part].log() - entropy[part])[:, None]).mul_(-entropy_grad[part, None])
+                grad = probs.mul_(factor if logprob_grad is None else factor.sub_(logprob_grad[part, None]))
+            if logprob_grad is not None:
+                head.add_at_labels_(grad, part, logprob_grad[part])
+            if ctx.targets.temperature is not None:
+                grad.div_(ctx.targets.temperature[part, None])
+            grad = grad.to(weight.dtype)
+            if hidden_grad is not None:
+                hidden_grad[part] = grad @ weight
+            if weight_grad is not None:
+                weight_grad += grad.t() @ hidden[part]
+        of_weight = None if weight_grad is None else weight_grad.to(weight.dtype)
+        return hidden_grad, of_weight, None, None, None, None
+
+
+class _Head:
+    """One rank's share of the output layer, over one pack of tokens."""
+
+    def __init__(
+        self, weight: torch.Tensor, targets: Targets, group: dist.ProcessGroup | None, chunk: int, exact: bool
+    ):
+        self.weight, self.targets, self.chunk, self._group = weight, targets, chunk, group
+        self._product = exact_ops.linear if exact else torch.nn.functional.linear
+        self.size = group.size() if group is not None else 1
+        first = len(weight) * (group.rank() if group is not None else 0)
+        self.vocabulary = range(first, first + len(weight))
+        self.held = (targets.labels >= first) & (targets.labels < first + len(weight))
+        """bool [T]: whether the label is in this rank's share."""
+        self._columns = torch.where(self.held, targets.labels - first, 0)
+
+    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Runs of positions with their scaled fp32 logits [C, V / TP], which the caller may change."""
+        for first in range(0, len(hidden), self.chunk):
+            part = slice(first, min(first + self.chunk, len(hidden)))
+            logits = self._product(hidden[part], self.weight).float()
+            if self.targets.temperature is not None:
+                logits /= self.targets.temperature[part, None]
+            if self.targets.support is not None:
+                self.targets.support.mask_(logits, first, self.vocabulary)
+            yield part, logits
+
+    def whole_logprobs(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+        """[C]: log-probs of the labels, from the whole rows of the scaled logits [C, V / TP]."""
+        if self.size > 1:
+            shares = [torch.empty_like(logits) for _ in range(self.size)]
+            dist.all_gather(shares, logits, group=self._group)
+            logits = torch.cat(shares, dim=1)
+        return exact_ops.token_logprobs(logits, self.targets.labels[part])
+
+    def at_labels(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+        """[C]: each label's logit; where another rank holds it, something that is not used."""
+        return logits.gather(1, self._columns[part, None])[:, 0]
+
+    def add_at_labels_(self, grad: torch.Tensor, part: slice, values: torch.Tensor) -> None:
+        """Add to each label's column, on the rank that holds it."""
+        grad.scatter_add_(1, self._columns[part, None], torch.where(self.held[part], values, 0.0)[:, None])

@@ -1,0 +1,91 @@
+"""The GPT model whose output is log-probs, also where it has layers of multi-token prediction (MTP)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+
+from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
+
+
+class PolicyModel(GPTModel):
+    """megatron-core's GPTModel for policy training.
+
+    Upstream's returns logits, or the losses of labels. This one takes `Targets` in the place of labels and returns
+    their log-probs and entropies, a pair of fp32 tensors [T]; the logits exist for a chunk of tokens at a time
+    (`slimx.trainer.model.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to the backward pass.
+    Without targets it returns all logits [1, T, V / TP], as upstream's does without labels.
+    Written for megatron-core 0.16.1.
+    """
+
+    def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, exact: bool = False, **kwargs: Any):
+        """`logprob_chunk_tokens`: tokens whose logits exist at once; None: see `chunk_tokens`. `exact`: by the contract
+        of exact mode."""
+        super().__init__(*args, **kwargs)
+        self._chunk, self._exact = logprob_chunk_tokens, exact
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: Targets | None,
+        rotary_pos_emb: Any,
+        rotary_pos_cos: Any,
+        rotary_pos_sin: Any,
+        loss_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """What follows the decoder; `loss_mask` [1, T] holds the weight of each label (0: not trained)."""
+        if not self.post_process:
+            return hidden_states
+        tied = self.share_embeddings_and_output_weights
+        head = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if labels is None:
+            return self.output_layer(hidden_states, weight=head)[0].transpose(0, 1).contiguous()
+        if self.mtp_process and loss_mask is not None:
+            # The MTP layers learn to follow the policy and leave it alone: its hidden states, its embedding and its
+            # output layer get no gradient from them. Recomputation keeps the graph of a layer only if its input wants a
+            # gradient, so this one does, and nobody reads it.
+            frozen = hidden_states.detach().requires_grad_(torch.is_grad_enabled())
+            predicted = self.mtp(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=frozen,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                rotary_pos_cos=rotary_pos_cos,
+                rotary_pos_sin=rotary_pos_sin,
+                packed_seq_params=packed_seq_params,
+                embedding=lambda **inputs: self.embedding(**inputs).detach(),
+            )
+            wanted = labels.labels.unsqueeze(0)
+            for states in predicted.chunk(1 + self.config.mtp_num_layers)[1:]:
+                wanted, _ = roll_tensor(wanted, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
+                loss_mask, _ = roll_tensor(loss_mask, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
+                logprobs, _ = self._logprobs(states, head.detach(), Targets(labels=wanted[0]))
+                scale = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
+                hidden_states = MTPLossAutoScaler.apply(hidden_states, -scale * loss_mask[0] * logprobs)
+        return self._logprobs(hidden_states, head, labels)
+
+    def _logprobs(
+        self, hidden_states: torch.Tensor, head: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states [T, 1, h], or [T / TP, 1, h] under sequence parallelism; head [V / TP, h]."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        chunk = chunk_tokens(self._chunk, len(head))
+        return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk, exact=self._exact)

@@ -1,0 +1,156 @@
+"""Megatron's configuration of a model under a parallel layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+from slimx.config.schema import Config
+from slimx.config.trainer import Trainer
+from slimx.errors import SlimxError
+from slimx.models.families import ModelSpec
+from slimx.trainer.device.backends import Backends
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+"""By the name in a family's `activation_func`. megatron-core knows its fused kernels by these very functions."""
+
+
+@dataclasses.dataclass
+class YarnTransformerConfig(TransformerConfig):
+    """With what GPTModel reads from its config where position_embedding_type is yarn; megatron-core 0.16.1 declares
+    these fields nowhere."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
+
+
+def _kind(spec: ModelSpec) -> type[TransformerConfig]:
+    if spec.transformer.get("multi_latent_attention"):
+        return MLATransformerConfig
+    return YarnTransformerConfig if spec.gpt["position_embedding_type"] == "yarn" else TransformerConfig
+
+
+def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> TransformerConfig:
+    """Megatron's configuration of this model under this layout; `trainer.megatron` overrides single fields."""
+    trainer, dtype = config.trainer, DTYPES[config.numerics.dtype]
+    kind = _kind(spec)
+    fields: dict[str, Any] = {
+        **spec.transformer,
+        "mtp_num_layers": spec.table.mtp_layers or None,
+        "activation_func": ACTIVATIONS[spec.transformer.get("activation_func", "silu")],
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": trainer.tensor,
+        **_pipeline_fields(trainer, spec, cpu=cpu),
+        "context_parallel_size": trainer.context,
+        "expert_model_parallel_size": trainer.expert,
+        "expert_tensor_parallel_size": trainer.expert_tensor_size,
+        # megatron-core refuses MoE with tensor parallelism unless sequence parallelism is on.
+        "sequence_parallel": trainer.tensor > 1,
+        "variable_seq_lengths": True,
+        "attention_backend": AttnBackend[backends.attention],
+        "moe_token_dispatcher_type": backends.dispatcher,
+        "moe_flex_dispatcher_backend": backends.flex_backend,
+        "moe_router_dtype": "fp32",
+        # megatron-core would move the router's selection bias before the optimizer's step, skipped or not, and count
+        # padding; slimx.trainer.moe.routing moves it where trainer.moe.bias_update_rate asks for it.
+        "moe_router_bias_update_rate": 0.0,
+        # The loss already holds its global denominator: no average over micro-batches or ranks, sums only.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
+        **_recompute_fields(trainer),
+        # Skipping initialisation (perform_initialization=False) would leave the parameters unmarked as tensor
+        # parallel, and the gradient norm would count the shards of one TP rank only.
+        "use_cpu_initialization": cpu,
+        **_fusion_fields(spec, backends),
+        # The slot of a layer's spec into which exact mode puts its own activation.
+        "use_te_activation_func": config.exact,
+    }
+    check_megatron_fields(trainer.megatron, kind)
+    if fields.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):
+        raise SlimxError(
+            f"trainer.attention={backends.attention}, but the attention sinks of {spec.path} have no such kernel for "
+            "packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them"
+        )
+    if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
+        raise SlimxError(
+            f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was read "
+            f"with {spec.table.mtp_layers} MTP layers; give read_model the same number"
+        )
+    try:
+        return kind(**{**fields, **trainer.megatron})
+    except (ValueError, AssertionError) as error:
+        raise SlimxError(f"megatron-core refuses this model or layout: {' '.join(str(error).split())}") from error
+
+
+def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[str, Any]:
+    virtual = trainer.virtual_pipeline > 1
+    fields: dict[str, Any] = {
+        "pipeline_model_parallel_size": trainer.pipeline,
+        "virtual_pipeline_model_parallel_size": trainer.virtual_pipeline if virtual else None,
+        # Interleaved stages send and receive at once; megatron-core wants single messages for it, not batches.
+        "overlap_p2p_comm": virtual,
+        "batch_p2p_comm": not virtual,
+        # Gives the memory of a sent activation back at once. gloo reads it when it sends, which may be later: with
+        # overlapping messages activations would be silently corrupted.
+        "deallocate_pipeline_outputs": not cpu,
+    }
+    if trainer.layers_per_stage and trainer.pipeline > 1:
+        stages = [["decoder"] * count for count in trainer.layers_per_stage]
+        stages[0].insert(0, "embedding")
+        stages[-1] += ["mtp"] * spec.table.mtp_layers + ["loss"]
+        fields["pipeline_model_parallel_layout"] = stages
+    return fields
+
+
+def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
+    """Megatron-LM's own defaults where Transformer Engine brings the kernels; `trainer.megatron` overrides them."""
+    engine = backends.transformer_engine
+    return {
+        # The unfused rotation asks the GPU for the bounds of the sequences, and waits for it, twice in every layer.
+        # megatron-core calls the fused one for latent attention experimental, and its fused one of packed sequences
+        # leaves out the factor by which yarn lengthens queries and keys.
+        "apply_rope_fusion": engine
+        and not spec.transformer.get("multi_latent_attention", False)
+        and spec.gpt["position_embedding_type"] != "yarn",
+        # Compiled by torch, so that it needs a compiler on the machine: not where the layers are plain torch.
+        "bias_activation_fusion": engine,
+    }
+
+
+def _recompute_fields(trainer: Trainer) -> dict[str, Any]:
+    recompute = trainer.recompute
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.layers,
+    }
+
+
+def check_megatron_fields(given: dict[str, Any], kind: type[TransformerConfig]) -> None:
+    """Refuse a key of `trainer.megatron` that the configuration does not have, with the nearest one that it has."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise SlimxError(f"trainer.megatron.{key} is not a field of megatron-core's {kind.__name__}{hint}")

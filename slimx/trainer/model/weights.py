@@ -1,0 +1,150 @@
+"""This rank's weights by name: loading from a Hugging Face directory, and copies that can be switched in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from slimx.errors import SlimxError
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import Part, matrix
+from slimx.layout.patterns import select
+from slimx.models.families import ModelSpec
+from slimx.models.files.reader import CheckpointReader
+from slimx.reshard.pack.served import ServedWeights
+from slimx.trainer.model.freeze import names_of
+
+HostCopy = dict[str, torch.Tensor]
+"""Values of every parameter, and of the buffers that the weight table names, by local name."""
+
+
+class Weights:
+    """The local parameters of one rank, matched with the weight table."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        spec: ModelSpec,
+        layout: MegatronLayout,
+        rank: int,
+        *,
+        beside: Collection[str] = (),
+    ):
+        """`chunks`: this rank's modules, one unless pipeline stages are interleaved. `beside`: names of parameters that
+        no checkpoint has (a value head); they are left alone."""
+        self.spec = spec
+        self.served: ServedWeights | None = None
+        """What engines compute with, where that is not the parameters themselves."""
+        self._present: HostCopy | None = None
+        self.held: list[Part] = layout.held(rank)
+        names = {held.name for held in self.held}
+        # Several chunks form a list of modules, and their names begin with its index.
+        module = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
+        buffers = {name: buffer for name, buffer in module.named_buffers() if name in names}
+        parameters = {name: value for name, value in module.named_parameters() if name not in beside}
+        self.parameters: dict[str, torch.Tensor] = {**parameters, **buffers}
+        """Parameters, and the buffers that the table names (an expert bias)."""
+        if names != set(self.parameters):
+            odd = sorted(names ^ set(self.parameters))
+            raise SlimxError(f"weight table of {spec.path}: {odd[0]} is in the table or in the model, but not in both")
+        for held in self.held:
+            shape = tuple(self.parameters[held.name].shape)
+            if shape != held.shape:
+                raise SlimxError(
+                    f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, "
+                    f"{list(held.shape)} in the table"
+                )
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters that are trained, by their Hugging Face names (joined where several are one parameter), in the
+        order of the forward pass."""
+        named = {" + ".join(held.sources): self.parameters[held.name] for held in self.held}
+        return {
+            name: parameter
+            for name, parameter in named.items()
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+        }
+
+    def matching(self, patterns: Sequence[str], key: str) -> list[torch.Tensor]:
+        """Parameters that one of the globs `patterns` of configuration key `key` matches, see `select`."""
+        names = names_of(select(self.spec.table, patterns, key), self.held)
+        return [self.parameters[name] for name in names]
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        """Fill the parameters from the safetensors in `path`; only the slices that this rank holds are read."""
+        self._read(path, self.parameters)
+        self.changed()
+
+    def changed(self) -> None:
+        """The parameters have got other values: to be called by whoever writes into their memory."""
+        if self.served is not None:
+            self.served.refresh()
+
+    @torch.no_grad()
+    def copy_of(self, path: str, into: HostCopy | None = None) -> HostCopy:
+        """The weights in `path` in host memory (pinned on CUDA), or in that of the earlier copy `into`; the present
+        ones stay as they are."""
+        out = self._host_copy() if into is None else into
+        self._read(path, out)
+        return out
+
+    @torch.no_grad()
+    def snapshot(self, into: HostCopy | None = None) -> HostCopy:
+        """A copy of the present weights in host memory (pinned on CUDA); `into`: an earlier one, whose memory it
+        takes."""
+        out = self._host_copy() if into is None else into
+        for name, parameter in self.parameters.items():
+            out[name].copy_(parameter)
+        return out
+
+    @contextmanager
+    def switching(self) -> Iterator[Callable[[HostCopy], None]]:
+        """Gives a function that puts a copy's values in the parameters' own memory; afterwards the present values are
+        back, bit for bit. The optimizer's fp32 weights are not touched.
+
+        The present values wait in host memory that is allocated once and kept for the next time. They go there at the
+        first switch only, so that several copies in a row cost one journey each and the present values two.
+        """
+        away = False
+
+        def switch(copy: HostCopy) -> None:
+            nonlocal away
+            if not away:
+                if self._present is None:
+                    self._present = self._host_copy()
+                _copy(self.parameters, self._present)
+                away = True
+            _copy(copy, self.parameters)
+            self.changed()
+
+        try:
+            yield switch
+        finally:
+            if away:
+                _copy(self._present, self.parameters)
+                self.changed()
+
+    def _host_copy(self) -> HostCopy:
+        return {
+            name: torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+            for name, parameter in self.parameters.items()
+        }
+
+    def _read(self, path: str, into: Mapping[str, torch.Tensor]) -> None:
+        reader = CheckpointReader(path)
+        reader.check(self.spec.table)
+        for held in self.held:
+            local = into[held.name].view(matrix(held.shape))
+            for rect in held.rects:
+                target = local[rect.local_row : rect.local_row + rect.rows, rect.local_col : rect.local_col + rect.cols]
+                target.copy_(reader.read(held.sources[rect.source], rect))
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    """By name. On CUDA all copies are in the order of one stream, in which the kernels that read them are too."""
+    for name, tensor in source.items():
+        target[name].copy_(tensor, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Routing of mixture-of-experts layers, recorded and replayed."""

@@ -1,0 +1,1 @@
+"""Forward, backward and optimizer step."""

@@ -1,0 +1,78 @@
+"""Megatron's optimizer for a configuration, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamPredicate
+
+from slimx.config.schema import Config
+from slimx.config.trainer import Optimizer
+from slimx.trainer.device.host_moments import HostMoments
+from slimx.trainer.model.transformer import DTYPES
+
+
+def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch.nn.Parameter] = ()) -> Any:
+    """Adam with fp32 main weights and, as configured, state sharded over data-parallel ranks or kept on the host.
+
+    `undecayed`: parameters without weight decay besides norms and biases. `slimx.trainer.step.optimizer_step` steps
+    it."""
+    options = config.trainer.optimizer
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
+        adam_eps=options.eps,
+        clip_grad=options.clip_grad,
+        bf16=config.numerics.dtype == "bfloat16",
+        params_dtype=DTYPES[config.numerics.dtype],
+        use_distributed_optimizer=config.trainer.distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(settings, chunks, _groups(settings, undecayed))
+    if options.offload:
+        for part in optimizer.chained_optimizers:
+            if part.optimizer is not None:
+                part.optimizer = HostMoments(part.optimizer, options.offload)
+    return optimizer
+
+
+def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) -> dict[ParamKey, ParamGroupOverride]:
+    """Which parameters get groups of their own: norms, biases and `undecayed`, which are not decayed; and the fp32 ones
+    of a bf16 model (a value head). In a group of both dtypes megatron-core 0.16.1's distributed optimizer takes the
+    states of one parameter for another's when it saves: it numbers them in the order of its buffers but keeps fp32 ones
+    first."""
+    overrides = get_standard_config_overrides(config)
+    if config.bf16:
+        single = ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32)
+        overrides[ParamKey(predicate=single)] = {"lr_mult": 1.0}
+    chosen = {id(parameter) for parameter in undecayed}
+    if chosen:
+        plain = ParamPredicate(name="undecayed", fn=lambda parameter: id(parameter) in chosen)
+        overrides[ParamKey(predicate=plain)] = {"wd_mult": 0.0}
+    return overrides
+
+
+def learning_rate(options: Optimizer, step: int, steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then constant, linear or cosine
+    decay."""
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    span = max(1, steps - 1 - options.warmup_steps)
+    done = min(1.0, (step - options.warmup_steps) / span)
+    if options.decay == "constant":
+        return options.lr
+    share = 1 - done if options.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return options.min_lr + (options.lr - options.min_lr) * share

@@ -1,0 +1,94 @@
+"""Forward passes over the same micro-batches under several sets of weights: policy, reference, teacher."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from slimx.config.algorithm import Algorithm
+from slimx.data.batch import MicroBatch
+from slimx.errors import SlimxError
+from slimx.trainer.model.weights import HostCopy, Weights
+from slimx.trainer.moe.routing import Routes, Routing
+from slimx.trainer.step.forward_backward import Pipeline, TokenScores
+
+Holder = Literal["policy", "reference", "teacher"]
+Replay = Literal["none", "R2", "R3"]
+
+
+class Known(NamedTuple):
+    """What is known of a step's micro-batches before the policy moves."""
+
+    fields: list[dict[str, torch.Tensor]]
+    """Of `LossInputs` by name, per micro-batch; on the ranks of the last pipeline stage, elsewhere nothing."""
+    routes: Routes | None
+    """The experts that training takes, per micro-batch; None: each router chooses."""
+
+
+class ForwardPasses:
+    """Scores under several sets of weights, which take turns in the memory of the policy's parameters."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        routing: Routing,
+        weights: Weights,
+        algorithm: Algorithm,
+        replay: Replay,
+        *,
+        known: bool = False,
+    ):
+        """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`: `trainer.moe.replay`.
+        `known`: the engines' log-probs are the policy's own before each step, to the last bit."""
+        self._pipeline, self._routing, self._weights, self._replay = pipeline, routing, weights, replay
+        self._recompute = algorithm.old_logprobs == "recompute" and not known
+        self._copies: dict[str, HostCopy] = {}
+        if algorithm.reference:
+            self._copies["reference"] = weights.snapshot()
+        if algorithm.teacher:
+            self._copies["teacher"] = weights.copy_of(algorithm.teacher)
+
+    def refresh_reference(self) -> None:
+        """Make the present weights the reference."""
+        self._weights.snapshot(into=self._copies["reference"])
+
+    def load_reference(self, path: str) -> None:
+        """Make the weights in the Hugging Face directory `path` the reference."""
+        self._weights.copy_of(path, into=self._copies["reference"])
+
+    def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[TokenScores]:
+        """Log-probs and entropies of every label, per micro-batch; empty except on the last pipeline stage.
+
+        Collective. Raises SlimxError if the run holds no such weights.
+        """
+        if under == "policy":
+            return self._pipeline.scores(batches)
+        if under not in self._copies:
+            raise SlimxError(f"this run has no {under}; set algorithm.{under}")
+        with self._weights.switching() as switch:
+            switch(self._copies[under])
+            return self._pipeline.scores(batches)
+
+    def before_updates(self, batches: list[MicroBatch]) -> Known:
+        """What a loss wants to know before the policy moves, and the routes that are replayed. Collective."""
+        fields: dict[str, list[TokenScores]] = {}
+        routes = self._routing.from_engine(batches) if self._replay == "R3" else None
+        if self._recompute or self._replay == "R2":
+            with self._routing.forward(batches, replay=routes):
+                old = self._pipeline.scores(batches)
+            if self._recompute:
+                fields["old_logprobs"] = old
+            if self._replay == "R2":
+                routes = self._routing.chosen()
+        with self._weights.switching() as switch:
+            for name, copy in self._copies.items():
+                switch(copy)
+                fields[f"{name}_logprobs"] = self._pipeline.scores(batches)
+        if not fields:
+            return Known([{} for _ in batches], routes)
+        named = [
+            {name: scores.logprobs for name, scores in zip(fields, each, strict=True)}
+            for each in zip(*fields.values(), strict=True)
+        ]
+        return Known(named, routes)
