@@ -1,4 +1,4 @@
-"""Size and digest of files: how what was written is recognised when it is read again."""
+"""Size and digest of files, by which what was written is recognised when it is read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration names by its dotted path: functions of a given form, classes, and modules."""
+"""Import of functions, classes and modules that a configuration names by dotted paths."""
 
 from __future__ import annotations
 

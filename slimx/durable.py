@@ -1,4 +1,4 @@
-"""Writes files and directories so that they survive a crash of the machine, or a full disk."""
+"""Writing of files and directories that survives a crash of the machine, or a full disk."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loading the native libraries of `csrc/`: one that is missing, broken or older than this code is refused by name."""
+"""Loading of the native libraries of `csrc/`, one that is missing, broken or older than this code being refused."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What an upstream needs from slimx, one file per upstream; each entry says why and for which version."""
+"""Adapters to upstreams: megatron-core, SGLang, hooks of slime's form. Each entry names its version and its reason."""

@@ -1,1 +1,1 @@
-"""What a rollout acts in besides the model: tools and the sandbox that runs untrusted code."""
+"""Tools that a rollout uses, and the sandbox in which untrusted code runs."""

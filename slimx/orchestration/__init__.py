@@ -1,1 +1,1 @@
-"""Ray placement, the training loop, saving and recovery."""
+"""A run: its assembly, the training loop, checkpoints, beginning and end."""

@@ -1,1 +1,1 @@
-"""What can be refused before a process is started."""
+"""Checks and predictions made before a process is started: memory, layouts, publication, effects of settings."""

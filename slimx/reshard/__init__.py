@@ -1,1 +1,1 @@
-"""From trainer weights to engine weights: plan, kernels, publication."""
+"""Trainer weights become engine weights: plan, packing kernels, transports, two-phase publication."""

@@ -1,1 +1,1 @@
-"""Reward hooks that come with slimx: what a response is worth."""
+"""Reward hooks that come with slimx."""

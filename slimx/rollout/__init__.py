@@ -1,1 +1,1 @@
-"""Engines that generate: server process, control, router, client."""
+"""Generation of trajectories: what hooks receive, the client, the chat proxy, the flow of groups."""

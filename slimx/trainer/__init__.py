@@ -1,1 +1,1 @@
-"""The Megatron-core trainer: parallel state, model, forward and backward, optimizer, checkpoint, and its Ray worker."""
+"""The megatron-core trainer: parallel state, model, passes, optimizer, checkpoints, and its Ray worker."""

@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 
 from slimx.config.schema import Config
+from tools.docs import make_architecture
 from tools.docs.make_configuration import PAGE, page
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_page_of_the_configuration_is_that_of_the_schema():
     assert PAGE.read_text() == page(), "run python tools/docs/make_configuration.py"
+
+
+def test_the_picture_of_the_architecture_is_that_of_the_import_contracts():
+    assert make_architecture.PICTURE.read_text() == make_architecture.picture(), "run tools/docs/make_architecture.py"
 
 
 def test_every_key_of_the_schema_has_a_description():

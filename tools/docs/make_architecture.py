@@ -1,0 +1,103 @@
+"""Draw docs/architecture.svg from the import contracts: the rooms of slimx, layer by layer, with what each is for.
+
+    python tools/docs/make_architecture.py
+
+Layers come from pyproject.toml, where import-linter checks them; the text in a box is the first line of the room's own
+docstring. A unit test compares the picture with both, so run this after a change of either.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+import tomllib
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PICTURE = ROOT / "docs" / "architecture.svg"
+
+WIDTH, MARGIN, GAP = 1200, 24, 12
+"""Pixels: of the picture, around it, and between boxes."""
+LINE, PADDING, TITLE = 17, 12, 22
+CHARACTER = 6.7
+"""Mean width of a character of the text, in pixels."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """A package or a module directly below slimx/."""
+
+    name: str
+    text: str
+    inner: tuple[str, ...]
+    """Names of its sub-rooms."""
+
+
+def layers(pyproject: str) -> list[list[str]]:
+    """Names of rooms by layer, the topmost first, from the text of pyproject.toml."""
+    contracts = tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
+    (contract,) = (each for each in contracts if each["type"] == "layers" and each["containers"] == ["slimx"])
+    return [[name.strip() for name in layer.split("|")] for layer in contract["layers"]]
+
+
+def read_room(name: str) -> Room:
+    """The room slimx/`name`, described by its docstring."""
+    folder = ROOT / "slimx" / name
+    source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    text = (ast.get_docstring(ast.parse(source.read_text())) or "").split("\n\n")[0]
+    inner = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+    return Room(name, " ".join(text.split()).replace("`", ""), tuple(inner))
+
+
+def draw(rooms: list[list[Room]]) -> str:
+    """The picture as SVG: one row of boxes for each layer."""
+    parts, top = [], float(MARGIN)
+    for row in rooms:
+        width = (WIDTH - 2 * MARGIN - 28 - GAP * (len(row) - 1)) / len(row)
+        columns = int((width - 2 * PADDING) / CHARACTER)
+        texts = [(textwrap.wrap(room.text, columns), textwrap.wrap(" · ".join(room.inner), columns)) for room in row]
+        height = max(len(text) + len(inner) for text, inner in texts) * LINE + TITLE + 2 * PADDING
+        for number, (room, (text, inner)) in enumerate(zip(row, texts, strict=True)):
+            parts.append(_box(room.name, text, inner, MARGIN + 28 + number * (width + GAP), top, width, height))
+        top += height + GAP
+    end = top + MARGIN - GAP
+    arrow = (
+        f'<path d="M{MARGIN + 8} {MARGIN} V{end - MARGIN - 8}" class="arrow" marker-end="url(#head)"/>'
+        f'<text class="side" transform="translate({MARGIN - 2} {end / 2:.0f}) rotate(-90)">'
+        "imports only downwards</text>"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {end:.0f}" role="img" '
+        'aria-label="Rooms of slimx by layer; each imports only from layers below its own">\n'
+        "<style>text{font:13px system-ui,sans-serif;fill:#1f2933}.name{font-weight:600;font-size:15px}"
+        ".inner{fill:#2563a8;font-family:ui-monospace,monospace;font-size:12px}"
+        ".side{text-anchor:middle;fill:#616e7c}.arrow{stroke:#9aa5b1;stroke-width:2}"
+        "rect.room{fill:#f5f8fb;stroke:#b8c4d0}</style>\n"
+        '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="4" refY="4" orient="auto">'
+        '<path d="M0 0 L8 4 L0 8 Z" fill="#9aa5b1"/></marker></defs>\n'
+        f'<rect width="{WIDTH}" height="{end:.0f}" fill="#ffffff"/>\n{arrow}\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _box(name: str, text: list[str], inner: list[str], left: float, top: float, width: float, height: float) -> str:
+    x, y = left + PADDING, top + PADDING + 12
+    lines = [f'<text class="name" x="{x:.1f}" y="{y:.1f}">{escape(name)}</text>']
+    for kind, content in ((None, text), ("inner", inner)):
+        for line in content:
+            y += LINE if len(lines) > 1 else TITLE
+            style = f' class="{kind}"' if kind else ""
+            lines.append(f'<text{style} x="{x:.1f}" y="{y:.1f}">{escape(line)}</text>')
+    box = f'<rect class="room" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" rx="6"/>'
+    return box + "".join(lines)
+
+
+def picture() -> str:
+    """docs/architecture.svg as the contracts and docstrings of today make it."""
+    names = layers((ROOT / "pyproject.toml").read_text())
+    return draw([[read_room(name) for name in row] for row in names])
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture())
