@@ -22,8 +22,9 @@ from slimx.data.prompts import PromptSource
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.models.families import configured_model
-from slimx.orchestration.prepare import Sources, check_sources
-from slimx.orchestration.serving import Serving, serving
+from slimx.orchestration.prepare import check_sources
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.serving import serving
 from slimx.rollout.flow.manager import RolloutManager
 
 GOAL = 0.95
@@ -41,22 +42,22 @@ OVERRIDES = (
 
 async def measure(config: Config, pairs: int, note: Callable[[str], None]) -> dict[str, Any]:
     """Seconds of both sides by pair, and what each sampled."""
-    spec = configured_model(config)
-    sources = check_sources(config, spec, "cpu")
-    async with serving(config, sources, spec, "cpu", Path(config.run.dir), note) as parts:
-        return await compare(config, sources, parts, pairs)
+    sources = check_sources(config, configured_model(config), "cpu")
+    async with serving(config, sources, Path(config.run.dir), note) as service:
+        return await compare(service, pairs)
 
 
-async def compare(config: Config, sources: Sources, parts: Serving, pairs: int) -> dict[str, Any]:
+async def compare(service: EngineService, pairs: int) -> dict[str, Any]:
     """`measure`, with engines that run."""
-    sides = Sides(parts.engines.engines[0].url, parts.engines.keys.api_key, config.rollout.request_deadline)
-    manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), parts.make_maker())
+    config, sources = service.config, service.sources
+    sides = Sides(service.engines.engines[0].url, service.engines.keys.api_key, config.rollout.request_deadline)
+    manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), service.make_maker())
     seconds: dict[str, list[float]] = {"slimx": [], "bare": []}
     try:
         for number in range(WARMUP + pairs):
             order = ("slimx", "bare") if number % 2 == 0 else ("bare", "slimx")
             for side in order:
-                spent = await (sides.slimx(parts, manager) if side == "slimx" else sides.bare())
+                spent = await (sides.slimx(service, manager) if side == "slimx" else sides.bare())
                 if number >= WARMUP:
                     seconds[side].append(spent)
     finally:
@@ -72,10 +73,10 @@ class Sides:
         self.requests: list[bare_engine.Request] = []
         self.tokens = 0
 
-    async def slimx(self, parts: Serving, manager: RolloutManager) -> float:
+    async def slimx(self, service: EngineService, manager: RolloutManager) -> float:
         """Seconds of a batch through slimx."""
         began = time.perf_counter()
-        batch = await parts.watched(manager.next_batch())
+        batch = await service.watched(manager.next_batch())
         spent = time.perf_counter() - began
         self.requests = bare_engine.requests_of(batch.groups)
         self.tokens = sum(len(t.sampled_ids()) for group in batch.groups for t in group.trajectories)

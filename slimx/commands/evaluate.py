@@ -11,11 +11,12 @@ from typing import Any
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.models.families import ModelSpec, configured_model
+from slimx.models.families import configured_model
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.prepare import Sources, check_sources
-from slimx.orchestration.serving import Serving, serving, without_trainers
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.serving import serving, without_trainers
 from slimx.orchestration.step.evaluation import answer_all, judge
 
 DIRECTORY = "eval"
@@ -29,12 +30,12 @@ def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str]
     config = without_trainers(config, checkpoint)
     if not config.eval.files:
         raise SlimxError("eval.prompts is null: there is nothing to evaluate; name a file of prompts")
-    device, spec = device_of(config), configured_model(config)
-    sources = check_sources(config, spec, device)
+    device = device_of(config)
+    sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir) / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
-    work = partial(_session, config, sources, spec, device, directory, note, found)
+    work = partial(_session, config, sources, directory, note, found)
     run_with_ray(config, device, work, trainers=False)
     results = JsonlFile(directory / "results.jsonl", resume_step=0)
     results.write(found)
@@ -45,23 +46,21 @@ def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str]
 async def _session(
     config: Config,
     sources: Sources,
-    spec: ModelSpec,
-    device: str,
     directory: Path,
     note: Callable[[str], None],
     found: dict[str, Any],
     alarm: Alarm,
 ) -> None:
     async with EndingStack(alarm) as stack:
-        parts = await stack.enter_async_context(serving(config, sources, spec, device, directory, note))
-        found |= await evaluate_once(config, sources, parts)
+        service = await stack.enter_async_context(serving(config, sources, directory, note))
+        found |= await evaluate_once(service)
 
 
-async def evaluate_once(config: Config, sources: Sources, parts: Serving) -> dict[str, Any]:
+async def evaluate_once(service: EngineService) -> dict[str, Any]:
     """What started engines score."""
-    maker = parts.make_maker()
+    config, prompts, maker = service.config, service.sources.eval_prompts, service.make_maker()
     try:
-        outcomes = await parts.watched(answer_all(maker, sources.eval_prompts))
+        outcomes = await service.watched(answer_all(maker, prompts))
     finally:
         maker.close()
     group = config.rollout.policy_engines[0]
@@ -70,8 +69,8 @@ async def evaluate_once(config: Config, sources: Sources, parts: Serving) -> dic
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "samples": config.eval.samples,
         "temperature": config.eval.temperature,
-        "prompts": {name: len(prompts) for name, prompts in sources.eval_prompts.items()},
-        "metrics": judge(config.eval, sources.eval_prompts, outcomes),
+        "prompts": {name: len(several) for name, several in prompts.items()},
+        "metrics": judge(config.eval, prompts, outcomes),
     }
 
 

@@ -20,7 +20,7 @@ from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
 from slimx.errors import Preempted, SlimxError
-from slimx.models.families import ModelSpec, configured_model
+from slimx.models.families import configured_model
 from slimx.observability.live.run_lock import held
 from slimx.observability.live.step_line import GENERATE_COLUMNS, LiveTable
 from slimx.observability.live.terminal import plain
@@ -28,7 +28,8 @@ from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.prepare import Sources, check_sources
-from slimx.orchestration.serving import Serving, serving, without_trainers
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.serving import serving, without_trainers
 from slimx.orchestration.state.recording import drop_record
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
@@ -45,8 +46,8 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
     config = without_trainers(config, checkpoint)
     if config.run.fork:
         raise SlimxError("run.fork continues training, and slimx generate trains nothing; leave it out")
-    device, spec = device_of(config), configured_model(config)
-    sources = check_sources(config, spec, device)
+    device = device_of(config)
+    sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir)
     if (directory / "checkpoints").exists():
         raise SlimxError(f"{directory} holds a training run; slimx generate needs a run.dir of its own")
@@ -63,7 +64,7 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
     directory.mkdir(parents=True, exist_ok=True)
     with held(directory):
         replace_synced(directory / "config.yaml", config.to_text().encode())
-        work = partial(_session, config, sources, spec, device, saves, state, console)
+        work = partial(_session, config, sources, saves, state, console)
         run_with_ray(config, device, work, trainers=False)
     return directory
 
@@ -71,8 +72,6 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
 async def _session(
     config: Config,
     sources: Sources,
-    spec: ModelSpec,
-    device: str,
     saves: Saves,
     state: RunState | None,
     console: Console,
@@ -82,23 +81,18 @@ async def _session(
     with LiveTable(config.schedule.steps, done, console, GENERATE_COLUMNS) as table:
         table.phase("start")
         async with EndingStack(alarm) as stack:
-            parts = await stack.enter_async_context(serving(config, sources, spec, device, directory, table.note))
+            service = await stack.enter_async_context(serving(config, sources, directory, table.note))
             if state is not None:
                 table.note(f"resumed after step {state.step}")
-            await generate(config, sources, parts, saves, state, table, alarm.leaving)
+            await generate(service, saves, state, table, alarm.leaving)
 
 
 async def generate(
-    config: Config,
-    sources: Sources,
-    parts: Serving,
-    saves: Saves,
-    state: RunState | None,
-    table: LiveTable,
-    leaving: asyncio.Event,
+    service: EngineService, saves: Saves, state: RunState | None, table: LiveTable, leaving: asyncio.Event
 ) -> None:
-    """The steps that are left after `state`, each written down before the next."""
-    directory, step = Path(config.run.dir), state.step if state else 0
+    """Generate the steps that are left after `state`, each written down before the next."""
+    config, sources, step = service.config, service.sources, state.step if state else 0
+    directory = Path(config.run.dir)
     async with AsyncExitStack() as stack:
         resume_step = step + 1 if step else 0
         tracker = make_tracker(
@@ -121,7 +115,7 @@ async def generate(
             drops.write(drop_record(outcome, step + 1))
 
         source = PromptSource(sources.prompts, config.run.seed)
-        manager = RolloutManager(config, source, parts.make_maker(), drop, parts.engines.interrupt)
+        manager = RolloutManager(config, source, service.make_maker(), drop, service.engines.interrupt)
         stack.push_async_callback(manager.stop)
         if state is not None:
             manager.restore(state.rollouts)
@@ -130,7 +124,7 @@ async def generate(
                 raise Preempted(step, config.schedule.steps)
             began = time.perf_counter()
             table.phase("generate")
-            batch = await parts.watched(manager.next_batch())
+            batch = await service.watched(manager.next_batch())
             seconds = time.perf_counter() - began
             await in_thread(files.write, step + 1, 0, batch.groups, batch.dropped)
             step += 1

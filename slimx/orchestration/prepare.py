@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ from slimx.rollout.hook_loading import Hooks, load_hooks
 from slimx.trainer.device.backends import Backends, choose_backends, installed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """What rollouts are made of."""
 
+    spec: ModelSpec
     hooks: Hooks
     tokenizer: Any
     prompts: list[Prompt]
@@ -47,11 +48,10 @@ class Sources:
     """By name, as `eval.files`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What the checks had to read anyway."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(Sources):
+    """What the checks of a whole run had to read anyway."""
 
-    spec: ModelSpec
     sizes: Sizes
     plans: dict[str, Plan]
     """By which weights leave the trainers: "export" and, with engines, "publish"."""
@@ -59,12 +59,8 @@ class Prepared:
     """The trainers' kernels, with the reason of each."""
     encoding: Encoding
     """How the engines receive them."""
-    hooks: Hooks
-    tokenizer: Any
-    prompts: list[Prompt]
-    eval_prompts: dict[str, list[Prompt]]
     critic: Sizes | None
-    """Of the critic, if there is one; those of the trainers where it shares their ranks."""
+    """Parallel sizes of the critic, if there is one; those of the trainers where it shares their ranks."""
 
 
 def check_run(config: Config) -> Prepared:
@@ -89,18 +85,13 @@ def check_run(config: Config) -> Prepared:
     published = publication_plan(config, spec, sizes, device)
     if published is not None:
         plans["publish"] = published.plan
-    encoding = published.encoding if published is not None else "hf"
     return Prepared(
-        spec,
-        sizes,
-        plans,
-        backends,
-        encoding,
-        sources.hooks,
-        sources.tokenizer,
-        sources.prompts,
-        sources.eval_prompts,
-        critic,
+        **{each.name: getattr(sources, each.name) for each in fields(sources)},
+        sizes=sizes,
+        plans=plans,
+        backends=backends,
+        encoding=published.encoding if published is not None else "hf",
+        critic=critic,
     )
 
 
@@ -136,7 +127,7 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
         eval_prompts = {name: _prompts(config, path, tokenizer, spec) for name, path in config.eval.files.items()}
     if isinstance(hooks.reward, Mixture):
         hooks.reward.check([*prompts, *chain.from_iterable(eval_prompts.values())])
-    return Sources(hooks, tokenizer, prompts, eval_prompts)
+    return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
 
 
 def _check_critic(config: Config, backends: Backends, device: str) -> Sizes:

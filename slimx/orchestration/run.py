@@ -29,6 +29,7 @@ from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.state.checkpoints import Checkpoints, layout_of
 from slimx.orchestration.state.recording import Records, drop_record
 from slimx.orchestration.state.saves import RunState, Saves
+from slimx.orchestration.waits import unless, while_served
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.parties import Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publication, Publisher
@@ -110,40 +111,25 @@ class Run:
         the trainers' weights are between two versions: then the publication that follows brings the next one. A
         transport that keeps versions brings the present one to whichever engine comes back, at any time.
         """
-        task: asyncio.Future[T] = asyncio.ensure_future(work)
-        event: asyncio.Future[None] | None = None
-        kept = self.transport.keeps
-        try:
-            while self.engines is not None:
-                members = self.engines.members
-                need = members.back() if kept else members.failed() if training else members.starved()
-                event = asyncio.ensure_future(need)
-                await asyncio.wait({task, event}, return_when=asyncio.FIRST_COMPLETED)
-                if event.done() and not (task.done() and task.exception() is None):
-                    event.result()  # why the run cannot go on tells more than what became of the work
-                if task.done():
-                    break
-                if kept:
-                    kept = await self._catch_up()
-                else:
-                    await self._publish()
-            return await task
-        finally:
-            left = [future for future in (task, event) if future is not None]
-            for future in left:
-                future.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+        if self.engines is None:
+            return await work
+        members, kept = self.engines.members, self.transport.keeps
+
+        def needed() -> Awaitable[None]:
+            return members.back() if kept else members.failed() if training else members.starved()
+
+        async def supply() -> None:
+            nonlocal kept
+            if kept:
+                kept = await self._catch_up()
+            else:
+                await self._publish()
+
+        return await while_served(work, needed, supply)
 
     async def unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if the run is to end first: `work` is cancelled then."""
-        task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self.leaving.wait())
-        try:
-            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return await task if task.done() else None
-        finally:
-            for future in (task, leaving):
-                future.cancel()
-            await asyncio.gather(task, leaving, return_exceptions=True)
+        return await unless(self.leaving, work)
 
     async def leave(self) -> None:
         """Write a checkpoint of the present step, with all that was sampled by now, and raise Preempted."""

@@ -15,8 +15,6 @@ from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
-from slimx.engines.fleet.group import EngineGroup, tell_restarts
-from slimx.engines.fleet.roster import Roster
 from slimx.errors import SlimxError
 from slimx.models.trunk import read_trunk
 from slimx.observability.live.activity import Activity
@@ -28,7 +26,6 @@ from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration.batches import longest_trajectory, make_packer
-from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
 from slimx.orchestration.loop import train
@@ -38,16 +35,13 @@ from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.ranks.watch import watch_ranks
 from slimx.orchestration.reach import check_reach
 from slimx.orchestration.run import Run
-from slimx.orchestration.serving import prober
+from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.checkpoints import check_resume
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.reference import restore_reference
 from slimx.preflight.routing import route_shape
-from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.flow.replay import Replay, check_replay
-from slimx.rollout.flow.rollouts import GroupMaker
-from slimx.rollout.proxy.server import ChatProxy
 from slimx.trainer.checkpoint.files import MANIFEST, Damaged
 
 
@@ -170,71 +164,45 @@ async def _session(
         device = device_of(config)
         trainers = TrainerGroup(config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans)
         stack.push_async_exit(stopping(trainers.stop, table.note))
-        engines = client = critic = None
+        critic = None
         starting = [trainers.start()]
         if prepared.critic is not None:
             packer = make_packer(config.as_critic(), read_trunk(config), prepared.critic)
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(stopping(critic.stop, table.note))
             starting.append(critic.start())
-        frozen = FrozenEngines(config, device, logs, note=table.note, record=records.restarted)
-        stack.push_async_exit(stopping(frozen.stop, table.note))
-        starting.append(frozen.start())
+        service = EngineService(config, prepared, directory, note=table.note, record=records.restarted)
+        await stack.enter_async_context(service)
+        starting.append(service.frozen.start())
         shared = []
         if config.schedule.colocate and device == "cuda":
             # Engines are placed where the trainers are, which is known when these have started.
             starting, first = [], starting
             await together(first)
             shared = await trainers.places()
-        if config.rollout.policy_engines:
-            moe = prepared.spec.experts > 0
-            engines = EngineGroup(
-                config, device, logs, moe=moe, note=table.note, record=records.restarted, shared=shared
-            )
-            stack.push_async_exit(stopping(engines.stop, table.note))
+        engines = service.place(shared)
+        if engines is not None:
             starting += [check_reach(config, trainers, engines), engines.start()]
         await together(starting)
         for group in [trainers, *([critic.own] if critic is not None and critic.own is not None else [])]:
             alarm.ring_after(watch_ranks(group, config.trainer.watch_deadline))
-        await frozen.check_teacher(prepared.tokenizer)
-        groups = [*([engines] if engines is not None else []), *frozen.groups.values()]
-        stack.callback(tell_restarts, groups, table.note)
-        Roster(directory / "engines.json").add(groups)
+        layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
+        await service.open(longest_trajectory(config, prepared.spec, *layouts))
         for reason in prepared.backends.reasons:
             table.note(reason)
         if replayed:
             table.note(
                 f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)
             )
-        if engines is not None:
-            client = GenerationClient(
-                engines.router.url,
-                ModelShape.of(prepared.spec),
-                config.rollout.request_deadline,
-                # While no engine serves, a request waits for one as long as the run does.
-                retry_s=config.rollout.request_deadline,
-                retries=config.rollout.request_retries,
-                on_lost=engines.members.look,
-                outage=engines.members.outage,
-                api_key=engines.keys.api_key,
-            )
-            await stack.enter_async_context(client)
-            engines.members.probe = prober(client.shape, config)
-        layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
-        context = longest_trajectory(config, prepared.spec, *layouts)
-        proxy = ChatProxy(config.rollout.proxy.host, config.rollout.proxy.port, context=context)
-        stack.push_async_callback(proxy.stop)
-        outage = None if engines is None else engines.members.outage
-        maker = GroupMaker(config, prepared.hooks, prepared.tokenizer, client, frozen.clients, proxy, outage)
         run = Run(
             config,
             sizes=prepared.sizes,
             packer=make_packer(config, prepared.spec, prepared.sizes),
             trainers=trainers,
             engines=engines,
-            frozen=frozen,
-            client=client,
-            maker=maker,
+            frozen=service.frozen,
+            client=service.client,
+            maker=service.make_maker(),
             source=Replay(Path(replayed)) if replayed else PromptSource(prepared.prompts, config.run.seed),
             eval_prompts=prepared.eval_prompts,
             tokenizer=prepared.tokenizer,

@@ -43,11 +43,11 @@ def logprobs(model: Any, trajectory: Trajectory) -> np.ndarray:
 
 async def both(config: Config, sources: Sources, directory: Path) -> dict[str, Any]:
     """Two generated steps, then an evaluation, by the same engines."""
-    spec, table = configured_model(config), LiveTable(2, 0, Console(quiet=True))
-    async with serving(config, sources, spec, "cpu", directory, table.note) as parts:
+    table = LiveTable(2, 0, Console(quiet=True))
+    async with serving(config, sources, directory, table.note) as service:
         saves = Saves(directory / "cursor", keep=1)
-        await generate(config, sources, parts, saves, None, table, asyncio.Event())
-        return await evaluate_once(config, sources, parts)
+        await generate(service, saves, None, table, asyncio.Event())
+        return await evaluate_once(service)
 
 
 def test_engines_alone_generate_and_evaluate_with_the_weights_of_a_checkpoint(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +18,15 @@ from slimx.commands.evaluate import evaluate_once, run_evaluation, table
 from slimx.commands.generate import generate, run_generation
 from slimx.config.schema import Config
 from slimx.data.step_files import read_step, step_files
+from slimx.engines.outage import Outage
 from slimx.errors import Preempted, SlimxError
 from slimx.observability.live.step_line import LiveTable
 from slimx.orchestration.prepare import Sources
-from slimx.orchestration.serving import Serving, without_trainers
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.serving import without_trainers
 from slimx.orchestration.session import run_training
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout import single_turn
-from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 
 
@@ -43,23 +43,34 @@ class Members:
     """Engines that never fail, until they do."""
 
     broken: asyncio.Event = field(default_factory=asyncio.Event)
+    outage: Outage = field(default_factory=Outage)
 
     async def failed(self) -> None:
         await self.broken.wait()
-        raise SlimxError("no engine is left")
+        raise SlimxError("no engine is left", code="engines.none", about="policy")
 
 
 async def interrupt() -> None:
     """Nothing is in flight between two steps."""
 
 
-def serving_of(config: Config, sources: Sources, delay: float = 0.0) -> Serving:
-    make_maker = partial(GroupMaker, config, sources.hooks, sources.tokenizer, FakeEngine(delay))
-    return Serving(SimpleNamespace(members=Members(), interrupt=interrupt), make_maker)
+class Service(EngineService):
+    """Started engines without servers: a client that answers by itself."""
+
+    def __init__(self, config: Config, sources: Sources, delay: float = 0.0):
+        self.config, self.sources, self.client, self.proxy = config, sources, FakeEngine(delay), None
+        self.engines = SimpleNamespace(members=Members(), interrupt=interrupt)
+        self.frozen = SimpleNamespace(clients={})
 
 
 def sources_of(keep: Any = None) -> Sources:
-    return Sources(Hooks(single_turn.generate, one, keep), the_tokenizer(), prompts(), {"few": prompts()[:3]})
+    return Sources(
+        spec=None,
+        hooks=Hooks(single_turn.generate, one, keep),
+        tokenizer=the_tokenizer(),
+        prompts=prompts(),
+        eval_prompts={"few": prompts()[:3]},
+    )
 
 
 def config_in(directory: Path, model: Path, **keys: Any) -> Config:
@@ -77,7 +88,7 @@ def generated(config: Config, *, stop_after: int | None = None, keep: Any = None
     state = read_state(newest) if newest else None
 
     async def work() -> None:
-        parts = serving_of(config, sources, delay=0.001)
+        service = Service(config, sources, delay=0.001)
         shown = LiveTable(config.schedule.steps, 0, Console(quiet=True))
         row = shown.row
 
@@ -87,7 +98,7 @@ def generated(config: Config, *, stop_after: int | None = None, keep: Any = None
                 leaving.set()
 
         shown.row = counted
-        await generate(config, sources, parts, saves, state, shown, leaving)
+        await generate(service, saves, state, shown, leaving)
 
     if stop_after is None:
         asyncio.run(work())
@@ -126,9 +137,9 @@ def test_the_last_engines_failure_ends_the_wait(model, tmp_path):
     config = config_in(tmp_path / "run", model)
 
     async def work() -> None:
-        parts = serving_of(config, sources_of())
-        parts.engines.members.broken.set()
-        await parts.watched(asyncio.sleep(60))
+        service = Service(config, sources_of())
+        service.engines.members.broken.set()
+        await service.watched(asyncio.sleep(60))
 
     with pytest.raises(SlimxError, match="no engine is left"):
         asyncio.run(work())
@@ -139,7 +150,7 @@ def test_an_evaluation_scores_every_set(model, tmp_path):
     sources = sources_of()
 
     async def work() -> dict[str, Any]:
-        return await evaluate_once(config, sources, serving_of(config, sources))
+        return await evaluate_once(Service(config, sources))
 
     found = asyncio.run(work())
     assert found["prompts"] == {"few": 3} and found["checkpoint"] == str(model)

@@ -15,7 +15,7 @@ from rollout_stand import config_of
 from slimx.engines.outage import Outage
 from slimx.engines.server.keys import Keys
 from slimx.errors import DeadlineError, SlimxError
-from slimx.orchestration.serving import prober
+from slimx.orchestration.service import prober
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.requests import KEY_HEADER, AnswerError
 from slimx.runtime.ports import free_port

@@ -1,0 +1,51 @@
+"""Races between work and what ends it early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def while_served(
+    work: Awaitable[T],
+    needed: Callable[[], Awaitable[None]],
+    supply: Callable[[], Awaitable[None]] | None = None,
+) -> T:
+    """The result of `work`, for which engines are needed.
+
+    Each time `needed` returns, `supply` is awaited: engines wait for weights. What `needed` raises, because no engine
+    is left, ends the wait, and is raised even if `work` failed at the same time: it tells more than what became of the
+    work. Work that is not finished is cancelled."""
+    task: asyncio.Future[T] = asyncio.ensure_future(work)
+    event: asyncio.Future[None] | None = None
+    try:
+        while True:
+            event = asyncio.ensure_future(needed())
+            await asyncio.wait({task, event}, return_when=asyncio.FIRST_COMPLETED)
+            if event.done() and not (task.done() and task.exception() is None):
+                event.result()
+            if task.done() or supply is None:
+                return await task
+            await supply()
+    finally:
+        await _cancelled(task, event)
+
+
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if `event` comes first: `work` is cancelled then."""
+    task, asked = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        await _cancelled(task, asked)
+
+
+async def _cancelled(*futures: asyncio.Future[Any] | None) -> None:
+    left = [future for future in futures if future is not None]
+    for future in left:
+        future.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
