@@ -100,6 +100,14 @@ class ModelSpec:
         return self.table.experts
 
     @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts, counted from 0; none of a dense model."""
+        frequency = self.transformer.get("moe_layer_freq", 1)
+        if isinstance(frequency, int):
+            frequency = [int(layer % frequency == 0) for layer in range(self.transformer["num_layers"])]
+        return tuple(layer for layer, has in enumerate(frequency) if has) if self.experts else ()
+
+    @property
     def normalises_projections(self) -> bool:
         """Whether queries and keys are normed over all heads together: the norms are then split as the heads are."""
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)

@@ -25,10 +25,10 @@ from slimx.preflight.checks.layout import check_critic_layout, check_layout, cri
 from slimx.preflight.checks.serving import check_devices, check_transfer
 from slimx.preflight.checks.teacher import check_served_teacher, check_teacher
 from slimx.preflight.effects.probe import try_hooks
-from slimx.preflight.links.publication import export_plan, publication_plan
 from slimx.preflight.routing import check_routing
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.publication import export_plan, publication_plan
 from slimx.rewards.mixture import Mixture
 from slimx.rollout.flow.replay import NO_HOOKS
 from slimx.rollout.hook_loading import Hooks, load_hooks

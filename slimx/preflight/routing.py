@@ -9,13 +9,14 @@ from slimx.models.families import ModelSpec
 
 
 def route_shape(spec: ModelSpec) -> RouteShape:
-    """What routes of this model look like; without MoE layers it has none."""
+    """The shape of this model's routes; one without MoE layers has none."""
     fields = spec.transformer
-    layers, frequency = fields["num_layers"], fields.get("moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        frequency = [int(layer % frequency == 0) for layer in range(layers)]
-    moe = tuple(layer for layer, has in enumerate(frequency) if has) if spec.experts else ()
-    return RouteShape(layers=layers, moe_layers=moe, experts=spec.experts or 0, topk=fields.get("moe_router_topk") or 0)
+    return RouteShape(
+        layers=fields["num_layers"],
+        moe_layers=spec.moe_layers,
+        experts=spec.experts or 0,
+        topk=fields.get("moe_router_topk") or 0,
+    )
 
 
 def check_routing(config: Config, spec: ModelSpec) -> None:
@@ -28,7 +29,7 @@ def check_routing(config: Config, spec: ModelSpec) -> None:
         "bias_update_rate": moe.bias_update_rate > 0,
     }
     for key in (key for key, on in asked.items() if on):
-        if not route_shape(spec).moe_layers:
+        if not spec.moe_layers:
             raise SlimxError(
                 f"trainer.moe.{key}={getattr(moe, key)} needs MoE layers, and {spec.path} has none; leave it at its "
                 "default"

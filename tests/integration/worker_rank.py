@@ -16,7 +16,7 @@ from slimx.data.packing import pack
 from slimx.data.weights import loss_weights
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
-from slimx.preflight.links.publication import export_plan
+from slimx.reshard.plan.publication import export_plan
 from slimx.trainer.worker import TrainerWorker
 from tests.integration.trainer_rank import demonstrations
 

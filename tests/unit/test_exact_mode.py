@@ -34,8 +34,9 @@ from slimx.numerics import exact
 from slimx.numerics.exact import kernel_cuda
 from slimx.orchestration.step.measure import check_gap
 from slimx.preflight.checks.exact import check_exact
-from slimx.preflight.links.publication import publication_plan
+from slimx.reshard.plan.publication import publication_plan
 from tests.checkpoint_stand import QWEN3_MOE
+from tests.refusals import refused
 
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000, exact_leaves=2)
 
@@ -177,10 +178,10 @@ def test_blocks_travel_in_the_engines_own_layout_only(tmp_path: Path) -> None:
     assert found.encoding == "local" and "float8_e4m3fn" in dtypes
     layouts = [engine | {"name": "one"}, engine | {"name": "two", "tensor": 2}]
     two = config(publish={"quantise": "ieee"}, rollout={"engines": layouts}, numerics={"mode": "exact", "leaves": 2})
-    with pytest.raises(SlimxError, match="needs the engines' own layout, and weights would travel under Hugging Face"):
+    with refused("publish.exact_encoding", about="publish.quantise"):
         publication_plan(two, spec, Sizes(), "cpu")
     fast = config(numerics={"mode": "fast"}, publish={"quantise": "ieee"})
-    with pytest.raises(SlimxError, match="on the CPU SGLang computes with fp8 blocks in exact mode only"):
+    with refused("publish.quantise_on_cpu", about="publish.quantise"):
         publication_plan(fast, spec, Sizes(), "cpu")
 
 

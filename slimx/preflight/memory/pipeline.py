@@ -14,7 +14,6 @@ from slimx.config.trainer import Recompute, Trainer
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.preflight.memory.activations import FP32, LayerBytes, Setting, layer_bytes
-from slimx.preflight.routing import route_shape
 
 LOGIT_BYTES = 12
 """Per logit of a chunk: itself, its exponential and their product, in fp32 (`slimx.trainer.model.logprobs`)."""
@@ -44,7 +43,7 @@ def activation_bytes(
     spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, place: int, microbatches: int
 ) -> ActivationBytes:
     """Of pipeline rank `place`, in a step of `microbatches` micro-batches."""
-    model, moe_layers = spec.transformer, set(route_shape(spec).moe_layers)
+    model, moe_layers = spec.transformer, set(spec.moe_layers)
     kinds = {
         moe: layer_bytes(model, setting, moe=moe) for moe in {layer in moe_layers for layer in range(spec.table.layers)}
     }

@@ -22,7 +22,6 @@ from slimx.models.families import ModelSpec
 from slimx.models.flops import sequence_flops
 from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.batch_plan import batch_plan
-from slimx.preflight.routing import route_shape
 from slimx.reshard.plan.precision import ITEMSIZE
 
 EFFICIENCY = 0.4
@@ -76,7 +75,7 @@ def update_cost(
         return gpu.nvlink if span <= machine.domain else gpu.network
 
     layers = model["num_layers"] / sizes.pipeline
-    moe = len(route_shape(spec).moe_layers) / sizes.pipeline
+    moe = len(spec.moe_layers) / sizes.pipeline
     tokens = batch.rollouts_per_update * batch.tokens_per_rollout / (sizes.data * sizes.context)
     width = tokens * model["hidden_size"] * itemsize
     t, c, e = sizes.tensor, sizes.context, sizes.expert * sizes.expert_tensor

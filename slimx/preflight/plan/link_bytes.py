@@ -7,8 +7,8 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.preflight.hardware import Machine
 from slimx.preflight.links.model import wire_bytes
-from slimx.preflight.links.publication import PublicationPlan
 from slimx.preflight.record import EngineGroup, LinkBytes, RankMap
+from slimx.reshard.plan.publication import PublicationPlan
 
 
 def link_bytes(

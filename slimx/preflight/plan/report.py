@@ -27,7 +27,6 @@ from slimx.preflight.checks.layout import check_critic_layout, layout_problems
 from slimx.preflight.checks.serving import check_devices, server_problems
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of, wire_bytes
-from slimx.preflight.links.publication import PublicationPlan, publication_plan
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
 from slimx.preflight.memory.engine import engine_memory
@@ -37,6 +36,7 @@ from slimx.preflight.plan.rank_map import rank_map
 from slimx.preflight.record import EngineGroup, PlanReport, Prediction, PublicationFigures, RankMap, TrainerMemory
 from slimx.preflight.routing import check_routing
 from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
 T = TypeVar("T")
 

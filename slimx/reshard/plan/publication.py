@@ -1,4 +1,4 @@
-"""What a publication of the configured run moves: compiled and proven before anything starts."""
+"""The plans of a run: what a publication and an export move, compiled from the configuration before anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
-from slimx.preflight.routing import route_shape
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
@@ -36,24 +35,32 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     if config.publish.quantise and device == "cpu" and not config.exact:
         raise SlimxError(
             f"publish.quantise={config.publish.quantise}, but on the CPU SGLang computes with fp8 blocks in exact mode "
-            "only; leave it out, or set numerics.mode=exact"
+            "only; leave it out, or set numerics.mode=exact",
+            code="publish.quantise_on_cpu",
+            about="publish.quantise",
         )
     if config.publish.on_device and device == "cpu":
         raise SlimxError(
             f"publish.transport={config.publish.transport} moves weights from GPU to GPU, and this run is on the CPU "
-            "(cluster.device); set it to memory, gloo or disk"
+            "(cluster.device); set it to memory, gloo or disk",
+            code="publish.transport_on_cpu",
+            about="publish.transport",
         )
     _check_served(config, spec, device)
     encoding, note = _encoding(config, spec, device)
     if encoding == "hf" and (turned := spec.table.turned()):
         raise SlimxError(
             f"{note}, but {min(turned)} of {spec.path} holds experts transposed, which travel in the engines' own "
-            "layout only; set publish.encoding=local and remove what rules it out"
+            "layout only; set publish.encoding=local and remove what rules it out",
+            code="publish.transposed",
+            about="publish.encoding",
         )
     if config.served_rule and encoding == "hf":
         raise SlimxError(
             f"publish.quantise={config.served_rule} in exact mode needs the engines' own layout, and weights would "
-            f"travel under {note}; remove what rules it out"
+            f"travel under {note}; remove what rules it out",
+            code="publish.exact_encoding",
+            about="publish.quantise",
         )
     if encoding == "local":
         group = config.rollout.policy_engines[0]
@@ -78,35 +85,45 @@ def publication_plan(config: Config, spec: ModelSpec, sizes: Sizes, device: str)
     if unread:
         raise SlimxError(
             f"plan: the trainer's {min(unread)} goes nowhere ({len(unread)} such tensors); the engine's table of this "
-            "family lacks a row"
+            "family lacks a row",
+            code="publish.unread",
+            about=min(unread),
         )
     return PublicationPlan(plan, encoding, note)
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:
-    """Whether SGLang can serve the model as `ModelSpec.engine_table` says."""
+    """Refuse a model or an engine's argument with which SGLang would not serve what `ModelSpec.engine_table` says."""
     if device == "cpu" and spec.no_cpu_engine:
         raise SlimxError(
             f"{spec.path}: SGLang 0.5.23 cannot serve {spec.family.ARCHITECTURE} on the CPU ({spec.no_cpu_engine}); "
-            "train it without engines (algorithm.name=sft), or serve it on GPUs"
+            "train it without engines (algorithm.name=sft), or serve it on GPUs",
+            code="publish.no_cpu_engine",
+            about=spec.family.ARCHITECTURE,
         )
     for group in config.rollout.policy_engines:
         for key, value in spec.engine_arguments.items():
             if group.sglang.get(key) != value:
                 raise SlimxError(
                     f"rollout.engines.sglang.{key} of engine {group.name} must be {value!r} for "
-                    f"{spec.family.ARCHITECTURE}: SGLang would else hold weights in a layout that cannot be published"
+                    f"{spec.family.ARCHITECTURE}: SGLang would else hold weights in a layout that cannot be published",
+                    code="publish.engine_argument",
+                    about=f"rollout.engines.sglang.{key}",
                 )
         where = spec.unfused(cpu=device == "cpu", expert=group.expert)
         if where is not None and group.sglang.get("enforce_shared_experts_fusion"):
             raise SlimxError(
                 f"rollout.engines.sglang.enforce_shared_experts_fusion of engine {group.name}: SGLang 0.5.23 fuses no "
-                f"shared expert of {spec.family.ARCHITECTURE} {where}, whatever is asked for; leave it out"
+                f"shared expert of {spec.family.ARCHITECTURE} {where}, whatever is asked for; leave it out",
+                code="publish.unfused",
+                about="rollout.engines.sglang.enforce_shared_experts_fusion",
             )
     if (spec.hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         raise SlimxError(
             f"{spec.path} is in MXFP4, and engines started from it keep their experts so; make a bf16 directory of it "
-            "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path"
+            "with slimx convert (hf-to-megatron, then megatron-to-hf) and give that in model.path",
+            code="publish.mxfp4",
+            about="model.path",
         )
 
 
@@ -133,12 +150,16 @@ def _encoding(config: Config, spec: ModelSpec, device: str) -> tuple[Encoding, s
     if reason is None:
         return "local", "each engine rank receives its own bytes"
     if wanted == "local":
-        raise SlimxError(f"publish.encoding is local, but {reason}; set it to auto or hf")
+        raise SlimxError(
+            f"publish.encoding is local, but {reason}; set it to auto or hf",
+            code="publish.not_local",
+            about="publish.encoding",
+        )
     return "hf", f"Hugging Face names, because {reason}"
 
 
 def _not_local(config: Config, spec: ModelSpec) -> str | None:
-    """Why the engines' own layout cannot be written; None if it can."""
+    """The reason for which the engines' own layout cannot be written; None if it can."""
     groups = config.rollout.policy_engines
     if len({(engine_sizes(g), bool(g.sglang.get("enforce_shared_experts_fusion"))) for g in groups}) > 1:
         return "rollout.engines has groups of different layouts, which would need a plan each"
@@ -158,7 +179,7 @@ def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
             f"not divide {model['num_query_groups']} query groups, which SGLang pads on the CPU"
         )
     inner = {"an expert": model["moe_ffn_hidden_size"]} if spec.experts else {}
-    if len(route_shape(spec).moe_layers) < model["num_layers"]:
+    if len(spec.moe_layers) < model["num_layers"]:
         inner["a dense MLP"] = model["ffn_hidden_size"]
     for what, columns in inner.items():
         # Whether or not it splits them: experts are whole where expert parallelism takes all ranks.
