@@ -18,8 +18,9 @@ from slimx.data.batch import Row
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Prompt
 from slimx.data.routes import RouteShape, check_routes
-from slimx.engines.delivery.transports import Joining, make_transport
+from slimx.engines.delivery.deliveries import make_delivery
 from slimx.engines.fleet.group import EngineGroup
+from slimx.engines.fleet.membership import Joining
 from slimx.errors import Preempted, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.batches import Packer, make_update_rows
@@ -31,7 +32,8 @@ from slimx.orchestration.state.recording import Records, drop_record
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.orchestration.waits import unless, while_served
 from slimx.reshard.manifest import Encoding
-from slimx.reshard.parties import Members, NoReceiverLeft, Source, TransportLost
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
 from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.manager import RolloutManager
@@ -87,13 +89,11 @@ class Run:
         courier = Restarts(
             "courier", config.rollout.health, note=lambda text: records.table.note(text), record=records.restarted
         )
-        self.transport = make_transport(trainers, config, self.directory / "logs", courier)
+        self.delivery = make_delivery(trainers.actors[PUBLISHER], config, self.directory / "logs", courier)
         self.publisher = None
         if engines is not None:
-            for engine in engines.engines:
-                engine.transport = self.transport
             engines.members.keeper.in_flight = self._in_flight
-            self.publisher = self._publisher(self.transport, engines.members)
+            self.publisher = self._publisher(trainers, engines.members, self.delivery)
         self.step = 0
         self.current = 0
         """Number of the step in progress, from 1; 0 before the first."""
@@ -109,11 +109,11 @@ class Run:
 
         Where engines are all out and one of them comes back, it gets the present version; not while `training`, when
         the trainers' weights are between two versions: then the publication that follows brings the next one. A
-        transport that keeps versions brings the present one to whichever engine comes back, at any time.
+        delivery that keeps versions brings the present one to whichever engine comes back, at any time.
         """
         if self.engines is None:
             return await work
-        members, kept = self.engines.members, self.transport.keeps
+        members, kept = self.engines.members, self.delivery.keeps
 
         def needed() -> Awaitable[None]:
             return members.back() if kept else members.failed() if training else members.starved()
@@ -217,13 +217,13 @@ class Run:
         """Bring the present version to engines that came back, from where it is kept; False if it is not."""
         members = self.engines.members
         try:
-            stored = await in_thread(self.transport.complete, self.version)
+            stored = await in_thread(self.delivery.kept, self.version)
             if stored is None:
                 return False
             publisher = self._publisher(stored, Joining(members))
-            done = await publisher.publish(self.version, trainer_step=stored.manifest.trainer_step)
+            done = await publisher.publish(self.version, trainer_step=self.version)
             for name in done.engines.keys() - done.lost:
-                self.records.table.note(f"engine {name} has version {self.version} from {stored.path}")
+                self.records.table.note(f"engine {name} has version {self.version} from {stored}")
         except SlimxError as error:
             # Whatever it is, it is no reason to end a run whose other engines serve.
             self.records.table.note(first_line(error))
@@ -231,11 +231,12 @@ class Run:
                 await members.quarantine(engine, error)
         return True
 
-    def _publisher(self, source: Source, members: Members) -> Publisher:
+    def _publisher(self, source: Source, members: Members, delivery: Delivery | None = None) -> Publisher:
         options = self.config.publish
         return Publisher(
             source,
             members,
+            delivery,
             deadline_s=options.deadline,
             step_deadline_s=options.step_deadline,
             staging=options.staging,

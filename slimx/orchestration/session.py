@@ -214,7 +214,7 @@ async def _session(
             leaving=alarm.leaving,
         )
         run.checkpoints.on_failure = alarm.ring
-        stack.push_async_callback(run.transport.stop)
+        stack.push_async_callback(run.delivery.stop)
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
         await stack.enter_async_context(Activity(directory, run.activity, table.note))

@@ -1,10 +1,15 @@
-"""Who takes part in a publication, as the publisher sees them: the trainers, the engines, and who decides which engines
-there are."""
+"""The parties of a publication as the publisher sees them.
+
+    Source --gather--> Delivery --bring--> Receiver (one for each engine), of those that Members names
+
+The publisher calls all four, and none of them calls another: only a delivery moves buckets, and tells their receiver
+how to take them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
@@ -53,6 +58,8 @@ class Receiver(Protocol):
     """One engine. Every call may raise SlimxError, or ReceiverLost if the engine is gone."""
 
     name: str
+    nodes: int
+    """Machines that it spans."""
     incarnation: int
     """Rises with every restart: what was asked of an earlier one has to be asked again."""
 
@@ -64,8 +71,16 @@ class Receiver(Protocol):
         """Get ready for one publication; from now on calls that belong to an older one are refused."""
         ...
 
+    async def join(self, meeting: Any) -> None:
+        """Meet the sender of a channel (`slimx.reshard.transports.collective.Meeting`)."""
+        ...
+
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        """Receive a bucket and prove its bytes. Nothing of the model changes."""
+        """Open a bucket where it is and prove its bytes. Nothing of the model changes."""
+        ...
+
+    async def receive(self, packed: PackedBucket, bucket: int) -> None:
+        """Take a bucket from the channel and stage it."""
         ...
 
     async def abort(self) -> None:
@@ -85,6 +100,38 @@ class Receiver(Protocol):
     async def commit(self, version: int) -> None: ...
 
     async def resume(self) -> None: ...
+
+
+class Delivery:
+    """The way of gathered buckets to the engines. This one brings nothing anywhere: engines open buckets in place."""
+
+    keeps = False
+    """True where a published version can be published again without its source (`kept`)."""
+
+    async def begin(self, manifest: Manifest, buckets: int) -> None:
+        """A publication of so many buckets begins."""
+
+    async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
+        """Accept a gathered bucket. Returns it as it will be brought: `packed` itself, or a copy that lasts without the
+        source."""
+        return packed
+
+    async def connect(self, receiver: Receiver, manifest: Manifest) -> None:
+        """Make sure that buckets can reach `receiver`."""
+
+    async def bring(self, receiver: Receiver, packed: PackedBucket, bucket: int) -> None:
+        """Bring a bucket to `receiver` and have it staged there."""
+        await receiver.stage(packed, bucket)
+
+    async def end(self) -> None:
+        """The publication has ended, whatever became of it at the engines."""
+
+    def kept(self, version: int) -> Source | None:
+        """The source of `version` that this delivery keeps."""
+        return None
+
+    async def stop(self) -> None:
+        """The run ends."""
 
 
 class Members(Protocol):

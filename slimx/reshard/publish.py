@@ -1,6 +1,7 @@
 """Publication: the trainers' weights become a new version in every engine, proven equal; an engine that fails is out.
 
-    trainers   gather 0   gather 1   gather 2  ...
+    source     gather 0   gather 1   gather 2  ...
+    delivery              bring 0    bring 1   ...
     engines    begin      stage 0    stage 1   ...   then each on its own: pause, load, verify, commit, resume, admit
 
 Engines serve while buckets are staged, and before its first copy an abort changes nothing in an engine. From the first
@@ -16,15 +17,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Members, NoReceiverLeft, Receiver, ReceiverLost, Source, Staging, TransportLost
+from slimx.reshard.parties import (
+    Delivery,
+    Members,
+    NoReceiverLeft,
+    Receiver,
+    ReceiverLost,
+    Source,
+    Staging,
+    TransportLost,
+)
 
 T = TypeVar("T")
 ABORT_S = 10.0
@@ -71,6 +82,7 @@ class Publisher:
         self,
         source: Source,
         members: Members,
+        delivery: Delivery | None = None,
         *,
         deadline_s: float,
         step_deadline_s: float,
@@ -79,8 +91,9 @@ class Publisher:
         encoding: Encoding = "hf",
         rule: str = "none",
     ):
-        """`deadline_s`: seconds for a whole publication; `step_deadline_s`: for one call to one engine."""
-        self.source, self.members, self.staging = source, members, staging
+        """`delivery`: None has engines open buckets where the source has gathered them. `deadline_s`: seconds for a
+        whole publication; `step_deadline_s`: for one call to one engine."""
+        self.source, self.members, self.delivery, self.staging = source, members, delivery or Delivery(), staging
         self.deadline_s, self.step_deadline_s = deadline_s, step_deadline_s
         self.policy, self.encoding, self.rule = policy, encoding, rule
         self.checked: dict[str, int] = {}
@@ -122,6 +135,7 @@ class _Attempt:
 
     def __init__(self, publisher: Publisher, manifest: Manifest):
         self.publisher, self.source, self.members = publisher, publisher.source, publisher.members
+        self.delivery = publisher.delivery
         self.manifest = manifest
         self.active = list(self.members.candidates())
         self.incarnations = {receiver.name: receiver.incarnation for receiver in self.active}
@@ -137,15 +151,17 @@ class _Attempt:
                 self._someone_left()
                 await self._check_tensors()
                 await self._of_trainers("begin", self.source.begin(self.manifest))
-                await self._each("begin", self.manifest, self.publisher.staging)
+                count = await self._of_trainers("begin", self.source.bucket_count())
+                await self._of_trainers("begin", self.delivery.begin(self.manifest, count))
+                await self._each("begin", self._begin)
                 if by_bucket:
-                    await self._each("pause")
-                await self._stage(load=by_bucket)
+                    await self._each("pause", lambda receiver: receiver.pause())
+                await self._stage(count, load=by_bucket)
                 await self._together(self._switch(receiver, load=not by_bucket) for receiver in self.active)
         except BaseException:
             await self._give_up()
             raise
-        await self._of_trainers("release", self.source.release())
+        await self._of_trainers("release", self._end())
         return self.out
 
     # Stages -----------------------------------------------------------------------------------------------------------
@@ -157,24 +173,29 @@ class _Attempt:
         checked = self.publisher.checked
         new = [receiver for receiver in self.active if checked.get(receiver.name) != receiver.incarnation]
         with self._timed("check"):
-            lists = await self._together(self._call(receiver, "inventory", self.manifest.encoding) for receiver in new)
+            encoding = self.manifest.encoding
+            asked = (self._call(each, "inventory", partial(each.inventory, encoding)) for each in new)
+            lists = await self._together(asked)
         for receiver, known in zip(new, lists, strict=True):
             if known is not None:
                 _compare(receiver.name, sent, known)
                 checked[receiver.name] = receiver.incarnation
 
-    async def _stage(self, *, load: bool) -> None:
+    async def _begin(self, receiver: Receiver) -> None:
+        await self.delivery.connect(receiver, self.manifest)
+        await receiver.begin(self.manifest, self.publisher.staging)
+
+    async def _stage(self, count: int, *, load: bool) -> None:
         """All buckets through all engines: one is staged while the next is gathered."""
-        count = await self._of_trainers("gather", self.source.bucket_count())
-        coming: asyncio.Task[PackedBucket] | None = asyncio.create_task(self._gather(0))
+        coming: asyncio.Task[tuple[PackedBucket, bool]] | None = asyncio.create_task(self._gather(0))
         try:
             for bucket in range(count):
-                packed = await coming
+                packed, held = await coming
                 coming = asyncio.create_task(self._gather(bucket + 1)) if bucket + 1 < count else None
-                await self._each("stage", packed, bucket)
+                await self._each("stage", partial(self.delivery.bring, packed=packed, bucket=bucket))
                 if load:
-                    await self._each("load")
-                if load or packed.on_device:  # engines have copies of what is on a device
+                    await self._each("load", lambda receiver: receiver.load())
+                if held and (load or packed.on_device):  # engines have copies of what is on a device
                     await self._of_trainers("release", self.source.release(bucket))
                 self.out.nbytes += packed.size
                 self.out.tensors += len(packed.tensors)
@@ -184,16 +205,22 @@ class _Attempt:
                 coming.cancel()
                 await asyncio.gather(coming, return_exceptions=True)
 
-    async def _gather(self, bucket: int) -> PackedBucket:
+    async def _gather(self, bucket: int) -> tuple[PackedBucket, bool]:
+        """A bucket as engines get it, and True while the source holds its memory."""
         with self._timed("gather"):
-            return await self._of_trainers("gather", self.source.gather(bucket))
+            gathered = await self._of_trainers("gather", self.source.gather(bucket))
+            taken = await self._of_trainers("gather", self.delivery.take(gathered, bucket))
+            if taken is gathered:
+                return taken, True
+            await self._of_trainers("gather", self.source.release(bucket))
+            return taken, False
 
     async def _switch(self, receiver: Receiver, *, load: bool) -> None:
         """From staged to serving, at this engine's own pace: another one that hangs does not keep it paused."""
         if load:
-            await self._call(receiver, "pause")
-            await self._call(receiver, "load")
-        count = await self._call(receiver, "verify")
+            await self._call(receiver, "pause", receiver.pause)
+            await self._call(receiver, "load", receiver.load)
+        count = await self._call(receiver, "verify", receiver.verify)
         if count != self.out.tensors:
             await self._drop(
                 receiver,
@@ -203,8 +230,8 @@ class _Attempt:
                 ),
             )
         self.out.engines[receiver.name].tensors = count
-        await self._call(receiver, "commit", self.manifest.version)
-        await self._call(receiver, "resume")
+        await self._call(receiver, "commit", partial(receiver.commit, self.manifest.version))
+        await self._call(receiver, "resume", receiver.resume)
         try:
             await self.members.admit(receiver)
         except SlimxError as error:
@@ -212,9 +239,9 @@ class _Attempt:
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    async def _each(self, step: str, *arguments: object) -> None:
-        """The same call to every engine that is left."""
-        await self._together(self._call(receiver, step, *arguments) for receiver in self.active)
+    async def _each(self, step: str, work: Callable[[Receiver], Awaitable[None]]) -> None:
+        """The same step of every engine that is left."""
+        await self._together(self._call(receiver, step, partial(work, receiver)) for receiver in self.active)
 
     async def _together(self, calls: Iterator[Awaitable[T]]) -> list[T | None]:
         """Results of all calls, None for an engine that was dropped. One that fails waits for the others: none may run
@@ -226,8 +253,8 @@ class _Attempt:
         self._someone_left()
         return [None if isinstance(result, _Dropped) else result for result in results]
 
-    async def _call(self, receiver: Receiver, step: str, *arguments: object) -> Any:
-        """One call to one engine within its deadline. An engine that fails is dropped."""
+    async def _call(self, receiver: Receiver, step: str, work: Callable[[], Awaitable[T]]) -> T:
+        """One step of one engine within its deadline. An engine that fails is dropped."""
         self.out.engines[receiver.name].step = step
         if receiver.incarnation != self.incarnations[receiver.name]:
             await self._drop(receiver, ReceiverLost(f"engine {receiver.name} was started again during {self.manifest}"))
@@ -241,7 +268,7 @@ class _Attempt:
         try:
             with self._timed({"inventory": "check", "resume": "commit"}.get(step, step)):
                 async with asyncio.timeout(seconds):
-                    return await getattr(receiver, step)(*arguments)
+                    return await work()
         except TimeoutError:
             error = ReceiverLost(
                 f"engine {receiver.name} did not answer {step} of {self.manifest} within {seconds:.0f} s"
@@ -272,9 +299,13 @@ class _Attempt:
                 "the trainers",
             ) from None
 
+    async def _end(self) -> None:
+        await self.source.release()
+        await self.delivery.end()
+
     async def _give_up(self) -> None:
         """Best effort, and not for long: the error that stopped the publication is the one to tell."""
-        drops = [*(receiver.abort() for receiver in self.active), self.source.release()]
+        drops = [*(receiver.abort() for receiver in self.active), self._end()]
         with contextlib.suppress(TimeoutError):
             limit = min(self.publisher.deadline_s, ABORT_S)
             await asyncio.wait_for(asyncio.gather(*drops, return_exceptions=True), limit)

@@ -15,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slimx.cluster.connection import start_ray, stop_ray
+from slimx.cluster.restarts import Restarts
 from slimx.config.schema import Config
 from slimx.data.tokens import load_tokenizer
-from slimx.engines.delivery.transports import GlooTransport
+from slimx.engines.delivery.deliveries import make_delivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import Standing
 from slimx.engines.server.engine import Engine
@@ -87,10 +88,12 @@ async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_ei
         await group.start()
         (engine,) = group.engines
         trainers = Trainers(tiny_weights)
-        transport = GlooTransport(trainers, config, tmp_path / "courier.log")
-        stack.push_async_callback(transport.stop)
-        engine.transport, trainers.version = transport, 3
-        done = await Publisher(transport, group.members, deadline_s=600, step_deadline_s=300).publish(3, trainer_step=3)
+        restarts = Restarts("courier", config.rollout.health, note=print)
+        delivery = make_delivery(trainers.actors[0], config, tmp_path, restarts)
+        stack.push_async_callback(delivery.stop)
+        trainers.version = 3
+        publisher = Publisher(trainers, group.members, delivery, deadline_s=600, step_deadline_s=300)
+        done = await publisher.publish(3, trainer_step=3)
         assert not done.lost and engine.standing is Standing.MEMBER
         shape = ModelShape.of(read_model(tiny_model))
         async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:

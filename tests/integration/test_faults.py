@@ -17,8 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slimx.cluster.connection import start_ray, stop_ray
+from slimx.cluster.restarts import Restarts
 from slimx.config.schema import Config
-from slimx.engines.delivery.transports import GlooTransport
+from slimx.engines.delivery.courier import CourierHandle
+from slimx.engines.delivery.deliveries import ChannelDelivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.control import EngineControl
@@ -85,7 +87,9 @@ class Stand:
     def __init__(self, group: EngineGroup, trainers: Trainers, client: GenerationClient):
         self.group, self.trainers, self.client = group, trainers, client
         self.members, (self.first, self.second) = group.members, group.engines
-        self.gloo = GlooTransport(trainers, group.config, group.engines[0].log)
+        log, restarts = group.engines[0].log, Restarts("courier", group.config.rollout.health, note=print)
+        courier = CourierHandle(trainers.actors[0], group.config, log.parent, log, restarts)
+        self.gloo = ChannelDelivery(courier, "gloo", group.config.publish.step_deadline)
         self.publisher = Publisher(trainers, group.members, deadline_s=600, step_deadline_s=120)
         self.completions: list[Completion] = []
 
@@ -156,25 +160,24 @@ async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> As
 @contextmanager
 def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
     """`engine` alone gets one bucket with a changed byte."""
-    stage, map_it = engine.stage, engine.stage_mapped
 
-    async def staged(packed: PackedBucket, number: int) -> None:
+    async def received(packed: PackedBucket, number: int) -> None:
         if number != bucket:
-            return await stage(packed, number)
+            return await receive(packed, number)
         data = bytearray(Path(packed.path).read_bytes())
         data[packed.tensors[2].offset] ^= 1
         copy = MemoryFile(len(data))
         copy.bytes.copy_(torch.frombuffer(data, dtype=torch.uint8))
         try:
-            await map_it(replace(packed, path=copy.path), number)
+            await engine.stage(replace(packed, path=copy.path), number)
         finally:
             copy.close()
 
-    engine.stage = staged
+    receive, engine.receive = engine.receive, received
     try:
         yield
     finally:
-        del engine.stage
+        del engine.receive
 
 
 @torch.no_grad()
@@ -219,7 +222,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
 
             # From here on over gloo. One engine meets a changed byte, while the other one, just back, catches up.
             trainers.at_bucket = lambda bucket: None
-            first.transport = second.transport = stand.publisher.source = stand.gloo
+            stand.publisher.delivery = stand.gloo
             await stand.back(first)
             with spoilt(second, bucket=1):
                 done = await stand.publish(3)

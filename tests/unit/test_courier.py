@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import ray
 
+from slimx.cluster.restarts import Restarts
 from slimx.config.engines import Health
-from slimx.engines.delivery.courier import CourierHandle
-from slimx.engines.delivery.transports import GlooTransport, NcclTransport, make_transport
+from slimx.engines.delivery.deliveries import ChannelDelivery, DiskDelivery, make_delivery
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import ReceiverLost, TransportLost
+from slimx.reshard.parties import Delivery, ReceiverLost, TransportLost
 from slimx.reshard.transports.collective import ChannelError
 
 BUCKET = PackedBucket("/proc/1/fd/3", 4, ((),))
@@ -56,7 +56,7 @@ class FakeEngine:
     async def join(self, meeting: str) -> None:
         assert meeting == "meeting"
 
-    async def stage_received(self, packed: PackedBucket, bucket: int) -> None:
+    async def receive(self, packed: PackedBucket, bucket: int) -> None:
         if self.fails:
             raise self.fails
 
@@ -79,10 +79,15 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def stand(tmp_path: Path) -> tuple[GlooTransport, FakeCourier, FakeEngine]:
-    transport = GlooTransport(SimpleNamespace(actors=[None]), config(tmp_path), tmp_path / "courier.log")
-    transport.courier._actor, transport.courier.incarnation = FakeCourier(), 1
-    return transport, transport.courier._actor, FakeEngine()
+def stand(tmp_path: Path) -> tuple[ChannelDelivery, FakeCourier, FakeEngine]:
+    delivery = made(tmp_path, "gloo")
+    delivery.courier._actor, delivery.courier.incarnation = FakeCourier(), 1
+    return delivery, delivery.courier._actor, FakeEngine()
+
+
+def made(tmp_path: Path, transport: str) -> Delivery:
+    restarts = Restarts("courier", Health(restarts=2), note=lambda text: None)
+    return make_delivery(None, config(tmp_path, transport), tmp_path, restarts)
 
 
 def died() -> Exception:
@@ -90,20 +95,20 @@ def died() -> Exception:
 
 
 async def test_an_engine_is_connected_once_by_incarnation_of_either_end(stand):
-    transport, courier, engine = stand
+    delivery, courier, engine = stand
     for _ in range(2):
-        await transport.connect(engine, MANIFEST)
+        await delivery.connect(engine, MANIFEST)
     assert courier.asked == [("open", "e0", 3, "gloo", 2), ("join", "e0")]
     engine.incarnation += 1
-    await transport.connect(engine, MANIFEST)
-    transport.courier.incarnation += 1
-    await transport.connect(engine, MANIFEST)
+    await delivery.connect(engine, MANIFEST)
+    delivery.courier.incarnation += 1
+    await delivery.connect(engine, MANIFEST)
     assert [call[0] for call in courier.asked] == ["open", "join"] * 3
 
 
 @pytest.mark.parametrize("where", ["courier", "engine"])
 async def test_a_channel_that_breaks_is_its_engines_fault(stand, where):
-    transport, courier, engine = stand
+    delivery, courier, engine = stand
     broken = ChannelError("the gloo channel of engine e0 broke")
     if where == "engine":
         engine.fails = broken
@@ -111,27 +116,27 @@ async def test_a_channel_that_breaks_is_its_engines_fault(stand, where):
         courier.fails["send"] = Exception()  # as Ray wraps it
         courier.fails["send"].cause = broken
     with pytest.raises(ReceiverLost, match="the gloo channel of engine e0 broke"):
-        await transport.deliver(engine, BUCKET, 0)
+        await delivery.bring(engine, BUCKET, 0)
     assert courier.asked[-1] == ("ready",), "the courier lives"
 
 
 async def test_a_channel_that_breaks_because_the_courier_died_is_no_engines_fault(stand):
-    transport, courier, engine = stand
+    delivery, courier, engine = stand
     engine.fails = ChannelError("the other side has gone")
     courier.fails["ready"] = died()
     with pytest.raises(TransportLost, match="the courier beside trainer rank 0 died during ready of the courier"):
-        await transport.deliver(engine, BUCKET, 0)
+        await delivery.bring(engine, BUCKET, 0)
     with pytest.raises(TransportLost, match="does not run; publish again"):
-        await transport.connect(engine, MANIFEST)
+        await delivery.connect(engine, MANIFEST)
 
 
 @pytest.mark.parametrize(("courier_lives", "kind"), [(True, ReceiverLost), (False, TransportLost)])
 async def test_a_late_bucket_is_its_engines_fault_unless_the_courier_hangs(stand, killed, courier_lives, kind):
-    transport, courier, engine = stand
-    transport.step_deadline_s = 0.4
+    delivery, courier, engine = stand
+    delivery.step_deadline_s = 0.4
     courier.hangs |= {"send"} if courier_lives else {"send", "ready"}
     with pytest.raises(kind, match="engine e0 did not answer bucket 0" if courier_lives else "ready of the courier"):
-        await transport.deliver(engine, BUCKET, 0)
+        await delivery.bring(engine, BUCKET, 0)
     assert killed == ([] if courier_lives else [courier])
 
 
@@ -140,24 +145,39 @@ async def restart_fails() -> None:
 
 
 async def test_a_courier_that_dies_again_and_again_ends_the_run_and_the_reasons_are_told(stand):
-    transport, courier, _ = stand
+    delivery, courier, _ = stand
     courier.fails["send"] = died()
     with pytest.raises(TransportLost):
-        await transport.courier.ask("send", "e0", BUCKET)
-    transport.courier._start = restart_fails
+        await delivery.courier.ask("send", "e0", BUCKET)
+    delivery.courier._start = restart_fails
     for _ in range(2):
         with pytest.raises(TransportLost, match="no room"):  # to be published again
-            await transport.begin(MANIFEST)
+            await delivery.begin(MANIFEST, 1)
     with pytest.raises(SlimxError) as told:
-        await transport.begin(MANIFEST)
+        await delivery.begin(MANIFEST, 1)
     assert (told.value.code, told.value.about) == ("courier.gone", "courier")
-    first, second = transport.courier.restarts.history
+    first, second = delivery.courier.restarts.history
     assert "courier beside trainer rank 0 died during send" in first.reason and second.reason == "no room"
 
 
-def test_the_configured_transport_is_made(tmp_path):
-    trainers = SimpleNamespace(actors=[None])
-    made = make_transport(trainers, config(tmp_path, "nccl"), tmp_path)
-    assert isinstance(made, NcclTransport) and made.backend == "nccl" and isinstance(made.courier, CourierHandle)
+def test_the_configured_delivery_is_made(tmp_path):
+    for name in ("gloo", "nccl"):
+        assert isinstance(made(tmp_path, name), ChannelDelivery) and made(tmp_path, name).backend == name
+    assert isinstance(made(tmp_path, "disk"), DiskDelivery)
     for name in ("memory", "cuda_ipc"):
-        assert not hasattr(make_transport(trainers, config(tmp_path, name), tmp_path), "courier")
+        assert type(made(tmp_path, name)) is Delivery
+
+
+async def test_a_version_is_complete_on_disk_once_all_of_its_buckets_are_written(tmp_path):
+    """Whatever became of it at the engines: one that comes back catches up from it."""
+    delivery = made(tmp_path, "disk")
+    courier = delivery.courier._actor = FakeCourier()
+    await delivery.begin(MANIFEST, 2)
+    for bucket in range(2):
+        await delivery.end()
+        assert ("commit",) not in courier.asked
+        assert await delivery.take(BUCKET, bucket) is not BUCKET, "the source may release its own"
+    for _ in range(2):
+        await delivery.end()
+    assert [call[0] for call in courier.asked] == ["begin", "write", "write", "commit"]
+    assert delivery.kept(7) is None and delivery.keeps

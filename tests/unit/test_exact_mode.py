@@ -352,7 +352,7 @@ def test_keys_and_values_are_kept_where_a_model_on_cuda_leaves_that_to_the_rotat
 UNCOVERED = """
 from types import SimpleNamespace
 import torch
-from slimx.adapters import sglang_absent
+from slimx.adapters.sglang import absent as sglang_absent
 sglang_absent.install()
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE

@@ -11,7 +11,7 @@ import pytest
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.parties import NoReceiverLeft, ReceiverLost, TransportLost
+from slimx.reshard.parties import Delivery, NoReceiverLeft, ReceiverLost, TransportLost
 from slimx.reshard.publish import Publication, Publisher
 
 BUCKETS = [
@@ -113,6 +113,30 @@ class FakeEngine:
         await self.calls.note(f"{self.name}.resume")
 
 
+class Copies(Delivery):
+    """A delivery that copies what it takes."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    async def begin(self, manifest: Manifest, buckets: int) -> None:
+        await self.calls.note(f"copies.begin {buckets}")
+
+    async def connect(self, receiver: FakeEngine, manifest: Manifest) -> None:
+        await self.calls.note(f"copies.connect {receiver.name}")
+
+    async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
+        await self.calls.note(f"copies.take {bucket}")
+        return replace(packed, path=f"/copy/{bucket}")
+
+    async def bring(self, receiver: FakeEngine, packed: PackedBucket, bucket: int) -> None:
+        assert packed.path == f"/copy/{bucket}"
+        await super().bring(receiver, packed, bucket)
+
+    async def end(self) -> None:
+        await self.calls.note("copies.end")
+
+
 class FakeMembers:
     def __init__(self, calls: Calls, engines: list[FakeEngine]) -> None:
         self.calls, self.engines, self.epoch = calls, engines, 5
@@ -133,13 +157,21 @@ class FakeMembers:
 class Stand:
     """A publisher between fakes, two engines unless others are given."""
 
-    def __init__(self, *engines: FakeEngine, calls: Calls | None = None, staging: str = "model", **deadlines: float):
+    def __init__(
+        self,
+        *engines: FakeEngine,
+        calls: Calls | None = None,
+        staging: str = "model",
+        delivery: Delivery | None = None,
+        **deadlines: float,
+    ):
         self.calls = Calls() if calls is None else calls
         self.engines = list(engines) or [FakeEngine(name, self.calls) for name in ("e0", "e1")]
         self.members = FakeMembers(self.calls, self.engines)
         self.publisher = Publisher(
             FakeTrainers(self.calls),
             self.members,
+            delivery,
             deadline_s=deadlines.get("deadline_s", 30),
             step_deadline_s=deadlines.get("step_deadline_s", 10),
             staging=staging,
@@ -206,6 +238,32 @@ async def test_a_bucket_on_a_device_is_given_back_as_soon_as_every_engine_has_it
         stand.calls.at("e1.stage 0 done") < stand.calls.at("trainers.release 0") < stand.calls.at("trainers.gather 2")
     )
     assert stand.calls.at("trainers.release 2") < stand.calls.at("e0.pause")
+
+
+@pytest.mark.parametrize("staging", ["model", "bucket"])
+async def test_the_source_gets_its_memory_back_as_soon_as_the_delivery_has_a_copy(staging):
+    calls = Calls()
+    await Stand(calls=calls, staging=staging, delivery=Copies(calls)).publish()
+    buckets = [call for number in range(3) for call in (f"gather {number}", f"release {number}")]
+    assert calls.of("trainers") == ["forms", "begin 7", *buckets, "release"]
+    assert calls.of("copies") == ["begin 3", "connect e0", "connect e1", "take 0", "take 1", "take 2", "end"]
+    assert calls.at("copies.connect e0 done") < calls.at("e0.begin")
+    assert calls.at("copies.take 0 done") < calls.at("trainers.release 0")
+
+
+async def test_a_delivery_is_told_of_the_end_of_a_publication_that_failed():
+    calls = Calls()
+    calls.fail["trainers.gather 1"] = SlimxError("no memory")
+    with pytest.raises(SlimxError):
+        await Stand(calls=calls, delivery=Copies(calls)).publish()
+    assert calls.of("copies")[-1] == "end" and calls.at("trainers.release done") < calls.at("copies.end")
+
+
+async def test_a_delivery_that_cannot_reach_an_engine_costs_that_engine_alone():
+    calls = Calls()
+    calls.fail["copies.connect e0"] = lost("e0")
+    done = await Stand(calls=calls, delivery=Copies(calls)).publish()
+    assert done.lost == ["e0"] and done.engines["e0"].step == "begin" and done.engines["e1"].tensors == 4
 
 
 async def test_an_engine_that_is_ready_serves_although_another_one_still_copies():

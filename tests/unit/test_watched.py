@@ -18,7 +18,7 @@ class WatchedRun(Run):
 
     def __init__(self, stand: Stand, keeps: bool = False, stored: bool = True):
         self.stand, self.engines, self.stored = stand, SimpleNamespace(members=stand.members), stored
-        self.transport = SimpleNamespace(keeps=keeps)
+        self.delivery = SimpleNamespace(keeps=keeps)
         self.published: list[str] = []
 
     async def _publish(self) -> None:

@@ -78,7 +78,7 @@ class Courier:
 
 
 class CourierHandle:
-    """The courier as transports see it, through all its restarts."""
+    """The courier as deliveries see it, through all its restarts."""
 
     def __init__(self, publisher: Any, config: Config, directory: Path, log: Path, restarts: Restarts):
         """`publisher`: the actor of the publishing trainer rank. `directory`: of versions on disk."""

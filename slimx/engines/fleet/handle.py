@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slimx.cluster.calls import kill
 from slimx.cluster.waiting import ActorDied, gather
@@ -30,14 +30,6 @@ class Standing(StrEnum):
     """It holds a verified version and is in the router."""
     GONE = "gone"
     """Lost for good: its restarts are used up."""
-
-
-class Transport(Protocol):
-    """How buckets come to an engine (`slimx.engines.delivery.transports`)."""
-
-    async def connect(self, engine: EngineHandle, manifest: Manifest) -> None: ...
-
-    async def deliver(self, engine: EngineHandle, packed: PackedBucket, bucket: int) -> None: ...
 
 
 class EngineHandle:
@@ -64,8 +56,6 @@ class EngineHandle:
         """None after it had to be killed, until the next start."""
         self.url = ""
         self.standing = Standing.OUT
-        self.transport: Transport | None = None
-        """How buckets come here; None: the server maps the publisher's memory."""
         self.incarnation = 0
         self._epoch = -1
         self._cache_asleep = False
@@ -156,19 +146,12 @@ class EngineHandle:
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
         self._epoch = manifest.membership_epoch
-        if self.transport is not None:
-            await self.transport.connect(self, manifest)
         await self._call("begin", self._living.begin.remote(manifest, staging))
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        await (self.transport.deliver(self, packed, bucket) if self.transport else self.stage_mapped(packed, bucket))
-
-    async def stage_mapped(self, packed: PackedBucket, bucket: int) -> None:
-        """Stage a bucket that the server can open where it is."""
         await self._step("stage", packed, bucket)
 
-    async def stage_received(self, packed: PackedBucket, bucket: int) -> None:
-        """Stage a bucket that comes over the channel."""
+    async def receive(self, packed: PackedBucket, bucket: int) -> None:
         await self._call("stage", self._living.receive.remote(self._epoch, packed, bucket))
 
     async def join(self, meeting: Any) -> None:

@@ -345,3 +345,15 @@ class Membership:
         self.on_change()
         self._change.set()
         self._change = asyncio.Event()
+
+
+class Joining:
+    """The engines of a membership that no version reached yet, for a publication to them alone."""
+
+    def __init__(self, members: Membership):
+        self.quarantine, self.admit, self.candidates = members.quarantine, members.admit, members.joining
+        self._members = members
+
+    @property
+    def epoch(self) -> int:
+        return self._members.epoch

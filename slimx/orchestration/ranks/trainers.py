@@ -18,6 +18,7 @@ from slimx.layout.table import Table
 from slimx.models.files.megatron_directory import is_megatron
 from slimx.models.files.writer import finish_directory, shard_name
 from slimx.orchestration.ranks.group import RankGroup
+from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.packer import describe
 from slimx.reshard.pack.pieces import PlannedBuckets
@@ -139,6 +140,9 @@ class TrainerGroup(RankGroup):
         await self.call("reload", self.same(), "the reload of the trainers")
 
     # Source of weights (slimx.reshard.parties) ------------------------------------------------------------------------
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Nothing to prepare: weights are gathered as they are."""
 
     async def forms(self) -> list[dict[str, str]]:
         return self.plans["publish"].forms()

@@ -90,6 +90,9 @@ class Stored:
     def __init__(self, path: Path, manifest: Manifest, buckets: list[PackedBucket]):
         self.path, self.manifest, self.buckets = path, manifest, buckets
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     async def begin(self, manifest: Manifest) -> None:
         """Refuse to be published as another version."""
         if manifest.version != self.manifest.version:

@@ -1,0 +1,129 @@
+"""How packed buckets get from the publisher to the engines: `publish.transport`.
+
+memory    engines map the publisher's memory: one machine
+cuda_ipc  engines copy from the memory of the publisher's GPU: one machine
+gloo      a courier beside the publisher sends each bucket to a process beside each engine, whose server maps it
+nccl      the same between GPUs: the server copies from the memory of the engine's first one
+disk      the courier writes each bucket to a file that engines map: a shared file system. A complete version stays
+          there, and an engine that comes back catches up from it while the trainers train
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from slimx.cluster.restarts import Restarts
+from slimx.config.schema import Config
+from slimx.engines.delivery.courier import CourierHandle
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import Delivery, Receiver, ReceiverLost
+from slimx.reshard.transports.collective import Backend, ChannelError
+from slimx.reshard.transports.disk import Stored, newest
+
+PATIENCE = 0.8
+"""Of the deadline of a step, the share after which the courier is asked why nothing has come."""
+
+
+class CourierDelivery(Delivery):
+    """Buckets that a courier takes from the publisher's memory."""
+
+    def __init__(self, courier: CourierHandle):
+        self.courier = courier
+
+    async def begin(self, manifest: Manifest, buckets: int) -> None:
+        await self.courier.start()
+
+    async def stop(self) -> None:
+        await self.courier.stop()
+
+
+class DiskDelivery(CourierDelivery):
+    """Through files."""
+
+    keeps = True
+    _unwritten = -1
+    """Buckets of the present publication that are not on disk yet."""
+
+    async def begin(self, manifest: Manifest, buckets: int) -> None:
+        await super().begin(manifest, buckets)
+        self._unwritten = buckets
+        await self.courier.ask("begin", manifest)
+
+    async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
+        written = await self.courier.ask("write", bucket, packed)
+        self._unwritten -= 1
+        return written
+
+    async def end(self) -> None:
+        if self._unwritten == 0:
+            self._unwritten = -1
+            await self.courier.ask("commit")
+
+    def kept(self, version: int) -> Stored | None:
+        stored = newest(self.courier.directory)
+        return stored if stored is not None and stored.manifest.version == version else None
+
+
+class ChannelDelivery(CourierDelivery):
+    """Over the network, by a process group for each engine."""
+
+    def __init__(self, courier: CourierHandle, backend: Backend, step_deadline_s: float):
+        """`backend`: "gloo" moves host memory, "nccl" that of the publisher's GPU to an engine's first one.
+        `step_deadline_s`: seconds for one call to one engine."""
+        super().__init__(courier)
+        self.backend, self.step_deadline_s = backend, step_deadline_s
+        self._connected: dict[str, tuple[int, int]] = {}
+        """By engine the incarnations, of the courier and its own, between which there is a channel."""
+
+    async def connect(self, receiver: Receiver, manifest: Manifest) -> None:
+        ends = self.courier.incarnation, receiver.incarnation
+        if self._connected.get(receiver.name) == ends:
+            return
+        async with self._blaming(receiver, "the meeting"):
+            epoch = manifest.membership_epoch
+            meeting = await self.courier.ask("open", receiver.name, epoch, self.backend, receiver.nodes)
+            await asyncio.gather(self.courier.ask("join", receiver.name), receiver.join(meeting))
+        self._connected[receiver.name] = ends
+
+    async def bring(self, receiver: Receiver, packed: PackedBucket, bucket: int) -> None:
+        async with self._blaming(receiver, f"bucket {bucket}"):
+            await asyncio.gather(self.courier.ask("send", receiver.name, packed), receiver.receive(packed, bucket))
+
+    @asynccontextmanager
+    async def _blaming(self, receiver: Receiver, what: str) -> AsyncIterator[None]:
+        """A channel that broke, or is late, is its engine's fault, unless the courier is gone, or does not answer
+        either: then that is what is raised. All within the deadline of one step."""
+        patience = PATIENCE * self.step_deadline_s
+        try:
+            async with asyncio.timeout(patience):
+                yield
+        except TimeoutError:
+            error = (
+                f"engine {receiver.name} did not answer {what} of the {self.backend} channel within {patience:.0f} s"
+            )
+        except ChannelError as broken:
+            error = str(broken)
+        else:
+            return
+        await self.courier.ask("ready", deadline_s=(1 - PATIENCE) / 2 * self.step_deadline_s)
+        raise ReceiverLost(error, code="channel.lost", about=receiver.name)
+
+
+def make_delivery(publisher: Any, config: Config, log_dir: Path, restarts: Restarts) -> Delivery:
+    """The delivery that `publish.transport` names.
+
+    `publisher`: the actor of the publishing trainer rank; `restarts`: those of the courier, where there is one.
+    """
+    options = config.publish
+    if options.transport in ("memory", "cuda_ipc"):  # buckets differ, what is done with them does not
+        return Delivery()
+    directory = Path(options.directory or Path(config.run.dir, "publish")).absolute()
+    courier = CourierHandle(publisher, config, directory, log_dir / "courier.log", restarts)
+    if options.transport == "disk":
+        return DiskDelivery(courier)
+    return ChannelDelivery(courier, options.transport, options.step_deadline)
