@@ -17,7 +17,8 @@ from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 HEADERS = [str(path) for pattern in ("*.h", "*.cuh") for path in sorted(Path("csrc").glob(pattern))]
-WARNINGS = ("-Wall", "-Wextra")  # errors only in tests/unit/test_cuda_build.py: other compilers warn of other things
+WARNINGS = ("-Wall", "-Wextra")
+"""Errors only in tests/unit/project/test_cuda_build.py: other compilers warn of other things."""
 
 CPU_FLAGS = [
     *("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off"),  # no -march: the code picks its loop when it runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slimx.numerics import exact
-from tests.unit.exact_stand import assert_same_bits, values
+from tests.unit.numerics.exact_stand import assert_same_bits, values
 
 
 def check_rows(dtype: torch.dtype, device: torch.device | str, count: int) -> None:

@@ -9,7 +9,7 @@ from slimx.numerics.exact import kernel_cuda, reference
 from slimx.numerics.exact.contract import fingerprint
 from tests.exact_batches import check_attention, check_rows
 from tests.exact_decoder import Decoder, packed, sequences
-from tests.unit.exact_stand import DTYPES, assert_same_bits, values
+from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
 
 pytestmark = pytest.mark.skipif(kernel_cuda.missing() is not None, reason=str(kernel_cuda.missing()))
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -81,7 +81,10 @@ def tools(tmp_path: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     corpus.write_text(json.dumps({"title": "Sums", "text": "12 and 34 make 46"}) + "\n")
     search = {"environment": "examples.search.Search", "environment_options": {"corpus": str(corpus)}}
     python = {"environment": "examples.python_tool.Solver"}
-    counting = {"environment": "tests.unit.environment_stand.Counting", "environment_options": {"turns": 3}}
+    counting = {
+        "environment": "tests.unit.environments.environment_stand.Counting",
+        "environment_options": {"turns": 3},
+    }
     return {
         "single turn": (single_turn.generate, {}),
         "two turns": (two_turn.generate, {}),

@@ -1,7 +1,8 @@
 """The parts of a run that are started again are killed and stopped, one after the other, and the run goes on each time.
 
 All rows strike one run: a start takes longer than most recoveries. `tests/integration/test_process_faults.py` has the
-parts whose loss ends a run; `tests/unit/test_router_faults.py` has the router's rows without a run, for `make test`.
+parts whose loss ends a run; `tests/unit/engines/test_router_faults.py` has the router's rows without a run, for
+`make test`.
 """
 
 from __future__ import annotations

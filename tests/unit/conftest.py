@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, write_checkpoint
-from tests.unit.cuda_stand import build_emulator
+from tests.unit.reshard.cuda_stand import build_emulator
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from slimx.runtime.ports import address, is_loopback
 
 EXACT_ATTENTION = "slimx_exact"
 """Attention backend of exact mode, registered by the plugin: the name of slimx.adapters.sglang.exact.attention, which
-needs torch, and who starts servers does not (tests/unit/test_exact_mode.py has them equal)."""
+needs torch, and who starts servers does not (tests/unit/numerics/test_exact_mode.py has them equal)."""
 
 
 @dataclass(frozen=True, slots=True)

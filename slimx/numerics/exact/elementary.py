@@ -1,8 +1,8 @@
 """The elementary operations of the contract in torch: multiply-add, square root, exp, log, sin, cos, ordered sums.
 
 Elementwise additions, products, quotients and conversions of torch are correctly rounded on every device, so whatever
-is made of them in a fixed order has the same bits everywhere (tests/unit/test_exact_rounding.py shows it on the machine
-at hand). `csrc/exact.h` says the same in C++ and CUDA.
+is made of them in a fixed order has the same bits everywhere (tests/unit/numerics/test_exact_rounding.py shows it on
+the machine at hand). `csrc/exact.h` says the same in C++ and CUDA.
 """
 
 import math

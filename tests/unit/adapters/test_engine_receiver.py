@@ -1,0 +1,372 @@
+"""One rank's receiver without a server: what it takes, what it refuses, and what it vouches for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slimx.adapters.sglang import plugin as sglang_plugin
+from slimx.adapters.sglang.weights.receiver import Receiver, load_staged, receiver_of
+from slimx.engines.server import control
+from slimx.errors import SlimxError
+from slimx.layout.ranks import EngineSizes
+from slimx.reshard.kernels.cpu import checksum_tensor
+from slimx.reshard.manifest import Manifest
+from tests.unit.adapters.engine_model import (
+    DEEPSEEK,
+    QWEN3,
+    ServerModel,
+    Weights,
+    checkpoint,
+    engine_layout,
+    expert_location,
+    rank_local,
+)
+
+SIZES = EngineSizes(tensor=2, expert=2)
+LAYOUT = engine_layout(DEEPSEEK, SIZES)
+LATENT = ["model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
+
+
+@pytest.fixture
+def model() -> ServerModel:
+    """The second rank of two: it holds half of the experts, and half of everything that is split."""
+    return ServerModel(DEEPSEEK, SIZES, rank=1)
+
+
+@pytest.fixture
+def receiver(model: ServerModel) -> Receiver:
+    return receiver_of(model)
+
+
+def manifest(version: int = 1, epoch: int = 0, **change: Any) -> dict[str, Any]:
+    base = {"policy": "actor", "version": version, "encoding": "hf", "trainer_step": 5, "membership_epoch": epoch}
+    return Manifest(**(base | change)).to_json()
+
+
+class Sent:
+    """A bucket in a memory file, as one rank is told of it."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.fd, self.entries, end = os.memfd_create("slimx-bucket"), [], 0
+        for name, tensor in weights.items():
+            os.pwrite(self.fd, tensor.contiguous().numpy().tobytes(), end)
+            entry = {"name": name, "dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "offset": end}
+            self.entries.append(entry | {"nbytes": tensor.nbytes, "checksum": f"{checksum_tensor(tensor):016x}"})
+            end += tensor.nbytes
+        self.size = end
+
+    def argument(self, version: int = 1, epoch: int = 0, bucket: int = 0) -> dict[str, Any]:
+        where = {"fd_path": f"/proc/self/fd/{self.fd}", "size": self.size, "tensors": self.entries}
+        return {"version": version, "epoch": epoch, "bucket": bucket} | where
+
+
+@pytest.fixture
+def sent() -> Iterator[Any]:
+    """Makes buckets, and closes them at the end."""
+    made: list[Sent] = []
+
+    def make(weights: Weights) -> Sent:
+        made.append(Sent(weights))
+        return made[-1]
+
+    yield make
+    for one in made:
+        os.close(one.fd)
+
+
+def held(model: ServerModel) -> Weights:
+    return {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_holds(model: ServerModel, weights: Weights) -> None:
+    want = rank_local(LAYOUT, weights, 1)
+    assert all(torch.equal(value, want[name]) for name, value in held(model).items())
+    for k in range(2):
+        attention = model.get_submodule(f"model.layers.{k}.self_attn")
+        assert torch.equal(attention.w_kc, attention.kv_b_proj.weight * 2), "derived from other weights"
+
+
+def outcome(model: ServerModel) -> dict[str, Any]:
+    load_staged(model, [])
+    return receiver_of(model).status()["outcome"]
+
+
+@pytest.mark.parametrize("encoding", ["hf", "local"])
+@pytest.mark.parametrize("buckets", [1, 2, 5])
+@pytest.mark.parametrize("staging", ["model", "bucket"])
+def test_a_publication_arrives_whole(model, receiver, sent, encoding: str, buckets: int, staging: str) -> None:
+    for version in (1, 2):
+        weights = checkpoint(LAYOUT, seed=version)
+        offered = rank_local(LAYOUT, weights, 1) if encoding == "local" else weights
+        before, derivations = held(model), model.derivations
+        receiver.begin(manifest=manifest(version, encoding=encoding), staging=staging)
+        for number in range(buckets):
+            names = list(offered)[number::buckets]
+            receiver.stage(**sent({name: offered[name] for name in names}).argument(version, bucket=number))
+            if staging == "bucket":
+                assert "error" not in outcome(model)
+        assert receiver.status()["missing"] == 0
+        if staging == "model":
+            assert all(torch.equal(before[name], value) for name, value in held(model).items())
+            assert "error" not in outcome(model)
+        assert_holds(model, weights)
+        assert encoding == "hf" or model.derivations == derivations + 1
+        derived = [f"model.layers.{k}.self_attn.w_kc" for k in range(2)]
+        answer = {"encoding": encoding, "tensors": len(offered), "differ": [], "missing": [], "derived": derived}
+        assert receiver.verify() == answer
+        assert receiver.commit(version=version)["version"] == version
+        assert receiver.status()["open"] is None
+
+
+def test_what_waits_for_its_partner_outlives_its_bucket(model, receiver, sent) -> None:
+    """SGLang drops a latent projection that comes without the other: the first waits, in memory of its own."""
+    weights = checkpoint(LAYOUT)
+    first = sent({LATENT[0]: weights[LATENT[0]]})
+    receiver.begin(manifest=manifest(), staging="bucket")
+    receiver.stage(**first.argument())
+    assert outcome(model) == {"loaded": 0} and receiver.status()["staged"] == 1
+    os.pwrite(first.fd, bytes(first.size), 0)  # the publisher packs the next bucket there
+    receiver.stage(**sent({LATENT[1]: weights[LATENT[1]]}).argument())
+    assert outcome(model) == {"loaded": 2}
+    name = "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa.weight"
+    assert torch.equal(model.get_parameter(name).data, torch.cat([weights[part] for part in LATENT]))
+    assert receiver.verify()["differ"] == []
+
+
+def test_bytes_that_changed_are_refused_before_any_copy(model, receiver, sent) -> None:
+    weights = checkpoint(LAYOUT)
+    before = held(model)
+    for name in ("model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.0.self_attn.q_b_proj.weight"):
+        # The last byte belongs to this rank, the first of the second tensor to the other: both are looked at.
+        for at in (0, weights[name].nbytes - 1):
+            bucket = sent({name: weights[name]})
+            os.pwrite(bucket.fd, bytes([os.pread(bucket.fd, 1, at)[0] ^ 1]), at)
+            receiver.begin(manifest=manifest())
+            with pytest.raises(SlimxError, match=f"tensor {name} of bucket 0 has checksum"):
+                receiver.stage(**bucket.argument())
+            assert receiver.status()["open"] is None
+    assert all(torch.equal(before[name], value) for name, value in held(model).items())
+
+
+def test_bytes_that_change_after_staging_are_found_by_verification(model, receiver, sent) -> None:
+    bucket = sent(checkpoint(LAYOUT))
+    receiver.begin(manifest=manifest())
+    receiver.stage(**bucket.argument())
+    entry = next(e for e in bucket.entries if e["name"].endswith("0.self_attn.o_proj.weight"))
+    os.pwrite(bucket.fd, b"\0\0\0\1", entry["offset"] + entry["nbytes"] - 4)
+    assert "error" not in outcome(model)
+    assert receiver.verify()["differ"] == [entry["name"]]
+    with pytest.raises(SlimxError, match="cannot be committed before it is loaded and verified as a whole"):
+        receiver.commit(version=1)
+
+
+REFUSED = [
+    ({"name": "model.norm.weights"}, "unknown to the model; the nearest that it takes is model.norm.weight"),
+    ({"dtype": "bfloat16"}, "is bfloat16:16, the model loads float32:16; convert it"),
+    ({"shape": [4, 4]}, "is float32:4,4, the model loads float32:16"),
+    ({"offset": 1 << 20}, r"claims bytes 1048576 \+ 64 of 64, but needs 64"),
+    ({"offset": -4}, r"claims bytes -4 \+ 64 of 64, but needs 64"),
+    ({"nbytes": 60}, r"claims bytes 0 \+ 60 of 64, but needs 64"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(change) for change, _ in REFUSED])
+def test_entries_that_the_model_cannot_take_are_refused(receiver, sent, change: dict, message: str) -> None:
+    bucket = sent({"model.norm.weight": torch.randn(16)})
+    bucket.entries[0] |= change
+    receiver.begin(manifest=manifest())
+    with pytest.raises(SlimxError, match=message):
+        receiver.stage(**bucket.argument())
+
+
+def test_a_bucket_brings_a_tensor_once(receiver, sent) -> None:
+    bucket = sent({"model.norm.weight": torch.randn(16)})
+    bucket.entries *= 2
+    receiver.begin(manifest=manifest())
+    with pytest.raises(SlimxError, match="came already in this publication"):
+        receiver.stage(**bucket.argument())
+
+
+def test_a_tensor_comes_once_and_its_file_must_be_there(receiver, sent) -> None:
+    bucket = sent({"model.norm.weight": torch.randn(16)})
+    for load in (False, True):
+        receiver.begin(manifest=manifest(), staging="bucket")
+        receiver.stage(**bucket.argument())
+        if load:
+            receiver.load()
+        with pytest.raises(SlimxError, match="came already in this publication"):
+            receiver.stage(**bucket.argument())
+    other = {"model.layers.1.mlp.experts.0.up_proj.weight": torch.randn(8, 16)}  # of the other rank
+    receiver.begin(manifest=manifest())
+    receiver.stage(**(sent(other).argument() | {"fd_path": "/nowhere"}))
+    for change, message in (
+        ({"fd_path": "/proc/self/fd/999"}, "the bucket at /proc/self/fd/999 cannot be opened .No such file or "),
+        ({"size": 4096}, "has 64 bytes, 4096 were announced"),
+    ):
+        receiver.abort()
+        receiver.begin(manifest=manifest())
+        with pytest.raises(SlimxError, match=message):
+            receiver.stage(**(bucket.argument() | change))
+
+
+def test_publications_begin_one_at_a_time_and_never_go_back(receiver, sent) -> None:
+    bucket = sent({"model.norm.weight": torch.randn(16)})
+    with pytest.raises(SlimxError, match="a bucket of version 1, epoch 0 came, but no publication is open"):
+        receiver.stage(**bucket.argument())
+    receiver.begin(manifest=manifest(1, epoch=3))
+    for change in ({"version": 2}, {"epoch": 4}):
+        with pytest.raises(SlimxError, match="came, but version 1 of actor .epoch 3. is open"):
+            receiver.stage(**(bucket.argument(1, 3) | change))
+    with pytest.raises(
+        SlimxError, match="version 2 of actor .epoch 3. cannot begin while version 1 of actor .epoch 3."
+    ):
+        receiver.begin(manifest=manifest(2, epoch=3))
+    with pytest.raises(SlimxError, match="version 2 of actor .epoch 2. is older than epoch 3"):
+        receiver.begin(manifest=manifest(2, epoch=2))
+    receiver.stage(**bucket.argument(1, 3))
+    assert receiver.begin(manifest=manifest(2, epoch=4))["staged"] == 0
+    receiver.abort(), receiver.abort()
+    receiver.begin(manifest=manifest(2, epoch=4))
+    with pytest.raises(SlimxError, match="version 3 cannot be committed: version 2 of actor"):
+        receiver.commit(version=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scope": "delta", "base_version": 0}, "has scope delta; this engine takes whole weights only"),
+        ({"rule": "int3"}, "has rule 'int3'; rules are none, ieee, "),
+        ({"encoding": "gguf"}, "encoding is 'gguf'; it is one of hf, local"),
+        ({"colour": "red"}, "colour is unknown"),
+        ({}, "is staged by 'row'; it is one of model, bucket"),
+    ],
+)
+def test_manifests_that_are_not_understood_are_refused(receiver, change: dict, message: str) -> None:
+    with pytest.raises(SlimxError, match=message):
+        receiver.begin(manifest=manifest() | change, staging="model" if change else "row")
+    assert receiver.status()["open"] is None
+
+
+def test_names_that_reach_not_all_parameters_are_refused_at_the_beginning(model, receiver) -> None:
+    model.model.adapter = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(SlimxError, match="1 parameters that encoding hf does not reach, first model.adapter.weight"):
+        receiver.begin(manifest=manifest())
+    receiver.begin(manifest=manifest(encoding="local"))
+
+
+def test_nothing_is_copied_before_everything_is_staged(model, receiver, sent) -> None:
+    assert "nothing is staged; begin a publication" in outcome(model)["error"]
+    weights = checkpoint(LAYOUT)
+    del (
+        weights["model.layers.1.mlp.experts.7.down_proj.weight"],
+        weights["model.layers.1.mlp.experts.2.down_proj.weight"],
+    )
+    before = held(model)
+    receiver.begin(manifest=manifest())
+    receiver.stage(**sent(weights).argument())
+    # Expert 2 is the other rank's.
+    status = receiver.status()
+    assert (status["missing"], status["first_missing"]) == (1, "model.layers.1.mlp.experts.7.down_proj.weight")
+    assert "1 tensors are not staged, first model.layers.1.mlp.experts.7" in outcome(model)["error"]
+    assert all(torch.equal(before[name], value) for name, value in held(model).items())
+    with pytest.raises(SlimxError, match="nothing was ever published"):
+        receiver.verify()
+
+
+def test_a_part_of_the_tensors_is_not_verified(model, receiver, sent) -> None:
+    weights = checkpoint(LAYOUT)
+    receiver.begin(manifest=manifest(), staging="bucket")
+    last = {"lm_head.weight": weights.pop("lm_head.weight")}
+    receiver.stage(**sent(weights).argument())
+    assert "error" not in outcome(model)
+    assert receiver.verify()["missing"] == ["lm_head.weight"]
+    with pytest.raises(SlimxError, match="cannot be committed before"):
+        receiver.commit(version=1)
+    receiver.stage(**sent(last).argument())
+    with pytest.raises(SlimxError, match="cannot be committed before"):
+        receiver.commit(version=1)
+    assert "error" not in outcome(model) and receiver.verify()["missing"] == []
+    receiver.commit(version=1)
+
+
+def test_a_loader_that_fails_is_reported_and_ends_the_publication(model, receiver, sent) -> None:
+    weights = checkpoint(LAYOUT)
+    receiver.begin(manifest=manifest())
+    receiver.stage(**sent(weights).argument())
+    model.load_weights = lambda named: next(iter(named)) and 1 / 0
+    assert outcome(model) == {"loaded": 0, "error": "ZeroDivisionError: division by zero"}
+    assert receiver.status()["open"] is None
+    # Nothing vouches for what it holds now, not even an earlier publication.
+    assert set(receiver.verify()["missing"]) == set(receiver.copied.layout.held)
+
+
+def test_a_change_behind_its_back_is_named(model, receiver, sent) -> None:
+    receiver.begin(manifest=manifest())
+    receiver.stage(**sent(checkpoint(LAYOUT)).argument())
+    assert "error" not in outcome(model) and receiver.verify()["differ"] == []
+    receiver.commit(version=1)
+    model.get_parameter("model.layers.1.mlp.experts.w13_weight").data[2, 9, 3] += 1
+    assert receiver.verify()["differ"] == ["model.layers.1.mlp.experts.6.up_proj.weight"]
+
+
+def test_a_parameter_put_in_place_of_a_verified_one_is_looked_at(model, receiver, sent) -> None:
+    receiver.begin(manifest=manifest())
+    receiver.stage(**sent(checkpoint(LAYOUT)).argument())
+    assert "error" not in outcome(model)
+    norm = model.get_submodule("model.norm")
+    norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
+    assert receiver.verify()["differ"] == []
+    norm.weight = torch.nn.Parameter(norm.weight.data + 1, requires_grad=False)
+    norm.weight_scale = torch.nn.Parameter(torch.ones(1))
+    answer = receiver.verify()
+    assert (answer["differ"], answer["missing"]) == (["model.norm.weight"], ["model.norm.weight_scale"])
+
+
+def test_experts_that_balancing_moved_are_loaded_where_they_are_now(sent) -> None:
+    sizes = EngineSizes(tensor=2, expert=2)
+    receiver, location = receiver_of(ServerModel(QWEN3, sizes)), expert_location(QWEN3, sizes)
+    names = []
+    for _ in range(2):
+        forms = receiver.inventory(encoding="hf", experts=location)["forms"]
+        names.append([name for name in forms if "up_proj" in name])
+        location.physical_to_logical_map_cpu += 2
+    assert [name.split(".")[5] for name in names[0][:4]] == list("0123")
+    assert [name.split(".")[5] for name in names[1][:4]] == list("2345")
+
+
+def test_redundant_copies_are_verified_one_by_one(sent) -> None:
+    sizes = EngineSizes(tensor=1, redundant=4)
+    layout, model = engine_layout(QWEN3, sizes), ServerModel(QWEN3, sizes)
+    receiver = receiver_of(model)
+    receiver.begin(manifest=manifest(), experts=expert_location(QWEN3, sizes))
+    receiver.stage(**sent(checkpoint(layout)).argument())
+    assert "error" not in outcome(model) and receiver.verify()["differ"] == []
+    model.get_parameter("model.layers.0.mlp.experts.w2_weight").data[9] += 1
+    assert receiver.verify()["differ"] == ["model.layers.0.mlp.experts.1.down_proj.weight"]
+
+
+def test_inventories_list_what_this_rank_takes(receiver) -> None:
+    local, hf = (receiver.inventory(encoding=encoding) for encoding in ("local", "hf"))
+    assert local["uncovered"] == hf["uncovered"] == {}
+    assert local["forms"]["model.layers.1.mlp.experts.w13_weight"] == "float32:4,16,16"
+    assert hf["forms"]["model.layers.0.self_attn.q_b_proj.weight"] == "float32:48,12"
+    assert [name.split(".")[5] for name in hf["forms"] if "experts" in name and "up" in name][:4] == list("4567")
+
+
+def test_plugin_and_client_speak_the_same_protocol() -> None:
+    assert sglang_plugin.PROTOCOL == control.PROTOCOL
+    module, _, function = control.RECEIVER.rpartition(".")
+    assert (module, function) == (load_staged.__module__, load_staged.__name__)
+
+
+def test_each_rank_gets_its_own_part_of_a_bucket() -> None:
+    argument = {"version": 1, "bucket": 2, "ranks": {"0": {"size": 5}, "1": {"size": 6}}}
+    assert sglang_plugin._own_part(dict(argument), 1) == {"version": 1, "bucket": 2, "size": 6}
+    assert sglang_plugin._own_part(argument | {"ranks": {"all": {"size": 7}}}, 1)["size"] == 7
+    with pytest.raises(SlimxError, match="bucket 2 brings nothing for rank 2, only for 0, 1"):
+        sglang_plugin._own_part(dict(argument), 2)

@@ -1,0 +1,535 @@
+"""Hooks written for slime: what they import, ask and fill works on the run, and no token is trained that no engine
+sampled at its place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slimx.adapters.slime import hooks as slime
+from slimx.adapters.slime.arguments import Arguments, RunFacts
+from slimx.adapters.slime.convert import begin, to_sample, to_trajectory
+from slimx.adapters.slime.grading import compute_score, grade
+from slimx.adapters.slime.sample import Sample
+from slimx.adapters.slime.scene import Call
+from slimx.data.codec import decode, encode
+from slimx.data.records import Group, Prompt, Trajectory
+from slimx.errors import SlimxError
+from slimx.rollout.client.generation import Completion
+from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
+from tests.unit.rollout.rollout_stand import config_of, the_tokenizer
+
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "12+34="}], answer="46", metadata={"level": 1})
+END = 3
+
+
+class Scripted:
+    """Answers with given texts (or ids), and remembers what it was asked. Token i of all answers has log-prob
+    -(i + 1) / 8; versions change after the first token of each answer."""
+
+    url = "http://127.0.0.1:31000"
+
+    def __init__(self, *answers: str | list[int], finish_reason: str = "stop") -> None:
+        self.answers, self.finish_reason, self.count = list(answers), finish_reason, 0
+        self.asked: list[tuple[list[int], dict[str, Any], int]] = []
+
+    async def generate(self, token_ids, sampling, seed, return_routed_experts=False) -> Completion:
+        self.asked.append((list(token_ids), sampling, seed))
+        answer = self.answers.pop(0)
+        ids = ids_of(answer) + [END] * (self.finish_reason == "stop") if isinstance(answer, str) else answer
+        logprobs = -(self.count + 1 + np.arange(len(ids), dtype=np.float32)) / 8
+        self.count += len(ids)
+        versions = [(0, 1, 6), (1, len(ids), 7)] if len(ids) > 1 else [(0, 1, 6)]
+        routes = np.arange(len(token_ids) + len(ids) - 1, dtype=np.uint8).reshape(-1, 1, 1).repeat(2, 1)
+        return Completion(
+            np.array(ids, np.int32),
+            logprobs,
+            versions,
+            self.finish_reason,
+            routes if return_routed_experts else None,
+            0,
+            0.1,
+        )
+
+
+def ids_of(text: str) -> list[int]:
+    return the_tokenizer()(text, add_special_tokens=False).input_ids
+
+
+def context(engine: Any, *, routed: bool = True, sampling: dict[str, Any] | None = None) -> RolloutContext:
+    return RolloutContext(
+        engine=RolloutEngine(engine, {"temperature": 1.0, "max_new_tokens": 32, **(sampling or {})}, 5, routed),
+        tokenizer=the_tokenizer(),
+        version=7,
+        evaluation=False,
+        seed=5,
+        group_id="4",
+        index=1,
+        address=engine.url,
+    )
+
+
+def load(name: str, **options: Any) -> Any:
+    reward = "slimx.adapters.slime.hooks.reward"
+    return load_hooks(config_of(generate=f"slime:{name}", options=options, reward__function=reward)).generate
+
+
+def spans(trajectory: Trajectory) -> list[tuple[str, str, int | None]]:
+    text = the_tokenizer().decode
+    return [(s.source, text(trajectory.token_ids[s.start : s.stop]), s.version) for s in trajectory.spans]
+
+
+# The examples ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_hook_that_sends_text_continues_the_ids_that_were_sampled():
+    """The first answer is spelled otherwise than the tokenizer would: it goes back to the engine as it was sampled."""
+    odd = [ids_of("1")[0], *ids_of("<"), *ids_of("e"), *ids_of("n"), *ids_of("d"), *ids_of(">"), END]
+    text = the_tokenizer().decode(odd)
+    assert ids_of(text) != odd, "the tokenizer has another spelling"
+    engine = Scripted(odd, "46")
+    trajectory = await load("examples.slime_style.search", turns=2)(context(engine), PROMPT)
+    begun = ids_of("<user>12+34=<assistant>")
+    assert engine.asked[0][0] == begun and engine.asked[1][0] == begun + odd + ids_of("Go on.")
+    assert engine.asked[0][2] != engine.asked[1][2], "each request has a seed of its own"
+    assert engine.asked[0][1] == {
+        "temperature": 1.0,
+        "max_new_tokens": 32,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop": ["</ask>"],
+    }
+    assert trajectory.token_ids.tolist() == engine.asked[1][0] + [*ids_of("46"), END]
+    sampled = trajectory.versions() >= 0
+    assert (trajectory.loss_mask.astype(bool) == sampled).all() and np.isnan(trajectory.logprobs[~sampled]).all()
+    assert trajectory.logprobs[sampled].tolist() == [-(i + 1) / 8 for i in range(len(odd) + 3)]
+    assert [(source, version) for source, _, version in spans(trajectory)] == [
+        ("prompt", None),
+        ("sampled", 6),
+        ("sampled", 7),
+        ("inserted", None),
+        ("sampled", 6),
+        ("sampled", 7),
+    ]
+    assert trajectory.routed_experts[:, 0, 0].tolist() == list(range(len(trajectory.token_ids) - 1))
+    assert (trajectory.id, trajectory.group_id, trajectory.status) == ("4/1", "4", "completed")
+
+
+async def test_a_hook_that_keeps_ids_is_rewarded_by_what_it_put_on_its_sample():
+    config = config_of(
+        generate="slime:examples.slime_style.calculate",
+        options={"turns": 2},
+        keep="slime:examples.slime_style.differ",
+        reward__function="slime:examples.slime_style.right",
+        reward__options={"reward_key": "score"},
+        model__path="m",
+    )
+    hooks = load_hooks(config)
+    trajectory = await hooks.generate(context(Scripted("45", "46")), PROMPT)
+    assert [source for source, _, _ in spans(trajectory)][-1] == "sampled", "the tool's last words teach nothing"
+    assert trajectory.metadata["slime"]["attributes"] == {"tool_calls": 2} and trajectory.metadata["level"] == 1
+    trajectory = decode(Trajectory, encode(trajectory))  # as a checkpoint or a reward's process sees it
+    ctx = RewardContext(PROMPT, the_tokenizer(), "", False)
+    assert await hooks.reward(ctx, trajectory) == 1.0
+    other = await hooks.generate(context(Scripted("45", "44")), PROMPT)
+    assert await hooks.reward(ctx, other) == 0.0
+    trajectory.reward, other.reward = 1.0, 0.0
+    assert hooks.keep(Group(id="4", prompt=PROMPT, trajectories=[trajectory, other])) is True
+    other.reward = 1.0
+    assert hooks.keep(Group(id="4", prompt=PROMPT, trajectories=[trajectory, other])) == "all equal"
+
+
+async def test_a_whole_group_is_made_by_hooks_of_slime():
+    config = config_of(
+        generate="slime:examples.slime_style.search",
+        options={"turns": 1},
+        keep="slime:slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        reward__function="slime:examples.slime_style.right",
+        reward__options={"reward_key": "score"},
+        routed_experts=False,
+    )
+    maker = GroupMaker(config, load_hooks(config), the_tokenizer(), Scripted("46", "47"))
+    outcome = await maker.make(PROMPT, group_id="4", number=4)
+    maker.close()
+    assert outcome.reason is None, outcome.detail
+    assert sorted(t.reward for t in outcome.group.trajectories) == [0.0, 1.0]
+
+
+# Conversion -----------------------------------------------------------------------------------------------------------
+
+
+def filled(engine_ids: list[list[int]], between: list[int], **changes: Any) -> tuple[Sample, list[Call]]:
+    """A sample of two answers with `between` inserted, and the requests that brought them."""
+    prompt, calls, tokens = [10, 11], [], [10, 11]
+    mask: list[int] = []
+    for number, ids in enumerate(engine_ids):
+        completion = Completion(
+            np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), [(0, len(ids), 7)], "stop", None, 0, 0.0
+        )
+        calls.append(Call(list(tokens), completion, None))
+        tokens, mask = tokens + ids, mask + [1] * len(ids)
+        if number == 0:
+            tokens, mask = tokens + between, mask + [0] * len(between)
+    sample = begin(PROMPT, "text", index=1, group="4", run=RunFacts())
+    sample.tokens, sample.response_length, sample.loss_mask = tokens, len(tokens) - len(prompt), mask
+    sample.status = Sample.Status.COMPLETED
+    for key, value in changes.items():
+        setattr(sample, key, value)
+    return sample, calls
+
+
+def converted(sample: Sample, calls: list[Call]) -> Trajectory:
+    return to_trajectory(sample, context(Scripted()), calls)
+
+
+def test_a_sample_is_the_same_again_after_a_trajectory():
+    sample, calls = filled([[20, 21], [22, 3]], [30, 31], response="r", mine=[1, "x"], reward={"a": 1})
+    sample.rollout_log_probs = [-0.5, -0.5, 0.0, 0.0, -0.5, -0.5]
+    trajectory = converted(sample, calls)
+    assert trajectory.token_ids.tolist() == [10, 11, 20, 21, 30, 31, 22, 3]
+    assert trajectory.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [(s.source, s.turn, s.start, s.stop) for s in trajectory.spans] == [
+        ("prompt", 0, 0, 2),
+        ("sampled", 0, 2, 4),
+        ("inserted", 1, 4, 6),
+        ("sampled", 1, 6, 8),
+    ]
+    back = to_sample(trajectory, PROMPT, the_tokenizer, RunFacts())
+    for name in (
+        "tokens",
+        "response_length",
+        "loss_mask",
+        "rollout_log_probs",
+        "status",
+        "prompt",
+        "response",
+        "label",
+    ):
+        assert getattr(back, name) == getattr(sample, name), name
+    assert back.weight_versions == ["7", "7"] and back.mine == [1, "x"] and back.reward == {"a": 1}
+    assert back.metadata == {"level": 1}
+
+
+def test_masked_and_removed_tokens_are_not_trained():
+    sample, calls = filled([[20, 21], [22, 3]], [30])
+    sample.loss_mask = [0, 1, 0, 0, 1]
+    assert converted(sample, calls).loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1]
+    sample.remove_sample = True
+    trajectory = converted(sample, calls)
+    assert not trajectory.loss_mask.any() and (trajectory.versions() >= 0).sum() == 4
+
+
+def test_an_answer_that_was_cut_short_keeps_its_beginning():
+    sample, calls = filled([[20, 21, 22], [23, 3]], [30])
+    calls[1].prompt[:] = sample.tokens = [10, 11, 20, 21, 30]  # the hook left the third token off, and asked again
+    sample.tokens = [*sample.tokens, 23, 3]
+    sample.response_length, sample.loss_mask = 5, [1, 1, 0, 1, 1]
+    trajectory = converted(sample, calls)
+    assert [(s.source, s.start, s.stop) for s in trajectory.spans] == [
+        ("prompt", 0, 2),
+        ("sampled", 2, 4),
+        ("inserted", 4, 5),
+        ("sampled", 5, 7),
+    ]
+
+
+def retokenised(sample: Sample, calls: list[Call]) -> None:
+    sample.tokens[2] = 40
+
+
+def another_context(sample: Sample, calls: list[Call]) -> None:
+    calls[1].prompt[0] = 9
+
+
+def other_logprob(sample: Sample, calls: list[Call]) -> None:
+    sample.rollout_log_probs = [-0.5, -0.25, 0.0, -0.5, -0.5]
+
+
+def trained_tool(sample: Sample, calls: list[Call]) -> None:
+    sample.loss_mask = [1, 1, 1, 1, 1]
+
+
+def short_mask(sample: Sample, calls: list[Call]) -> None:
+    sample.loss_mask = [1]
+
+
+def aborted(sample: Sample, calls: list[Call]) -> None:
+    sample.status = Sample.Status.ABORTED
+
+
+def images(sample: Sample, calls: list[Call]) -> None:
+    sample.multimodal_inputs = {"images": ["x"]}
+
+
+def object_on_it(sample: Sample, calls: list[Call]) -> None:
+    sample.agent = object()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            retokenised,
+            "4/1 trains token 2 (id 40), which no request of this rollout sampled after the tokens before it",
+        ),
+        (another_context, "trains token 5 (id 22)"),
+        (other_logprob, "gives token 3 the log-prob -0.25, the engine said -0.5"),
+        (trained_tool, "trains token 4 (id 30)"),
+        (short_mask, "has 7 tokens, response_length 5 and a loss_mask of 1"),
+        (aborted, "the sample of rollout 4/1 was aborted"),
+        (images, "has multimodal_inputs: images are not served"),
+        (object_on_it, "carries, in its metadata or in agent, a value cannot be written into a checkpoint"),
+    ],
+)
+def test_a_sample_that_does_not_say_what_the_engines_said_is_refused(spoil, said):
+    sample, calls = filled([[20, 21], [22, 3]], [30])
+    spoil(sample, calls)
+    with pytest.raises(SlimxError) as refused:
+        converted(sample, calls)
+    assert said in str(refused.value)
+
+
+def test_a_hook_with_a_client_of_its_own_must_say_versions_and_logprobs():
+    sample, _ = filled([[20, 21], [22, 3]], [30])
+    with pytest.raises(SlimxError, match=r"no request of this rollout went through slime\.utils\.http_utils\.post"):
+        converted(sample, [])
+    sample.rollout_log_probs, sample.weight_versions = [-0.1, -0.2, 0.0, -0.3, -0.4], ["6", "7"]
+    trajectory = converted(sample, [])
+    assert trajectory.versions().tolist() == [-1, -1, 6, 6, -1, 7, 7]
+    assert np.allclose(trajectory.logprobs[[2, 3, 5, 6]], [-0.1, -0.2, -0.3, -0.4])
+    sample.weight_versions = []
+    assert set(to_trajectory(sample, context(Scripted()), [], version=9).versions().tolist()) == {-1, 9}
+    sample.weight_versions = ["default"]
+    with pytest.raises(SlimxError, match="version 'default', which slimx never published"):
+        converted(sample, [])
+
+
+# What hooks import, read and ask --------------------------------------------------------------------------------------
+
+
+async def test_agents_that_load_their_system_by_name_and_copy_args_are_served(mine):
+    """As multi-agent systems do: several samples of one rollout, rewards set by the hook, args changed and copied."""
+    system = mine(
+        """
+import asyncio
+from copy import deepcopy
+from slime.rollout.rm_hub import batched_async_rm
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+async def answer(args, prompt):
+    sample = deepcopy(args.sample)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    sample.prompt = prompt
+    sample.tokens = args.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    payload = {"input_ids": sample.tokens, "sampling_params": args.sampling_params, "return_logprob": True}
+    meta = (await post(url, payload))["meta_info"]
+    sample.append_response_tokens(
+        args, tokens=[x[1] for x in meta["output_token_logprobs"]],
+        log_probs=[x[0] for x in meta["output_token_logprobs"]], meta_info=meta)
+    sample.response = args.tokenizer.decode(sample.tokens[-sample.response_length:-1])
+    return sample
+
+async def run(args, sample):
+    args = deepcopy(args)
+    args.sample = sample
+    samples = await asyncio.gather(*(answer(args, prompt) for prompt in ("1+1=", "2+2=")))
+    for each, reward in zip(samples, await batched_async_rm(args, samples)):
+        each.reward = reward * args.weight
+        each.rollout_id = sample.index
+    return list(samples)
+"""
+    )
+    outer = mine(
+        f"""
+from slime.utils.misc import load_function
+async def generate(args, sample, sampling_params, evaluation=False):
+    args.sampling_params, args.tokenizer, args.weight = sampling_params, load_tokenizer(args), 0.5
+    return await load_function("{system}.run")(args, sample)
+
+def load_tokenizer(args):
+    from slime.rollout.sglang_rollout import GenerateState
+    return GenerateState(args).tokenizer
+"""
+    )
+    hook = load(f"{outer}.generate", rm_type="f1")
+    first, second = await hook(context(Scripted("46", "47"), routed=False), PROMPT)
+    assert (first.id, second.id) == ("4/1-0", "4/1-1") and first.rollout_id == second.rollout_id == "4/1"
+    ctx = RewardContext(PROMPT, the_tokenizer(), "", False)
+    assert [await slime.reward(ctx, each) for each in (first, second)] == [0.5, 0.0]
+    rewards = load_hooks(config_of(reward__function="slime:examples.slime_style.right")).reward
+    assert await rewards(ctx, first) == 0.5, "a reward that the hook set is not asked for again"
+
+
+CONVERSATION = """
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+async def generate(args, sample, sampling_params):
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    messages = [{"role": "user", "content": sample.prompt}]
+    def render(ask):
+        return state.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    prompt = render(True)
+    for said in ("again", "well", None):
+        output = await post(url, {"text": render(True), "sampling_params": sampling_params})
+        messages.append({"role": "assistant", "content": output["text"].removesuffix("<end>")})
+        if said:
+            messages.append({"role": "user", "content": said})
+    start = len(state.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    tokens = state.tokenizer(render(False), add_special_tokens=False)["input_ids"]
+    (assistant,) = state.tokenizer("<assistant>", add_special_tokens=False)["input_ids"]
+    mask, inside = [], True
+    for token in tokens[start:]:
+        mask.append(int(inside))
+        inside = token == assistant or (inside and token != state.tokenizer.eos_token_id)
+    made = Sample(index=0, prompt=prompt, tokens=tokens, loss_mask=mask, reward=0.75, status="completed")
+    made.response_length, made.metadata = len(mask), {"info": {"turns": 3}}
+    return made
+"""
+
+
+async def test_a_conversation_that_is_rendered_and_tokenised_again_is_served_where_its_ids_are_those_sampled(mine):
+    """As tool-calling agents do: text in, no log-probs asked for, the tokens made from the chat template at the end."""
+    hook = load(f"{mine(CONVERSATION)}.generate", apply_chat_template=False)
+    engine = Scripted("46", "47", "48")
+    trajectory = await hook(context(engine), PROMPT)
+    assert the_tokenizer().decode(trajectory.token_ids[trajectory.loss_mask == 1]) == "46<end>47<end>48<end>"
+    assert engine.asked[2][0] == trajectory.token_ids[: len(engine.asked[2][0])].tolist()
+    assert trajectory.metadata["info"] == {"turns": 3} and trajectory.metadata["slime"]["reward"] == 0.75
+    odd = [*ids_of("4"), *ids_of("<"), *ids_of("end"), *ids_of(">"), END]
+    with pytest.raises(SlimxError, match="which no request of this rollout sampled after the tokens before it"):
+        await hook(context(Scripted(odd, "47", "48")), PROMPT)
+
+
+async def test_a_reward_that_the_hook_gave_and_nobody_reads_is_refused(mine):
+    hook = load_hooks(config_of(generate=f"slime:{mine(CONVERSATION)}.generate")).generate
+    with pytest.raises(
+        SlimxError, match=r"set sample\.reward, which the run's reward slimx\.rewards\.exact\.reward does"
+    ):
+        await hook(context(Scripted("46", "47", "48")), PROMPT)
+
+
+ASKS = """
+from slime.rollout.sglang_rollout import GenerateState, generate as one
+from slime.utils.http_utils import post
+async def generate(args, sample, sampling_params):
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    BODY
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("await post(url + '/v1/chat/completions', {})", "posts to /v1/chat/completions of the policy's router"),
+        ("await post(url + '/generate', {'text': ['a', 'b']})", "neither one `text` nor one list of `input_ids`"),
+        ("await post(url + '/generate', {'text': 'a', 'image_data': []})", "posts 'image_data' to the engines"),
+        ("await post(url + '/generate', {'text': 'a', 'stream': True})", "posts stream=true"),
+        (
+            "return args.over_sampling_batch_size",
+            "args.over_sampling_batch_size is not set by slimx; give it in rollout",
+        ),
+        ("return 3", "returned a int; return a Sample"),
+        ("from slime.ray.rollout import x", "the module slime.ray of slime, which slimx does not serve"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name_while_a_hook_runs(mine, body, said):
+    hook = load(mine(ASKS.replace("BODY", body)) + ".generate")
+    with pytest.raises((SlimxError, AttributeError, ImportError)) as refused:
+        await hook(context(Scripted("1")), PROMPT)
+    assert said in str(refused.value)
+
+
+async def test_the_default_generate_of_slime_is_served(mine):
+    name = mine(ASKS.replace("BODY", "return await one(args, sample, sampling_params)"))
+    trajectory = await load(f"{name}.generate")(context(Scripted("46")), PROMPT)
+    assert [source for source, _, _ in spans(trajectory)] == ["prompt", "sampled", "sampled"]
+    assert trajectory.routed_experts is not None and trajectory.metadata["slime"]["response"] == "46<end>"
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            "from slime.agent.sandbox import Sandbox\nasync def generate(args, sample, sampling_params): ...",
+            "slime.agent",
+        ),
+        (
+            "from slime.utils.http_utils import get\nasync def generate(args, sample, sampling_params): ...",
+            "imports get of the module slime.utils.http_utils, which slimx does not serve; it has post",
+        ),
+        ("def generate(args, sample, sampling_params): ...", "must be async; write async def generate(args, sample, "),
+        ("async def generate(args, sample): ...", "cannot be called"),
+        ("generate = 3", "is a int; a slime hook is async def generate"),
+    ],
+)
+def test_a_hook_that_cannot_work_is_refused_before_the_run(mine, module, said):
+    with pytest.raises(SlimxError) as refused:
+        load(mine(module) + ".generate")
+    assert said in str(refused.value) and "rollout.generate: " in str(refused.value)
+
+
+def test_options_that_only_the_run_can_say_are_refused():
+    with pytest.raises(
+        SlimxError, match=r"rollout\.options\.sglang_router_ip is what the run itself tells slime hooks"
+    ):
+        load("examples.slime_style.search", turns=1, sglang_router_ip="10.0.0.1")
+
+
+def test_a_hook_without_the_prefix_is_told_of_it(mine):
+    name = mine("async def f(args, sample, sampling_params): ...\nasync def rm(args, sample, **kwargs): ...")
+    with pytest.raises(
+        SlimxError, match=rf"rollout.generate: {name}.f is written for slime; name it as slime:{name}.f"
+    ):
+        load_hooks(config_of(generate=f"{name}.f"))
+    with pytest.raises(SlimxError, match=rf"reward.function: {name}.rm is written for slime"):
+        load_hooks(config_of(reward__function=f"{name}.rm"))
+
+
+def test_an_import_that_a_hook_tries_may_fail_as_if_slime_lacked_it(mine):
+    name = mine(
+        "try:\n    from slime.utils.mask_utils import MultiTurnLossMaskGenerator\nexcept ImportError:\n    pass\n"
+        "async def generate(args, sample, sampling_params): ..."
+    )
+    assert load(f"{name}.generate")
+
+
+def test_lists_that_a_hook_holds_on_to_grow_with_its_sample():
+    sample = Sample(tokens=[1], loss_mask=[])
+    tokens, mask = sample.tokens, sample.loss_mask
+    sample.append_response_tokens(tokens=[2, 3], log_probs=[-0.1, -0.2])
+    sample.append_response_tokens(tokens=[4], trainable=False)
+    assert tokens == [1, 2, 3, 4] and mask == [1, 1, 0]
+    assert sample.rollout_log_probs == [-0.1, -0.2, 0.0] and sample.effective_response_length == 2
+    for wrong in ({"tokens": [5]}, {"tokens": [5], "log_probs": [0.0], "trainable": False}):
+        with pytest.raises(ValueError, match="wants log-probs of trainable tokens, and of these alone"):
+            sample.append_response_tokens(**wrong)
+
+
+def test_arguments_can_be_copied_and_asked_for_defaults():
+    args = copy.deepcopy(Arguments({"a": [1]}))
+    assert args.a == [1] and getattr(args, "b", 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer", "strict", "score"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", True, 1.0),
+        (r"so \boxed{3}", "4", True, -1.0),
+        ("Answer: 12", "12", False, 1.0),
+        ("nothing", "12", False, -1.0),
+        ("nothing", "12", True, -1.0),
+    ],
+)
+def test_rules_that_published_rewards_import(solution, answer, strict, score):
+    assert compute_score(solution, answer, strict_box_verify=strict)["score"] == score
+    if strict:
+        assert grade(solution, answer) == (score > 0)

@@ -1,0 +1,202 @@
+"""Engines without trainers: which weights they start from, what is refused, and that an interrupted generation goes on
+as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slimx.commands.evaluate import evaluate_once, run_evaluation, table
+from slimx.commands.generate import generate, run_generation
+from slimx.config.schema import Config
+from slimx.data.step_files import read_step, step_files
+from slimx.engines.outage import Outage
+from slimx.errors import Preempted, SlimxError
+from slimx.observability.live.step_line import LiveTable
+from slimx.orchestration.prepare import Sources
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.serving import without_trainers
+from slimx.orchestration.session import run_training
+from slimx.orchestration.state.saves import Saves, read_state
+from slimx.rollout import single_turn
+from slimx.rollout.hook_loading import Hooks
+from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    the_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    return path
+
+
+@dataclass
+class Members:
+    """Engines that never fail, until they do."""
+
+    broken: asyncio.Event = field(default_factory=asyncio.Event)
+    outage: Outage = field(default_factory=Outage)
+
+    async def failed(self) -> None:
+        await self.broken.wait()
+        raise SlimxError("no engine is left", code="engines.none", about="policy")
+
+
+async def interrupt() -> None:
+    """Nothing is in flight between two steps."""
+
+
+class Service(EngineService):
+    """Started engines without servers: a client that answers by itself."""
+
+    def __init__(self, config: Config, sources: Sources, delay: float = 0.0):
+        self.config, self.sources, self.client, self.proxy = config, sources, FakeEngine(delay), None
+        self.engines = SimpleNamespace(members=Members(), interrupt=interrupt)
+        self.frozen = SimpleNamespace(clients={})
+
+
+def sources_of(keep: Any = None) -> Sources:
+    return Sources(
+        spec=None,
+        hooks=Hooks(single_turn.generate, one, keep),
+        tokenizer=the_tokenizer(),
+        prompts=prompts(),
+        eval_prompts={"few": prompts()[:3]},
+    )
+
+
+def config_in(directory: Path, model: Path, **keys: Any) -> Config:
+    config = config_of(track__tensorboard=False, **keys)
+    run = config.run.model_copy(update={"dir": str(directory)})
+    return config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
+
+
+def generated(config: Config, *, stop_after: int | None = None, keep: Any = None) -> dict[int, list[list[int]]]:
+    """Tokens by step after a generation of `config`, which SIGUSR1 ends after so many steps."""
+    directory = Path(config.run.dir)
+    directory.mkdir(exist_ok=True)
+    saves, sources, leaving = Saves(directory / "cursor", keep=1), sources_of(keep), asyncio.Event()
+    newest = saves.newest()
+    state = read_state(newest) if newest else None
+
+    async def work() -> None:
+        service = Service(config, sources, delay=0.001)
+        shown = LiveTable(config.schedule.steps, 0, Console(quiet=True))
+        row = shown.row
+
+        def counted(step: int, metrics: dict[str, float]) -> None:
+            row(step, metrics)
+            if step == stop_after:
+                leaving.set()
+
+        shown.row = counted
+        await generate(service, saves, state, shown, leaving)
+
+    if stop_after is None:
+        asyncio.run(work())
+    else:
+        with pytest.raises(Preempted):
+            asyncio.run(work())
+    return {
+        step: [t.token_ids.tolist() for group in read_step(path)[1] for t in group.trajectories]
+        for step, path in step_files(directory / "rollouts").items()
+    }
+
+
+def not_the_fifth(group: Any) -> bool | str:
+    return group.prompt.id != "p5" or "fifth"
+
+
+def test_an_interrupted_generation_goes_on_with_the_same_tokens(model, tmp_path):
+    keys = {"schedule__steps": 6, "schedule__max_staleness": 1}
+    whole = generated(config_in(tmp_path / "whole", model, **keys), keep=not_the_fifth)
+    assert list(whole) == [1, 2, 3, 4, 5, 6] and all(len(step) == 8 for step in whole.values())
+    config = config_in(tmp_path / "two", model, **keys)
+    assert list(generated(config, stop_after=2, keep=not_the_fifth)) == [1, 2]
+    # What was written after the position, by a process that was killed then, is written anew.
+    late = tmp_path / "two" / "rollouts" / "step-0000003.groups"
+    late.write_bytes(b"")
+    with (tmp_path / "two" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "metrics": {}}) + "\n")
+    assert generated(config, keep=not_the_fifth) == whole
+    lines = [[json.loads(line)["step"] for line in (tmp_path / d / "metrics.jsonl").open()] for d in ("whole", "two")]
+    assert lines == [[1, 2, 3, 4, 5, 6]] * 2
+    about = read_step(late)[0]
+    assert (about.version, about.oldest, about.origin.group_size) == (0, 0, 2)
+
+
+def test_the_last_engines_failure_ends_the_wait(model, tmp_path):
+    config = config_in(tmp_path / "run", model)
+
+    async def work() -> None:
+        service = Service(config, sources_of())
+        service.engines.members.broken.set()
+        await service.watched(asyncio.sleep(60))
+
+    with pytest.raises(SlimxError, match="no engine is left"):
+        asyncio.run(work())
+
+
+def test_an_evaluation_scores_every_set(model, tmp_path):
+    config = config_in(tmp_path, model, eval__samples=2, eval__temperature=1.0)
+    sources = sources_of()
+
+    async def work() -> dict[str, Any]:
+        return await evaluate_once(Service(config, sources))
+
+    found = asyncio.run(work())
+    assert found["prompts"] == {"few": 3} and found["checkpoint"] == str(model)
+    assert found["metrics"]["eval/few/pass@2"] == 1.0 and found["metrics"]["eval/failed"] == 0
+    head, columns, few, everything = table(found)
+    assert head == f"{model}: 2 answers per prompt, temperature 1"
+    assert columns.split() == ["set", "prompts", "accuracy", "pass@2"]
+    assert few.split() == ["few", "3", "1.000", "1.000"] and everything.split() == ["all", "3", "1.000", "1.000"]
+
+
+def test_engines_start_from_what_training_would_or_from_the_given_checkpoint(model, tmp_path):
+    config = config_in(tmp_path, model, schedule__colocate=True)
+    assert without_trainers(config, None).rollout.policy_engines[0].model is None
+    assert not without_trainers(config, None).schedule.colocate
+    (group,) = without_trainers(config, model).rollout.policy_engines
+    assert group.model == str(model) and group.sglang == {"tokenizer_path": str(model)}
+    loaded = config.model_copy(update={"trainer": config.trainer.model_copy(update={"load": str(model)})})
+    assert without_trainers(loaded, None).rollout.policy_engines[0].model == str(model)
+
+
+def test_what_engines_cannot_start_from_is_refused(model, tmp_path):
+    config = config_in(tmp_path, model)
+    with pytest.raises(SlimxError, match="--checkpoint: .*nothing holds no config.json"):
+        without_trainers(config, tmp_path / "nothing")
+    external = config_in(tmp_path, model, engines=[{"name": "far", "urls": ["http://10.0.0.1:3000"]}])
+    with pytest.raises(SlimxError, match="group far has urls: nobody knows what weights"):
+        without_trainers(external, model)
+    with pytest.raises(SlimxError, match="eval.prompts is null: there is nothing to evaluate"):
+        run_evaluation(config, model, print)
+    replaying = config_in(tmp_path, model, replay="elsewhere")
+    with pytest.raises(SlimxError, match="there is no engine to generate with: rollout.replay is set"):
+        without_trainers(replaying, None)
+    megatron = tmp_path / "iter_0000001"
+    megatron.mkdir()
+    (megatron / "metadata.json").write_text("{}")
+    (megatron / ".metadata").write_bytes(b"")
+    with pytest.raises(SlimxError, match="is Megatron-LM's, and engines load Hugging Face directories"):
+        without_trainers(config, megatron)
+
+
+def test_training_and_generation_do_not_share_a_directory(model, tmp_path):
+    config = config_in(tmp_path / "run", model)
+    (tmp_path / "run" / "cursor").mkdir(parents=True)
+    with pytest.raises(SlimxError, match="holds rollouts of slimx generate, which training would replace"):
+        run_training(config, Console(quiet=True))
+    (tmp_path / "run" / "checkpoints").mkdir()
+    with pytest.raises(SlimxError, match="run.fork continues training"):
+        forked = config.model_copy(update={"run": config.run.model_copy(update={"fork": "there"})})
+        run_generation(forked, None, Console(quiet=True))

@@ -1,0 +1,153 @@
+"""`slimx status` tells how far a run is, whether it runs, and what its engines do, from its directory alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slimx import cli
+from slimx.commands.status import run_status
+from slimx.data.records import Prompt, Trajectory
+from slimx.observability.live import activity
+from slimx.observability.live.run_lock import held
+from slimx.rollout import single_turn
+from slimx.rollout.hooks import RolloutContext
+from tests.unit.rollout.rollout_stand import Stand, config_of
+
+ENGINE = {"name": "actor-0", "role": "regular", "frozen": False, "nodes": 2, "url": "http://h:1", "restarts": 1}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "r"}, "schedule": {"steps": 9}}))
+    rows = [{"step": step, "metrics": {"reward/mean": step / 10, "gap/mean": None}} for step in range(4)]
+    # The last line is being written.
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "met')
+    (tmp_path / "timeline.jsonl").write_text(json.dumps({"name": "train"}) + "\n")
+    (tmp_path / "engines.json").write_text(json.dumps({"engines": [ENGINE | {"standing": "member"}]}))
+    (tmp_path / "lock").touch()
+    return tmp_path
+
+
+def status(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["slimx", "status", str(directory), *options])
+    try:
+        cli.main()
+    except SystemExit as error:
+        assert error.code in (0, 2)
+    out = capsys.readouterr()
+    return out.out + out.err
+
+
+def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, monkeypatch, capsys):
+    assert status(run, monkeypatch, capsys, "--saved") == "0\n"
+    for name in ("iter_0000004", "iter_0000040", "iter_0000050.partial", "iter_0000060.damaged"):
+        (run / "checkpoints" / name / "slimx").mkdir(parents=True)
+        (run / "checkpoints" / name / "slimx" / "manifest.json").touch()
+    assert status(run, monkeypatch, capsys, "--saved") == "40\n"
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"model": {"path": "m"}, "rollout": {"prompts": "p"}}))
+    assert status(file, monkeypatch, capsys, f"run.dir={run}", "--saved") == "40\n"
+
+
+def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
+    with held(run):
+        text = status(run, monkeypatch, capsys)
+    assert re.search(r"r: running, step 3 of 9, written \d+ s ago, last phase train", text)
+    assert "reward/mean 0.3\n" in text
+    assert "actor-0 (regular): member at http://h:1, 2 machines, started again 1 times" in text
+
+
+def test_restarts_of_engines_and_routers_are_told_with_their_reasons_and_what_rollouts_wait_for(
+    run, monkeypatch, capsys
+):
+    restart = {"part": "engine actor-0", "at": time.time(), "seconds": 14.2}
+    failed = restart | {"reason": "it hangs", "error": "no memory"}
+    again = restart | {"reason": "no memory", "error": ""}
+    router = {"name": "router", "url": "http://h:2", "up": False, "restarts": 1, "history": [again]}
+    engine = ENGINE | {"standing": "out", "restarts": 2, "history": [failed, again]}
+    (run / "engines.json").write_text(json.dumps({"engines": [engine], "routers": [router]}))
+    awaited = {"what": "an engine (actor-0), which is started again", "since": time.time() - 65}
+    doing = {"written": time.time(), "step": 4, "phase": "generate", "since": time.time(), "rollouts": None}
+    (run / "activity.json").write_text(json.dumps(doing | {"awaited": awaited}))
+    with held(run):
+        lines = status(run, monkeypatch, capsys).splitlines()
+    assert any("an engine (actor-0), which is started again, for 1 min 5 s" in line for line in lines)
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("engine   actor-0")]
+    assert "it hangs" in lines[at + 1] and "no memory" in lines[at + 1] and "no memory" in lines[at + 2]
+    assert lines[at + 3] == "router   router: out at http://h:2" and "14 s" in lines[at + 4]
+    assert run_status(run)["routers"] == [router]
+
+
+def test_a_run_that_ended_has_no_engines(run, monkeypatch, capsys):
+    text = status(run, monkeypatch, capsys)
+    assert "not running, step 3 of 9" in text and "actor" not in text
+
+
+def test_a_run_that_has_written_nothing_yet_is_at_step_0(run):
+    for name in ("metrics.jsonl", "timeline.jsonl", "engines.json", "lock"):
+        (run / name).unlink()
+    found = run_status(run)
+    assert (found["step"], found["running"], found["engines"], found["seconds_ago"]) == (0, False, [], None)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path, monkeypatch, capsys):
+    assert status(tmp_path, monkeypatch, capsys).startswith(f"slimx: {tmp_path} holds no run")
+
+
+def activity_of(stand: Stand, phase: str, since: float) -> dict[str, Any]:
+    return {"written": time.time(), "step": 4, "phase": phase, "since": since, "rollouts": stand.manager.status()}
+
+
+async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, monkeypatch, capsys):
+    config = config_of(schedule__max_staleness=2)
+    released = asyncio.Event()
+
+    async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+        if (ctx.group_id, ctx.index) == ("g1", 1):
+            await released.wait()
+        return await single_turn.generate(ctx, prompt)
+
+    async with Stand(config, generate=generate) as stand:
+        waiting = asyncio.create_task(stand.next_batch())
+        while stand.manager.in_flight != 1:
+            await asyncio.sleep(0.001)
+        ticket = stand.manager.tickets[1]
+        ticket.since -= 65
+        with held(run):
+            (run / "activity.json").write_text(json.dumps(activity_of(stand, "generate", time.time() - 61)))
+            text = status(run, monkeypatch, capsys)
+            assert re.search(r"step 4: generate for 1 min \d+ s", text) and "trainers wait for rollouts\n" in text
+            assert "engines  generate; 0 requests are out" in text
+            assert "rollouts 12 groups: 1 generated, 11 done\n" in text
+            who = f"group g1 of prompt {ticket.prompt.id}"
+            assert re.search(rf"{who}, for 1 min \d+ s: 1 of 2 rollouts done", text)
+            assert "begun by version 0, due at step 3" in text
+            released.set()
+            await waiting
+            (run / "activity.json").write_text(json.dumps(activity_of(stand, "train", time.time()) | {"written": 0}))
+            text = status(run, monkeypatch, capsys)
+            assert "trainers train\n" in text and "last heard of" in text
+            assert "have nothing to do: all that the staleness bound lets them generate is done" in text
+            assert "rollouts 8 groups: 0 generated, 8 done, 4 more wait for the next version" in text
+
+
+async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch):
+    monkeypatch.setattr(activity, "EVERY_S", 0.01)
+    looks, told = iter(range(1000)), []
+    async with activity.Activity(run, lambda: {"step": next(looks)}, told.append):
+        while (run_status(run)["activity"] or {"step": 0})["step"] < 2:
+            await asyncio.sleep(0.01)
+    assert not told
+    async with activity.Activity(run / "lock", lambda: {}, told.append):
+        while not told:
+            await asyncio.sleep(0.01)
+    assert len(told) == 1 and "cannot be written" in told[0], "a run does not end because of its status"

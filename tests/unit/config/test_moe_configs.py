@@ -1,0 +1,42 @@
+"""Every configuration in configs/moe for a large model is one that `slimx plan` accepts, from its config.json alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slimx.config import load_config
+from slimx.preflight.plan.report import plan_report
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted(file for file in (ROOT / "configs/moe").glob("*.yaml") if not file.stem.startswith("quickstart"))
+PARAMETERS = {  # billions, as published, without layers of multi-token prediction
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-235B-A22B": 235,
+    "DeepSeek-V3": 671,
+    "Kimi-K2-Instruct": 1026,
+    "GLM-4.5": 353,
+    "gpt-oss-120b-bf16": 116.8,
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # model.path names a directory of this repository
+    config = load_config(file, [])
+    report = plan_report(config).report
+    assert not report.violations
+    assert report.publication is not None and report.trainer_memory and report.engine_memory
+    assert report.rank_map.nodes == config.cluster.nodes, "the header names the nodes that the run fills"
+    name = Path(config.model.path).name
+    assert report.parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=0.005)
+
+
+def test_every_kind_of_run_has_a_configuration() -> None:
+    configs = [load_config(file, []) for file in FILES]
+    assert {Path(config.model.path).name for config in configs} == set(PARAMETERS)
+    assert {config.schedule.colocate for config in configs} == {True, False}
+    assert {config.publish.quantise is None for config in configs} == {True, False}
+    assert any(config.rollout.disaggregated for config in configs)
+    assert {config.cluster.gpu for config in configs} == {"h100", "gb300"}

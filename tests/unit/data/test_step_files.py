@@ -1,0 +1,245 @@
+"""A file per step: what a run trained on can be looked at afterwards, and damage or a wrong origin is named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from slimx.cli import app
+from slimx.config.schema import Config
+from slimx.data.codec import encode_groups
+from slimx.data.records import Group, Trajectory
+from slimx.data.step_files import (
+    StepFiles,
+    file_name,
+    origin_of,
+    read_step,
+    read_step_about,
+    step_files,
+    without_routes,
+)
+from slimx.errors import SlimxError
+from slimx.orchestration.state.saves import RunState, Saves
+from slimx.rollout.hooks import RewardContext
+from tests.unit.rollout.rollout_stand import Stand, config_of, one, the_tokenizer
+
+
+async def by_length(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
+    """Differs between the rollouts of a group."""
+    return {"first": float(trajectory.sampled_ids()[0] % 2), "second": 0.25}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    model = tmp_path_factory.mktemp("model")
+    the_tokenizer().save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 100, "dtype": "float32"}))
+    config = config_of()
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+
+
+@pytest.fixture(scope="module")
+def groups(config: Config) -> list[Group]:
+    """Four groups of two, sampled at version 3, one of them between 3 and 4; all with routes."""
+
+    async def made() -> list[Group]:
+        async with Stand(config, reward=by_length) as stand:
+            stand.publish(3)
+            return (await stand.next_batch()).groups
+
+    out = asyncio.run(made())
+    spans = out[1].trajectories[1].spans
+    out[1].trajectories[1].spans = [spans[0], replace(spans[1], stop=spans[1].stop - 1, version=3)]
+    out[1].trajectories[1].spans.append(replace(spans[1], start=spans[1].stop - 1, version=4))
+    for group in out:
+        for each in group.trajectories:
+            each.routed_experts = np.zeros((len(each.token_ids) - 1, 2, 2), np.uint8)
+    return out
+
+
+def files_of(directory: Path, config: Config, *, keep: int = 0, resume_step: int = 0, **changes: Any) -> StepFiles:
+    origin = replace(origin_of(config, the_tokenizer()), **changes)
+    return StepFiles(directory, origin, every=1, keep=keep, resume_step=resume_step)
+
+
+def test_a_step_comes_back_bit_for_bit_and_its_line_says_what_it_holds(config, groups, tmp_path):
+    path = files_of(tmp_path, config, routes=True).write(5, 4, groups, {"filter: flat": 2})
+    about, found = read_step(path)
+    assert encode_groups(found) == encode_groups(groups)
+    assert (about.step, about.version, about.oldest, about.groups, about.trajectories) == (5, 4, 3, 4, 8)
+    assert about.sampled_tokens == 24 and about.truncated == 0 and about.dropped == {"filter: flat": 2}
+    assert about.reward == pytest.approx(np.mean([t.reward for group in groups for t in group.trajectories]))
+    lean = files_of(tmp_path, config).write(6, 5, groups, {})
+    assert encode_groups(read_step(lean)[1]) == encode_groups(without_routes(groups))
+    assert groups[0].trajectories[0].routed_experts is not None
+
+
+def test_only_the_newest_files_stay_and_a_resumed_run_begins_with_none_of_its_own_steps(config, groups, tmp_path):
+    files = files_of(tmp_path, config, keep=3)
+    for step in range(1, 6):
+        files.write(step, step - 1, groups[:1], {})
+    assert list(step_files(tmp_path)) == [3, 4, 5]
+    files_of(tmp_path, config, resume_step=4)
+    assert list(step_files(tmp_path)) == [3]
+    every = StepFiles(tmp_path, files.origin, every=3, keep=0, resume_step=9)
+    assert [step for step in range(1, 9) if every.due(step)] == [1, 4, 7]
+    assert not any(StepFiles(tmp_path, files.origin, every=0, keep=0, resume_step=9).due(step) for step in range(9))
+
+
+def test_a_damaged_file_is_named(config, groups, tmp_path):
+    path = files_of(tmp_path, config).write(1, 0, groups, {})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(SlimxError, match=rf"{path}: holds \d+ bytes, \d+ were written"):
+        read_step_about(path)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    read_step_about(path)  # without reading the groups
+    with pytest.raises(SlimxError, match=rf"{path}: was changed after it was written"):
+        read_step(path)
+    path.write_bytes(whole.replace(b'"oldest"', b'"eldest"'))
+    with pytest.raises(SlimxError, match="does not say what slimx writes about a step .*oldest"):
+        read_step_about(path)
+
+
+def test_what_rollouts_were_made_with_is_compared_clause_by_clause(config):
+    here = origin_of(config, the_tokenizer())
+    assert here.differences(here) == [] and "dtype" not in here.model
+    other = replace(here, model={**here.model, "hidden_size": 16}, group_size=4, max_staleness=1)
+    assert other.differences(here) == [
+        "another model sampled it (config.json: hidden_size is 16, in model.path 8)",
+        "it was made with rollout.group_size=4, this run has 2",
+        "it was made with schedule.max_staleness=1, this run has 0",
+    ]
+    (said,) = replace(here, vocabulary="x").differences(here)
+    assert "another tokenizer" in said
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(config: Config, groups: list[Group], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with steps 1 and 2, a checkpoint with what waits, and dropped groups."""
+    directory = tmp_path_factory.mktemp("run")
+    (directory / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    files = files_of(directory / "rollouts", config)
+    files.write(1, 3, groups[:3], {"filter: flat": 1})
+    files.write(2, 4, groups[3:], {})
+    lines = [
+        {"step": 1, "prompt": "p3", "reason": "filter: flat", "detail": None},
+        {"step": 2, "prompt": "p9", "reason": "generate failed", "detail": "no tool"},
+    ]
+    (directory / "dropped.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    async def waiting() -> dict[str, Any]:
+        stand = Stand(config, reward=one)
+        async with stand:
+            await stand.next_batch()
+            stand.manager.admit()
+            return stand.manager.state()
+
+    saves = Saves(directory / "checkpoints", keep=1)
+    state = RunState(2, 2, {}, False, rollouts=asyncio.run(waiting()))
+    saves.commit(saves.begin(2), state.files(), {})
+    return directory
+
+
+def shown(*arguments: Any) -> str:
+    result = CliRunner().invoke(app, ["rollouts", *map(str, arguments)])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_what_a_model_or_an_agent_wrote_cannot_command_the_terminal(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    line = {"step": 2, "prompt": "p9\x1b[2J", "reason": "generate failed", "detail": "\x1b]0;x\x07\x9b1m\u202e[bold]"}
+    (tmp_path / "run" / "dropped.jsonl").write_text(json.dumps(line) + "\n")
+    text = shown(tmp_path / "run", "--dropped")
+    assert "[bold]" in text and "\\u001b" in text
+    assert not [letter for letter in text if letter in "\x1b\x07\x9b\u202e"]
+
+
+def test_without_a_step_there_is_a_line_for_each(run):
+    head, first, second = shown(run).splitlines()
+    assert head.split()[:3] == ["step", "version", "groups"]
+    assert first.split()[:6] == ["1", "3", "3", "6", "0", "18"] and first.endswith("1 filter: flat")
+    assert second.split()[:3] == ["2", "4", "1"] and second.split()[-1] == "0"
+
+
+def test_a_step_shows_prompts_texts_rewards_with_parts_and_versions(run, groups):
+    text = shown(run, "--step", 1)
+    group = groups[1]
+    assert f"group {group.id}, prompt {group.prompt.id} (answer {group.prompt.answer!r}), 2 trajectories" in text
+    assert f"? user: {group.prompt.messages[0]['content']}" in text
+    last = group.trajectories[1]
+    answer = the_tokenizer().decode(last.sampled_ids()[:2].tolist())
+    assert "version 3+4, 0 behind" in text and f"> {answer}" in text
+    assert f"reward {last.reward:.3f} (first {last.reward_parts['first']:.3f}, second 0.250)" in text
+
+
+def test_json_has_every_token_and_choices_narrow_it(run, groups):
+    found = json.loads(shown(run, "--step", 1, "--group", groups[1].id, "--tokens", "--json"))
+    (group,), (_, last) = found["groups"], groups[1].trajectories
+    tokens = group["trajectories"][1]["each_token"]
+    assert [token["id"] for token in tokens] == last.token_ids.tolist()
+    assert [token["trained"] for token in tokens] == last.loss_mask.astype(bool).tolist()
+    assert [token["version"] for token in tokens] == [None if v < 0 else v for v in last.versions().tolist()]
+    assert [token["logprob"] for token in tokens[-3:]] == [-1.0] * 3 and tokens[0]["logprob"] is None
+    low = [t.id for each in groups[:3] for t in each.trajectories if t.reward < 1]
+    found = json.loads(shown(run, "--step", 1, "--reward-below", 1, "--json"))
+    assert [t["id"] for group in found["groups"] for t in group["trajectories"]] == low
+    assert len(json.loads(shown(run, "--step", 1, "--limit", 1, "--json"))["groups"]) == 1
+    assert "2 more; --limit 0 shows all" in shown(run, "--step", 1, "--limit", 1)
+    assert "position" in shown(run, "--step", 1, "--tokens", "--limit", 1)
+
+
+def test_the_buffer_is_what_the_newest_checkpoint_holds(run):
+    found = json.loads(shown(run, "--buffer", "--json"))
+    assert found["step"] == 2 and [ticket["number"] for ticket in found["waiting"]] == [4, 5, 6, 7]
+    text = shown(run, "--buffer")
+    assert "iter_0000002, after step 2: 0 complete groups, 4 not complete" in text
+    assert "ticket 4, prompt" in text and "0 rollouts complete, 0 tokens sampled of others" in text
+
+
+def test_dropped_groups_are_counted_by_reason(run):
+    text = shown(run, "--dropped").splitlines()
+    assert text[0] == "2 groups were dropped" and "step 2, prompt p9, generate failed: no tool" in text
+    assert json.loads(shown(run, "--dropped", "--step", 1, "--json"))["reasons"] == {"filter: flat": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--step", 7], "has no step 7; it has 2 steps from 1 to 2"),
+        (["--step", 1, "--group", "g77"], "has no group g77; it has g0 to g2"),
+        (["--tokens"], "add --step N or --buffer"),
+        (["--buffer", "--step", 1], "leave out --step and --dropped"),
+        (["--step", 1, "--limit", -1], "--limit is -1"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_one_sentence(run, arguments, said):
+    with pytest.raises(SlimxError, match=said):
+        shown(run, *arguments)
+
+
+def test_directories_without_a_run_or_without_rollouts_are_named(run, tmp_path):
+    with pytest.raises(SlimxError, match="holds no run"):
+        shown(tmp_path)
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    with pytest.raises(SlimxError, match="holds no step: none has been generated yet, or track.rollouts.every is 0"):
+        shown(tmp_path, "--step", 1)
+    with pytest.raises(SlimxError, match="has no complete checkpoint yet"):
+        shown(tmp_path, "--buffer")
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / file_name(1)).write_bytes(b"{}\n")
+    assert "step-0000001.groups: does not start with the header" in shown(tmp_path)

@@ -1,0 +1,287 @@
+"""Engine groups without servers: what cannot work is refused in one sentence, the rest becomes SGLang's arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import aiohttp.web
+import pytest
+from pydantic import ValidationError
+
+from slimx.config.schema import Config
+from slimx.engines.fleet.nodes import Place, share_of
+from slimx.engines.outage import Outage
+from slimx.engines.server import control
+from slimx.engines.server.keys import bearer
+from slimx.engines.server.router import Router
+from slimx.engines.server.spec import EngineSpec, NodeShare, server_args, server_env
+from slimx.errors import SlimxError
+from slimx.layout.ranks import EngineSizes
+from slimx.orchestration.reach import refuse
+from slimx.preflight.checks import serving
+from slimx.preflight.checks.serving import check_devices, check_transfer, external_hosts
+from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.rewards import judge
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.requests import AnswerError, input_logprobs
+from slimx.runtime.ports import free_port, is_own
+from tests.unit.rewards.reward_stand import context, trajectory
+
+PAIR = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}]
+SPLIT = {"rollout.routed_experts": False, "rollout.engines": PAIR}
+URL = "http://gpu7:30000"
+
+
+def config_of(**keys: Any) -> Config:
+    values: dict[str, Any] = {"run": {"dir": "run"}, "model": {"path": "model"}, "rollout": {"prompts": "none"}}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    return Config.model_validate(values)
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"rollout.engines": [{"frozen": True, "role": "prefill", "model": "m"}]}, "frozen and has the role prefill"),
+        ({"rollout.engines": [{"frozen": True}]}, "frozen but names neither a model nor urls"),
+        ({"rollout.engines": [{"frozen": True, "model": "m"}]}, "rollout.engines holds frozen groups only"),
+        ({"rollout.engines": [{"tensor": 4, "nodes": 3}]}, "nodes 3 does not divide the 4 ranks of a server"),
+        ({"rollout.engines": [{"urls": ["gpu7:30000"]}]}, "'gpu7:30000' in urls is not of the form http://HOST:PORT"),
+        ({"rollout.engines": [{"urls": [URL, URL]}]}, "names an address twice"),
+        ({"rollout.engines": [{"urls": [URL]}, {"name": "b", "urls": [URL]}]}, f"names {URL} in two groups"),
+        ({"rollout.engines": [{"urls": [URL], "count": 2}]}, "so that its count would do nothing"),
+        ({"rollout.engines": [{"urls": [URL], "sglang": {"log_level": "info"}}]}, "its sglang would do nothing"),
+        ({"rollout.engines": [{"urls": [URL], "role": "prefill"}]}, "the role prefill, whose bootstrap port"),
+        ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nccl"}, "needs a process of slimx beside each"),
+        ({"rollout.engines": [{"urls": [URL]}], "schedule.colocate": True}, "slimx knows no place of servers"),
+        ({"rollout.engines": [{"tensor": 16, "nodes": 2}]}, "publish.transport memory reaches one machine"),
+        (SPLIT | {"rollout.engines": PAIR[:1]}, "the role prefill but none with decode"),
+        (SPLIT | {"rollout.engines": PAIR[1:]}, "the role decode but none with prefill"),
+        (SPLIT | {"rollout.engines": [*PAIR, {"name": "c"}]}, "mixes the role regular with prefill and decode"),
+        ({"rollout.engines": PAIR}, "set rollout.routed_experts=false"),
+        (SPLIT | {"schedule.colocate": True}, "cannot be given back while they sleep"),
+        (SPLIT | {"schedule.max_staleness": 1}, "computed by one version and sampled from by the next"),
+        (
+            SPLIT | {"rollout.engines": [PAIR[0] | {"sglang": {"disaggregation_transfer_backend": "fake"}}, PAIR[1]]},
+            "fake moves no KV",
+        ),
+    ],
+)
+def test_groups_that_cannot_work_are_refused_in_one_sentence(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config_of(**keys)
+    (error,) = caught.value.errors()
+    assert told in error["msg"] and "\n" not in error["msg"]
+
+
+def test_groups_that_serve_together_are_told_apart() -> None:
+    judge = {"name": "judge", "frozen": True, "model": "m", "count": 2}
+    config = config_of(**{"rollout.engines": [{"name": "a", "tensor": 4}, judge, {"name": "b", "urls": [URL]}]})
+    assert [group.name for group in config.rollout.policy_engines] == ["a", "b"]
+    assert [group.name for group in config.rollout.frozen_engines] == ["judge"]
+    assert [(group.servers, group.started) for group in config.rollout.engines] == [(1, 1), (2, 2), (1, 0)]
+    assert config_of(**SPLIT).rollout.disaggregated and not config.rollout.disaggregated
+
+
+def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_devices(config_of(**SPLIT), "cuda")
+    with pytest.raises(SlimxError, match="group p has the role prefill, and SGLang moves KV .* from GPU to GPU only"):
+        check_devices(config_of(**SPLIT), "cpu")
+    many = config_of(**{"rollout.engines": [{"tensor": 4, "count": 3}], "schedule.colocate": True})
+    check_devices(many, "cpu")
+    with pytest.raises(SlimxError, match="have 12 ranks, a GPU each, and share those of 1 trainer ranks"):
+        check_devices(many, "cuda")
+    group = config_of(**SPLIT).rollout.engines[0]
+    monkeypatch.setattr(serving, "TRANSFER_PACKAGES", {"mooncake": "no_such_package"})
+    with pytest.raises(SlimxError, match="whose KV mooncake moves, and the package no_such_package is not installed"):
+        check_transfer(group)
+
+
+def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine() -> None:
+    """192.0.2.1 is nobody's (RFC 5737). With a Ray cluster only the publisher's machine knows whether it is its own."""
+    assert is_own("127.0.0.1") and is_own("localhost") and not is_own("192.0.2.1") and not is_own("no.such.invalid")
+    check_devices(config_of(**{"rollout.engines": [{"urls": ["http://127.0.0.1:8000"]}]}), "cpu")
+    far: dict[str, Any] = {"rollout.engines": [{"urls": ["http://127.0.0.1:8000", "http://192.0.2.1:8000"]}]}
+    with pytest.raises(SlimxError, match="engine actor-1 runs at 192.0.2.1, which is no address of it; set publish"):
+        check_devices(config_of(**far), "cpu")
+    check_devices(config_of(**far, **{"publish.transport": "disk"}), "cpu")
+    check_devices(config_of(**far, **{"cluster.ray_address": "auto"}), "cpu")
+    assert external_hosts(config_of(**far)) == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
+    refuse("memory", "10.0.0.1", {})
+    with pytest.raises(SlimxError, match="is on 10.0.0.1, engine actor-1 on 10.0.0.2; set it to gloo, nccl or disk"):
+        refuse("memory", "10.0.0.1", {"actor-1": "10.0.0.2"})
+
+
+# Arguments ----------------------------------------------------------------------------------------------------------
+
+GPU = EngineSpec("e", "/model", "bfloat16", "cuda", 31000)
+
+
+def test_roles_machines_and_turns_become_arguments_of_the_server() -> None:
+    prefill = server_args(replace(GPU, role="prefill", bootstrap_port=31001))
+    assert prefill["disaggregation_mode"] == "prefill" and prefill["disaggregation_bootstrap_port"] == 31001
+    decode = server_args(replace(GPU, role="decode"))
+    assert decode["disaggregation_mode"] == "decode" and "disaggregation_bootstrap_port" not in decode
+    wide = server_args(
+        replace(GPU, sizes=EngineSizes(tensor=16), node=NodeShare(1, 2, "10.0.0.1:31002", ("10.0.0.1", "10.0.0.2")))
+    )
+    assert (wide["nnodes"], wide["node_rank"], wide["dist_init_addr"]) == (2, 1, "10.0.0.1:31002")
+    assert server_args(replace(GPU, sleeps=True))["enable_memory_saver"] is True
+    assert "enable_memory_saver" not in server_args(replace(GPU, sleeps=True, device="cpu"))
+    assert server_env(replace(GPU, gpus=("4", "5")))["CUDA_VISIBLE_DEVICES"] == "4,5"
+    frozen = server_args(replace(GPU, frozen=True))
+    assert not {"custom_weight_loader", "enable_deterministic_inference"} & frozen.keys()
+    with pytest.raises(SlimxError, match="rollout.engines.sglang.nnodes is set by slimx"):
+        server_args(replace(GPU, node=NodeShare(0, 2, "a:1", ()), sglang={"nnodes": 3}))
+    assert replace(GPU, host="fd00::1").url == "http://[fd00::1]:31000"
+
+
+def test_each_rank_is_told_where_its_own_machine_has_the_bucket() -> None:
+    tensor = PackedTensor("w", "float32", (1,), 0, 4, 7)
+    bucket = PackedBucket("here", 64, ((tensor,),), copies=("there",))
+    told = control._parts(bucket, "hf", 4)
+    assert [told[str(rank)]["fd_path"] for rank in range(4)] == ["here", "here", "there", "there"]
+    assert all(part["tensors"] == [tensor.to_json()] for part in told.values())
+    own = control._parts(replace(bucket, targets=((tensor,), ())), "local", 2)
+    assert own["0"]["fd_path"] == "here" and own["1"] == {"fd_path": "there", "size": 64, "tensors": []}
+    assert control._parts(replace(bucket, copies=()), "hf", 4).keys() == {"all"}
+
+
+def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:
+    ranks = [Place("n0", ("0",)), Place("n0", ("1",)), Place("n1", ("0",))]
+    assert share_of(ranks[:2], "actor") == Place("n0", ("0", "1"))
+    with pytest.raises(SlimxError, match="group actor shares, are on 2 machines"):
+        share_of(ranks[1:], "actor")
+
+
+# The router and hooks -------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def servers(count: int) -> AsyncIterator[tuple[list[str], list[tuple[int, dict[str, Any], str | None]]]]:
+    """Servers that answer as SGLang does, and the requests that they got: number of the server, body, key."""
+    requests: list[tuple[int, dict[str, Any], str | None]] = []
+
+    def app(number: int) -> aiohttp.web.Application:
+        async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
+            if request.method == "POST":
+                # The first of several, as Starlette reads it in SGLang.
+                requests.append((number, await request.json(), request.headers.get("Authorization")))
+            if request.path == "/v1/chat/completions":
+                return aiohttp.web.json_response({"choices": [{"message": {"content": "9 of 10"}}]})
+            if request.path == "/classify":
+                return aiohttp.web.json_response([{"embedding": [0.5]}])
+            return aiohttp.web.json_response({"text": str(number), "model_path": "m", "meta_info": {"id": "x"}})
+
+        made = aiohttp.web.Application()
+        made.router.add_route("*", "/{path:.*}", answer)
+        return made
+
+    async with AsyncExitStack() as stack:
+        urls = []
+        for number in range(count):
+            runner = aiohttp.web.AppRunner(app(number))
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        yield urls, requests
+
+
+async def test_a_request_goes_to_a_prefill_and_a_decode_server_that_are_told_of_each_other(tmp_path: Path) -> None:
+    """The real router, servers that only listen."""
+    router = Router(free_port(), free_port(), tmp_path / "log", disaggregated=True)
+    async with servers(2) as (urls, requests):
+        router.start()
+        try:
+            await router.wait_ready(300)
+            await router.add(urls[0], role="prefill", bootstrap_port=8999)
+            await router.add(urls[1], role="decode")
+            assert {worker["url"]: worker["worker_type"] for worker in await router.workers()} == {
+                urls[0]: "prefill",
+                urls[1]: "decode",
+            }
+            requests.clear()
+            async with (
+                aiohttp.ClientSession(headers=bearer(router.keys.api_key)) as session,
+                session.post(f"{router.url}/generate", json={"input_ids": [1, 2], "sampling_params": {}}) as response,
+            ):
+                assert (await response.json())["text"] == "1", "the decode server's answer counts"
+        finally:
+            await router.stop()
+    assert sorted(number for number, _, _ in requests) == [0, 1]
+    assert {body["bootstrap_port"] for _, body, _ in requests} == {8999}
+    assert len({body["bootstrap_room"] for _, body, _ in requests}) == 1
+    assert {key for _, _, key in requests} == {f"Bearer {router.keys.api_key}"}
+
+
+def test_scores_are_those_of_the_tokens_asked_for() -> None:
+    scored = [
+        [None, 5, None],
+        [-1.0, 0, None],
+        [-2.0, 6, None],
+    ]  # 0: the vocabulary's last token
+    assert input_logprobs({"input_token_logprobs": scored}, [5, 127, 6], "e") == [-1.0, -2.0]
+    for asked in ([5, 127, 7], [5, 127], [5, 127, 6, 1]):
+        with pytest.raises(SlimxError, match=f"e scored 3 tokens that are not the {len(asked)} asked for"):
+            input_logprobs({"input_token_logprobs": scored}, asked, "e")
+
+
+async def test_a_judge_is_one_of_the_runs_own_engines() -> None:
+    async with servers(1) as (urls, _):
+        engines = {"judge": FrozenEngine("judge", urls[0], deadline_s=10, retries=0)}
+        ctx = replace(context("9", "9"), engines=engines)
+        assert await judge.reward(ctx, trajectory(), engine="judge", pattern=r"(\d+) of") == 0.9
+        with pytest.raises(SlimxError, match="asks 'jury', and the frozen groups of rollout.engines are judge"):
+            await judge.reward(ctx, trajectory(), engine="jury")
+
+
+async def test_hooks_ask_a_frozen_model_from_any_event_loop() -> None:
+    async with servers(1) as (urls, requests):
+        looks: list[str] = []
+
+        async def look() -> None:
+            looks.append("look")
+
+        engine = FrozenEngine("judge", urls[0], deadline_s=10, retries=1, look=look)
+        messages = [{"role": "user", "content": "How good is 9?"}]
+        assert await engine.chat(messages, temperature=0.0) == "9 of 10"
+        assert await asyncio.to_thread(asyncio.run, engine.chat(messages)) == "9 of 10"
+        assert requests[0][1]["messages"] == messages and requests[0][1]["temperature"] == 0.0
+        assert await engine.post("/classify", {"text": "x"}) == {"data": [{"embedding": [0.5]}]}
+        with pytest.raises(SlimxError, match="frozen engines judge scored 0 tokens that are not the 3 asked for"):
+            await engine.logprobs([1, 2, 3])
+        copy = pickle.loads(pickle.dumps(engine))  # as a reward in a process of its own gets it
+        assert await asyncio.to_thread(asyncio.run, copy.chat(messages)) == "9 of 10"
+        breaking = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        async with breaking:
+            url = f"http://127.0.0.1:{breaking.sockets[0].getsockname()[1]}"
+            gone = FrozenEngine("judge", url, deadline_s=10, retries=1, look=look)
+            with pytest.raises(AnswerError) as told:
+                await asyncio.to_thread(asyncio.run, gone.chat(messages))
+        assert told.value.status == 0
+        assert looks == ["look"], "a lost server is looked for before a request is sent again"
+        outage = Outage()
+        outage.begin()
+        waits = FrozenEngine("judge", urls[0], deadline_s=0.2, retries=0, look=look, outage=outage)
+        waiting = asyncio.create_task(asyncio.to_thread(asyncio.run, waits.chat(messages)))
+        await asyncio.sleep(0.5)
+        assert not waiting.done(), "longer than its deadline"
+        outage.end()
+        assert await waiting == "9 of 10"
+        lost = FrozenEngine(
+            "judge", urls[0], deadline_s=10, retries=1, look=look, failure=lambda: SlimxError("no engine is left")
+        )
+        with pytest.raises(SlimxError, match="frozen engines judge: no engine is left"):
+            await lost.chat(messages)

@@ -1,0 +1,106 @@
+"""While no engine serves nothing fails: rollouts, batches and stragglers have their deadlines left when one is back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from slimx.engines.outage import Elsewhere, Outage
+from slimx.errors import DeadlineError
+from slimx.runtime.standing_clock import Clock
+from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
+
+
+class Away(FakeEngine):
+    """Answers only while `there` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = asyncio.Event()
+
+    async def generate(self, *arguments: Any) -> Any:
+        await self.there.wait()
+        return await super().generate(*arguments)
+
+
+@pytest.mark.parametrize("key", ["rollout_deadline", "schedule__step_deadline"])
+async def test_an_outage_longer_than_the_deadlines_fails_no_rollout_and_no_batch(key):
+    engine = Away()
+    async with Stand(config_of(**{key: 0.3}), engine=engine) as stand:
+        outage = stand.maker.outage
+        waiting = asyncio.create_task(stand.next_batch())
+        await asyncio.sleep(0.05)
+        outage.begin()
+        await asyncio.sleep(0.7)
+        outage.end()
+        engine.there.set()
+        batch = await asyncio.wait_for(waiting, 10)
+        assert len(batch.groups) == 4 and not batch.dropped and not stand.dropped
+
+
+async def test_what_the_deadline_had_left_before_an_outage_is_what_is_left_after_it():
+    async with Stand(config_of(schedule__step_deadline=0.4), engine=Away()) as stand:
+        stand.maker.outage.begin()
+        waiting = asyncio.create_task(stand.next_batch())
+        await asyncio.sleep(0.6)
+        assert not waiting.done()
+        stand.maker.outage.end()
+        with pytest.raises(DeadlineError):
+            await asyncio.wait_for(waiting, 10)
+
+
+async def test_a_straggler_is_not_given_up_because_no_engine_serves():
+    engine = Away()
+    asked: list[int] = []
+
+    async def generate(token_ids: Any, sampling: Any, seed: int, routed: bool = False) -> Any:
+        asked.append(seed)
+        if len(asked) == 8:
+            await engine.there.wait()
+        return await FakeEngine.generate(engine, token_ids, sampling, seed, routed)
+
+    engine.generate = generate
+    async with Stand(config_of(over_sampling=1.25, schedule__straggler_deadline=0.3), engine=engine) as stand:
+        waiting = asyncio.create_task(stand.next_batch())
+        await asyncio.sleep(0.05)
+        stand.maker.outage.begin()
+        await asyncio.sleep(0.7)
+        assert not waiting.done()
+        stand.maker.outage.end()
+        engine.there.set()
+        assert not (await asyncio.wait_for(waiting, 10)).dropped and not stand.dropped
+
+
+async def test_a_clock_stands_still_in_outages_that_began_before_it_and_after_it_and_counts_between():
+    outage, clock, loop = Outage(), Clock(0.4), asyncio.get_running_loop()
+    outage.begin()
+    outage.begin()
+    began, counted = loop.time(), outage.time()
+    with pytest.raises(TimeoutError):
+        async with clock:
+            with outage.stops(clock):
+                await asyncio.sleep(0.3)
+                outage.end()
+                outage.end()
+                await asyncio.sleep(0.1)
+                outage.begin()
+                await asyncio.sleep(0.3)
+                outage.end()
+                await asyncio.sleep(30)
+    assert clock.expired and loop.time() - began >= 0.95
+    assert outage.seconds >= 0.55 and outage.time() - counted < loop.time() - began - 0.5
+
+
+async def test_an_outage_seen_from_elsewhere_ends_with_it_or_with_all_hope():
+    outage, hopeless = Outage(), False
+    elsewhere = Elsewhere(outage, lambda: hopeless)
+    assert not elsewhere.lasts
+    outage.begin()
+    waiting = asyncio.create_task(elsewhere.over())
+    await asyncio.sleep(0.05)
+    assert elsewhere.lasts and not waiting.done()
+    hopeless = True
+    await asyncio.wait_for(waiting, 10)
+    assert not elsewhere.lasts

@@ -1,0 +1,191 @@
+"""Environments that compute live in processes: what one does ends with its own, and the driver goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slimx.data.records import Prompt
+from slimx.environments.processes import Environments
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout import multi_turn
+from slimx.rollout.hook_loading import load_hooks
+from tests.unit.project.test_examples import PROMPT, ScriptedEngine, context
+from tests.unit.rollout.rollout_stand import config_of
+
+ROOT = Path(__file__).resolve().parents[3]
+WORLD = "tests.unit.environments.environment_stand.Misbehaving"
+
+
+@pytest.fixture
+async def environments() -> AsyncIterator[Environments]:
+    environments = Environments()
+    yield environments
+    environments.close()
+
+
+def make(environments: Environments, *, processes: int = 2, deadline_s: float = 20.0, **options: Any) -> Any:
+    return environments.make(WORLD, options, deadline_s=deadline_s, rollout="g/0", processes=processes)
+
+
+async def begin(environments: Environments, name: str = "p", **options: Any) -> tuple[Any, int]:
+    """An environment that has begun, and the id of its process."""
+    world = make(environments, **options)
+    return world, int((await world.reset(Prompt(id=name, token_ids=[1]), 5)).rpartition(" ")[2])
+
+
+async def test_what_one_does_fails_its_own_rollout_alone(environments):
+    """Those beside it are asked by the same two threads, before and after."""
+    good, good_pid = await begin(environments)
+    assert (await good.step("a")).info == {"prompt": "p", "turns": 1, "pid": good_pid}
+    late, late_pid = await begin(environments, deadline_s=5.0)
+    with pytest.raises(DeadlineError, match=r"waited 5 s for a step of rollout g/0; it is held by .*Misbehaving"):
+        await late.step("compute for ever")
+    crashed, _ = await begin(environments)
+    with pytest.raises(SlimxError, match=r"of rollout g/0 ended its process in step \(exit status -11\)"):
+        await crashed.step("crash")
+    raising, _ = await begin(environments)
+    with pytest.raises(SlimxError, match=r"raised ValueError: no such move in step"):
+        await raising.step("raise")
+    with pytest.raises(SlimxError, match=r"its answer cannot be sent"):
+        await raising.step("lambda")
+    assert (await good.step("b")).info["turns"] == 2, "its state is where it was"
+    for world in (good, late, crashed, raising):
+        await world.close()
+    assert not psutil.pid_exists(good_pid) or psutil.Process(good_pid).status() == psutil.STATUS_ZOMBIE
+    assert not psutil.pid_exists(late_pid) or psutil.Process(late_pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("signum", "text", "code"),
+    [
+        (signal.SIGKILL, "a", "environment.crash"),
+        (signal.SIGSTOP, "a", "deadline"),
+        (signal.SIGSTOP, "x" * 2**20, "deadline"),
+    ],
+    ids=["killed", "stopped", "stopped, and sent more than a pipe holds"],
+)
+async def test_one_that_is_killed_or_stopped_from_outside_fails_its_own_rollout_and_is_gone(
+    environments, signum, text, code
+):
+    world, pid = await begin(environments, deadline_s=5.0)
+    other, _ = await begin(environments)
+    os.kill(pid, signum)
+    async with asyncio.timeout(120):
+        with pytest.raises(SlimxError) as failed:
+            await world.step(text)
+    assert failed.value.code == code
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert (await other.step("b")).info["turns"] == 1
+
+
+async def test_what_a_killed_environment_started_is_killed_with_it(environments, tmp_path):
+    world, _ = await begin(environments, str(tmp_path / "pid"), deadline_s=5.0)
+    with pytest.raises(DeadlineError):
+        await world.step("start another")
+    child = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_hundred_environments_share_two_places_and_the_driver_stays_responsive(environments):
+    gaps, last = [], time.monotonic()
+
+    async def beat() -> None:
+        nonlocal last
+        while True:
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    async def play(number: int) -> list[int]:
+        world, pid = await begin(environments, f"p{number}", busy_s=0.01)
+        try:
+            seen = [await world.step("a") for _ in range(3)]
+        finally:
+            await world.close()
+        assert [step.info["prompt"] for step in seen] == [f"p{number}"] * 3
+        assert [step.info["turns"] for step in seen] == [1, 2, 3]
+        return [pid, *(step.info["pid"] for step in seen)]
+
+    heart = asyncio.create_task(beat())
+    pids = await asyncio.gather(*(play(number) for number in range(100)))
+    heart.cancel()
+    assert all(len(set(each)) == 1 for each in pids), "an environment stays where it is"
+    assert len({each[0] for each in pids}) == 100
+    assert sorted(gaps)[-3] < sum(gaps) / 4, f"the event loop stood still for {max(gaps):.2f} s"
+
+
+async def test_only_as_many_calls_compute_at_once_as_there_are_places(environments):
+    """Four calls of 0.3 s each by one place take four times as long: none of them runs beside another."""
+    worlds = [(await begin(environments, processes=1, busy_s=0.3))[0] for _ in range(4)]
+    began = time.monotonic()
+    await asyncio.gather(*(world.step("a") for world in worlds))
+    assert time.monotonic() - began >= 4 * 0.3
+    # The wait for a place is not the environment's fault: a deadline of one call holds for the computation alone.
+    worlds = [(await begin(environments, processes=1, busy_s=0.4, deadline_s=3.5))[0] for _ in range(10)]
+    await asyncio.gather(*(world.step("a") for world in worlds))
+
+
+async def test_a_cancelled_rollout_ends_its_environment(environments):
+    world, pid = await begin(environments)
+    task = asyncio.create_task(world.step("compute for ever"))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [])
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    again, _ = await begin(environments)
+    assert (await again.step("a")).text == "a"
+
+
+async def test_the_multi_turn_hook_plays_in_processes(environments):
+    engine = ScriptedEngine("1", "end", finish_reason="stop")
+    ctx = replace(context(engine), environments=environments)
+    options = {"environment": "tests.unit.environments.environment_stand.Counting", "environment_options": {"turns": 2}}
+    trajectory = await multi_turn.generate(ctx, PROMPT, environment_processes=2, **options)
+    assert trajectory.metadata == {"rewards": [0.5, 0.5], "turns": 2, "ended": "done", "info": {"seen": 2}}
+
+
+def test_a_number_of_processes_that_is_none_is_refused():
+    options = {"environment": "tests.unit.environments.environment_stand.Counting", "environment_processes": -1}
+    with pytest.raises(SlimxError, match=r"rollout\.options\.environment_processes is -1"):
+        load_hooks(config_of(generate="slimx.rollout.multi_turn.generate", options=options))
+
+
+DRIVER = f"""
+import asyncio
+from slimx.data.records import Prompt
+from slimx.environments.processes import Environments
+
+async def main():
+    world = Environments().make("{WORLD}", {{}}, deadline_s=60, rollout="g/0", processes=1)
+    print((await world.reset(Prompt(id="p", token_ids=[1]), 0)).split()[1], flush=True)
+    await world.step("compute for ever")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_driver_that_is_killed_leaves_no_environment_behind(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command = [sys.executable, str(tmp_path / "driver.py")]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=-1) as driver:
+        pid = int(driver.stdout.readline())
+        psutil.Process(pid).cpu_percent()
+        driver.kill()
+    gone, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [])
+    assert not alive

@@ -1,0 +1,186 @@
+"""Ranks stand where megatron-core puts them, and parts that lose or repeat a checkpoint element are refused."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slimx.config.trainer import Trainer
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import Part, check_coverage
+from slimx.layout.ranks import Coordinates, EngineSizes, Sizes, coordinates, sizes_of
+from slimx.layout.table import Row, Table
+from tests.unit.layout.layout_stand import LAYOUTS, MODELS, name_of
+
+QWEN = MODELS["qwen"].table
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=name_of)
+def test_coordinates_are_those_of_megatrons_parallel_state(sizes: Sizes):
+    """Megatron's own initialisation, called as `slimx.trainer.parallel` calls it, on torch's fake process group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that megatron-core would use on CUDA
+        from megatron.core import parallel_state
+
+    for rank in range(sizes.world):
+        dist.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
+        try:
+            parallel_state.initialize_model_parallel(
+                sizes.tensor,
+                sizes.pipeline,
+                context_parallel_size=sizes.context,
+                expert_model_parallel_size=sizes.expert,
+                expert_tensor_parallel_size=sizes.expert_tensor,
+                create_gloo_process_groups=False,  # the fake backend has none
+            )
+            assert coordinates(rank, sizes) == Coordinates(
+                tensor=parallel_state.get_tensor_model_parallel_rank(),
+                data=parallel_state.get_data_parallel_rank(),
+                pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+                expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+                expert=parallel_state.get_expert_model_parallel_rank(),
+                expert_data=parallel_state.get_expert_data_parallel_rank(),
+                context=parallel_state.get_context_parallel_rank(),
+            ), f"rank {rank}"
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def test_sizes_follow_the_configuration_with_megatrons_default_of_expert_tensor():
+    config = Trainer(world_size=16, tensor=2, pipeline=2, expert=2)
+    assert sizes_of(config) == Sizes(tensor=2, pipeline=2, data=4, expert=2, expert_tensor=2)
+    assert sizes_of(Trainer(world_size=4, tensor=2, expert=4, expert_tensor=1)) == Sizes(
+        tensor=2, data=2, expert=4, expert_tensor=1
+    )
+
+
+def test_engine_sizes_that_do_not_divide_each_other_are_refused_with_the_numbers():
+    sizes = EngineSizes(tensor=8, expert=4, pipeline=2, attention_data=2)
+    assert (sizes.world, sizes.attention_tensor, sizes.expert_tensor) == (16, 4, 2)
+    with pytest.raises(SlimxError, match="rollout.engines.expert=3 does not divide the 8 tensor-parallel ranks"):
+        EngineSizes(tensor=8, expert=3)
+    with pytest.raises(SlimxError, match="rollout.engines.dp_attention=16 does not divide the 8"):
+        EngineSizes(tensor=8, attention_data=16)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unproven(Table):
+    """A table whose rows are taken as they are."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A map that returns the given rectangles, whoever asks."""
+
+    rects: tuple[Rect, ...]
+
+    def local(self, shapes, axis, rank, size):
+        return shapes[0], list(self.rects)
+
+
+def with_output(rects: tuple[Rect, ...]) -> Table:
+    """The model with another map of its output layer, lm_head.weight of 140 x 12."""
+    rows = tuple(replace(row, map=Wrong(rects)) if row.name == "output_layer.weight" else row for row in QWEN.rows)
+    return Unproven(rows, layers=QWEN.layers, experts=QWEN.experts)
+
+
+def refusal(table: Table, sizes: Sizes = Sizes()) -> str:  # noqa: B008  (frozen)
+    with pytest.raises(SlimxError) as caught:
+        check_coverage(table.checkpoint(), MegatronLayout(table, sizes).parts())
+    return str(caught.value)
+
+
+def test_a_tensor_that_two_rows_claim_is_refused_by_name():
+    norm = "model.layers.{layer}.input_layernorm.weight"
+    table = replace(QWEN, rows=(*QWEN.rows, Row("decoder.layers.{layer}.copy.weight", ((norm, (12,)),))))
+    with pytest.raises(SlimxError, match=r"model\.layers\.0\.input_layernorm\.weight belongs to two rows"):
+        table.checkpoint()
+
+
+@pytest.mark.parametrize(
+    "aliases",
+    [{"lm_head.weight": "model.norm.weight"}, {"other.weight": "nothing.weight"}],
+    ids=["taken", "of nothing"],
+)
+def test_an_alias_must_repeat_a_tensor_and_be_none_itself(aliases: dict[str, str]):
+    ((name, original),) = aliases.items()
+    with pytest.raises(SlimxError, match=f"{name} cannot repeat {original}; the original must be in the table"):
+        replace(QWEN, aliases=aliases).checkpoint()
+
+
+def test_a_row_that_no_stage_holds_is_refused_by_name():
+    parts = [part for part in MegatronLayout(QWEN, Sizes(pipeline=2)).parts() if min(part.ranks) > 0]
+    with pytest.raises(SlimxError, match=r"model\.embed_tokens\.weight is not covered at row 0, column 0"):
+        check_coverage(QWEN.checkpoint(), parts)
+
+
+def test_a_part_that_two_ranks_hold_whole_though_it_is_split_is_refused_by_name():
+    message = refusal(with_output((Rect(0, 0, 0, 140, 12, 0, 0),)), Sizes(tensor=2))
+    assert "lm_head.weight is covered twice at row 0, column 0" in message
+
+
+def test_copies_do_not_count_and_cannot_stand_in_for_what_they_repeat():
+    name, shape = "a.weight", (4, 3)
+    own = Part("local", shape, (0,), (name,), (Rect(0, 0, 0, 4, 3, 0, 0),))
+    copy = replace(own, ranks=(1,), copy=True)
+    check_coverage({name: shape}, [own, copy])
+    with pytest.raises(SlimxError, match=r"a\.weight is not covered at row 0, column 0"):
+        check_coverage({name: shape}, [copy])
+
+
+# Of each case the areas add up to 140 x 12.
+HIDDEN = {
+    "a gap": ((Rect(0, 0, 0, 139, 12, 0, 0),), "not covered at row 139, column 0"),
+    "an overlap that a gap of the same size hides": (
+        (Rect(0, 0, 0, 72, 12, 0, 0), Rect(0, 70, 0, 68, 12, 72, 0)),
+        "covered twice at row 70, column 0",
+    ),
+    # Columns 0-5 down to row 139; beside them columns 6-11 of rows 0-8 and 10-139, and row 12 of the left half again.
+    "an overlap of rectangles that are not neighbours": (
+        (
+            Rect(0, 0, 0, 140, 6, 0, 0),
+            Rect(0, 0, 6, 9, 6, 0, 0),
+            Rect(0, 12, 0, 1, 6, 0, 0),
+            Rect(0, 10, 6, 130, 6, 0, 0),
+        ),
+        "covered twice at row 12, column 0",
+    ),
+    "beyond the last row": ((Rect(0, 1, 0, 140, 12, 0, 0),), "reaches beyond its 140 x 12 elements"),
+    "beyond the last column": ((Rect(0, 0, 6, 140, 12, 0, 0),), "reaches beyond its 140 x 12 elements"),
+}
+
+
+def test_rectangles_that_meet_in_a_corner_are_each_counted():
+    quarters = tuple(Rect(0, row, col, 70, 6, row, col) for row in (0, 70) for col in (0, 6))
+    check_coverage(QWEN.checkpoint(), MegatronLayout(with_output(quarters), Sizes()).parts())
+    for missing in range(4):
+        holed = quarters[:missing] + quarters[missing + 1 :]
+        place = quarters[missing]
+        assert f"lm_head.weight is not covered at row {place.row}, column {place.col}" in refusal(with_output(holed))
+    assert "lm_head.weight is covered twice at row 70, column 6" in refusal(with_output((*quarters, quarters[3])))
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_rectangles_that_do_not_cover_a_tensor_once_are_refused_by_name_and_place(case: str):
+    rects, words = HIDDEN[case]
+    message = refusal(with_output(rects))
+    assert message.startswith("weight table: lm_head.weight") and words in message
+
+
+def test_a_part_of_a_tensor_that_no_table_has_is_refused_by_name():
+    part = Part("local", (4, 3), (0,), ("unknown.weight",), (Rect(0, 0, 0, 4, 3, 0, 0),))
+    with pytest.raises(SlimxError, match=r"local holds a part of unknown\.weight, which the checkpoint has not"):
+        check_coverage({}, [part])

@@ -1,0 +1,263 @@
+"""Every index map says what torch would cut and join, and a row whose map loses or repeats an element is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from slimx.errors import SlimxError
+from slimx.layout.maps import (
+    Blocks,
+    Concat,
+    Copy,
+    IndexMap,
+    InterleaveQKV,
+    Pad,
+    Rect,
+    RotateHalf,
+    Shape,
+)
+from slimx.layout.parts import Part, matrix
+from slimx.layout.table import Row, Table
+from tests.unit.layout.layout_stand import fill
+
+Torch = Callable[[list[torch.Tensor], int, int], torch.Tensor]
+"""What a rank holds of the tensors: (tensors, rank, size) -> tensor."""
+
+
+def numbered(shapes: list[Shape]) -> list[torch.Tensor]:
+    """Matrices whose elements are numbered from 1, through all of them."""
+    out, start = [], 1
+    for rows, cols in shapes:
+        out.append(torch.arange(start, start + rows * cols).view(rows, cols))
+        start += rows * cols
+    return out
+
+
+def local(map: IndexMap, tensors: list[torch.Tensor], axis: int | None, rank: int, size: int) -> torch.Tensor:
+    shape, rects = map.local([tuple(t.shape) for t in tensors], axis, rank, size)
+    names = names_of(len(tensors))
+    return fill(Part("local", shape, (rank,), names, tuple(rects)), dict(zip(names, tensors, strict=True)))
+
+
+def names_of(count: int) -> tuple[str, ...]:
+    return tuple(f"source{k}" for k in range(count))
+
+
+def blocks(heads: tuple[int, ...]) -> Torch:
+    """Engine ranks take their share of the heads of each tensor, or one that they share with their neighbours."""
+
+    def cut(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        out = []
+        for tensor, count in zip(tensors, heads, strict=True):
+            per_head = tensor.view(count, -1, tensor.shape[1])
+            repeated = per_head.repeat_interleave(max(1, size // count), dim=0)
+            out.append(repeated.chunk(size)[rank].reshape(-1, tensor.shape[1]))
+        return torch.cat(out)
+
+    return cut
+
+
+def interleave(groups: int, head: int) -> Torch:
+    def cut(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        query, key, value = (tensor.view(groups, -1, head, tensor.shape[1]) for tensor in tensors)
+        return torch.cat([query, key, value], 1).chunk(size)[rank].reshape(-1, tensors[0].shape[1])
+
+    return cut
+
+
+def rotate(head: int, rotary: int, offset: int) -> Torch:
+    def cut(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        heads = tensors[0].view(-1, head, tensors[0].shape[1]).chunk(size)[rank]
+        before, pairs, after = heads.split([offset, rotary, head - offset - rotary], dim=1)
+        halves = torch.cat([pairs[:, 0::2], pairs[:, 1::2]], dim=1)
+        return torch.cat([before, halves, after], dim=1).reshape(-1, tensors[0].shape[1])
+
+    return cut
+
+
+def pad(multiple: int) -> Torch:
+    def cut(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        rows, cols = tensors[0].shape
+        # SGLang: to a multiple, and to a multiple times the ranks where they could not share that.
+        padded = next(n for n in itertools.count(rows) if n % multiple == 0)
+        if padded % size:
+            padded = next(n for n in itertools.count(rows) if n % (multiple * size) == 0)
+        return torch.cat([tensors[0], torch.zeros(padded - rows, cols, dtype=torch.int64)]).chunk(size)[rank]
+
+    return cut
+
+
+CASES: dict[str, tuple[IndexMap, list[Shape], int | None, Torch]] = {
+    "copy": (Copy(), [(12, 5)], None, lambda t, rank, size: t[0]),
+    "copy by rows": (Copy(), [(12, 5)], 0, lambda t, rank, size: t[0].chunk(size)[rank]),
+    "copy by columns": (Copy(), [(5, 12)], 1, lambda t, rank, size: t[0].chunk(size, 1)[rank]),
+    "concat": (Concat(), [(4, 5), (8, 5)], None, lambda t, rank, size: torch.cat(t)),
+    "concat by rows": (
+        Concat(),
+        [(4, 5), (12, 5), (8, 5)],
+        0,
+        lambda t, rank, size: torch.cat([x.chunk(size)[rank] for x in t]),
+    ),
+    "blocks": (Blocks((8, 4, 4)), [(24, 5), (12, 5), (12, 5)], 0, blocks((8, 4, 4))),
+    "blocks with fewer heads than ranks": (Blocks((8, 2, 2)), [(24, 5), (6, 5), (6, 5)], 0, blocks((8, 2, 2))),
+    "blocks of one head": (Blocks((4, 1)), [(12, 5), (7, 5)], 0, blocks((4, 1))),
+    "blocks held whole": (Blocks((1, 1)), [(9, 5), (7, 5)], None, lambda t, rank, size: torch.cat(t)),
+    "interleaved": (InterleaveQKV(8, 4, 3), [(24, 5), (12, 5), (12, 5)], 0, interleave(4, 3)),
+    "interleaved of as many groups as heads": (InterleaveQKV(4, 4, 3), [(12, 5)] * 3, 0, interleave(4, 3)),
+    "interleaved in one group": (
+        InterleaveQKV(4, 1, 3),
+        [(12, 5), (3, 5), (3, 5)],
+        None,
+        lambda t, rank, size: torch.cat(t),
+    ),
+    "interleaved held whole": (
+        InterleaveQKV(8, 2, 3),
+        [(24, 5), (6, 5), (6, 5)],
+        None,
+        lambda t, rank, size: interleave(2, 3)(t, 0, 1),
+    ),
+    "rotated": (RotateHalf(6, 6), [(24, 5)], 0, rotate(6, 6, 0)),
+    "rotated behind others": (RotateHalf(7, 4, 3), [(28, 5)], 0, rotate(7, 4, 3)),
+    "rotated between others": (RotateHalf(9, 4, 2), [(36, 5)], 0, rotate(9, 4, 2)),
+    "rotated held whole": (RotateHalf(6, 2, 1), [(18, 5)], None, lambda t, rank, size: rotate(6, 2, 1)(t, 0, 1)),
+    "padded": (Pad(8), [(20, 5)], None, lambda t, rank, size: pad(8)(t, 0, 1)),
+    "padded by rows": (Pad(8), [(20, 5)], 0, pad(8)),
+    "padded for ranks that do not share the multiple": (Pad(3), [(7, 5)], 0, pad(3)),
+    "padded beyond the last ranks": (Pad(64), [(20, 5)], 0, pad(64)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_a_map_makes_what_torch_cuts_and_joins(case: str, size: int):
+    map, shapes, axis, make = CASES[case]
+    tensors = numbered(shapes)
+    for rank in range(size):
+        assert torch.equal(local(map, tensors, axis, rank, size), make(tensors, rank, size)), rank
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_of_every_map_is_proven_invertible_when_its_table_is_made(case: str):
+    map, shapes, axis, _ = CASES[case]
+    sources = tuple(zip(names_of(len(shapes)), shapes, strict=True))
+    Table((Row("row", sources, map, axis),), layers=1, experts=0)
+    Table((Row("row", tuple((f"{n}.{{expert}}", s) for n, s in sources), map, axis),), layers=1, experts=3)
+
+
+def test_experts_that_claim_one_checkpoint_tensor_are_refused():
+    with pytest.raises(SlimxError, match=r"weight table: experts\.weight is covered twice at row 0, column 0"):
+        Table((Row("weight{expert}", (("experts.weight", (3, 4, 5)),), Copy()),), layers=1, experts=2)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("map", "shapes", "axis", "size", "words"),
+    [
+        (Copy(), [(10, 6)], 0, 4, "10 cannot be split over 4 ranks; choose a size that divides 10"),
+        (Copy(), [(8, 6)], 1, 4, "6 cannot be split over 4 ranks"),
+        (Concat(), [(8, 6), (6, 6)], 0, 4, "6 cannot be split over 4 ranks"),
+        (Concat(), [(8, 6), (6, 6)], 1, 2, "split it over axis 0"),
+        (Blocks((6, 2)), [(12, 6), (4, 6)], 0, 4, "number of heads of 6 cannot be split over 4 ranks"),
+        (Blocks((6, 4)), [(12, 6), (8, 6)], 0, 6, "number of ranks of 6 cannot be split over 4 ranks"),
+        (InterleaveQKV(4, 2, 3), [(12, 6), (6, 6), (6, 6)], 0, 4, "query groups of 2 cannot be split over 4 ranks"),
+        (RotateHalf(6, 4), [(18, 6)], 0, 2, "number of heads of 3 cannot be split over 2 ranks"),
+        (RotateHalf(6, 4), [(18, 6)], 1, 2, "split over axis 0"),
+    ],
+)
+def test_a_share_that_does_not_divide_is_refused_with_the_numbers(map, shapes, axis, size, words):
+    with pytest.raises(SlimxError, match=words):
+        map.local(shapes, axis, 0, size)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A map that returns the given rectangles, whoever asks."""
+
+    shape: Shape
+    rects: tuple[Rect, ...]
+
+    def local(self, shapes, axis, rank, size):
+        return self.shape, list(self.rects)
+
+
+WHOLE = Rect(0, 0, 0, 8, 6, 0, 0)
+WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str]] = {
+    "a row of the checkpoint left out": (
+        (7, 6),
+        (replace(WHOLE, rows=7),),
+        "model.weight is not covered at row 7, column 0",
+    ),
+    "a column left out": ((8, 5), (replace(WHOLE, cols=5),), "model.weight is not covered at row 0, column 5"),
+    "a row of the local tensor left out": (
+        (9, 6),
+        (replace(WHOLE, rows=4), replace(WHOLE, row=4, rows=4, local_row=5)),
+        "weight table: local.weight is not covered at row 4, column 0",
+    ),
+    "an overlap in the local tensor": (
+        (7, 6),
+        (replace(WHOLE, rows=4), replace(WHOLE, row=4, rows=4, local_row=3)),
+        "weight table: local.weight is covered twice at row 3, column 0",
+    ),
+    "an element read twice": (
+        (9, 6),
+        (replace(WHOLE, rows=4), replace(WHOLE, row=3, rows=5, local_row=4)),
+        "model.weight is covered twice at row 3, column 0",
+    ),
+    "a gap and an overlap of the same size": (
+        (8, 6),
+        (replace(WHOLE, rows=4), replace(WHOLE, row=3, rows=4, local_row=4)),
+        "model.weight is covered twice at row 3, column 0",
+    ),
+    "beyond the last row": (
+        (8, 6),
+        (replace(WHOLE, row=1),),
+        "model.weight: a rectangle reaches beyond its 8 x 6 elements",
+    ),
+    "before the first column": (
+        (8, 6),
+        (replace(WHOLE, col=-1),),
+        "model.weight: a rectangle reaches beyond its 8 x 6",
+    ),
+    "beyond the local tensor": ((7, 6), (WHOLE,), "local.weight: a rectangle reaches beyond its 7 x 6 elements"),
+    "every second row twice": (
+        (8, 6),
+        (replace(WHOLE, rows=4, step=2), replace(WHOLE, rows=4, local_row=4, step=2)),
+        "model.weight is covered twice at row 0, column 0",
+    ),
+    "steps beyond the last row": (
+        (8, 6),
+        (replace(WHOLE, rows=4, step=2), replace(WHOLE, row=2, rows=4, local_row=4, step=2)),
+        "model.weight: a rectangle reaches beyond its 8 x 6",
+    ),
+    "no rectangle at all": ((8, 6), (), "local.weight is not covered at row 0, column 0"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_map_that_cannot_be_inverted_is_refused_by_name_and_place(case: str):
+    shape, rects, words = WRONG[case]
+    with pytest.raises(SlimxError) as caught:
+        Table((Row("local.weight", (("model.weight", (8, 6)),), Wrong(shape, rects)),), layers=1, experts=0)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((8, 6), "float32"), ((8,), None)])
+def test_a_quantised_row_holds_matrices_in_the_models_dtype(shape: tuple[int, ...], dtype: str | None):
+    with pytest.raises(SlimxError, match=r"weight table: local\.weight is quantised"):
+        row = Row("local.weight", (("model.weight", shape),), quantised=True, dtype=dtype)
+        Table((row,), layers=1, experts=0)
+
+
+def test_a_padded_row_must_still_hold_all_that_it_pads():
+    """Rows that no rectangle fills are allowed behind the last one only, and only for Pad."""
+    assert matrix((3, 4, 5)) == (12, 5) and matrix((7,)) == (7, 1)
+    shape, rects = Pad(8).local([(20, 5)], 0, 3, 4)
+    assert shape == (6, 5) and rects == [Rect(0, 18, 0, 2, 5, 0, 0)]
+    assert Pad(64).local([(20, 5)], 0, 2, 4) == ((16, 5), [])

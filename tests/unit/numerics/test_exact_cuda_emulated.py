@@ -1,0 +1,118 @@
+"""The CUDA kernels of exact mode, their own source run by threads of the CPU, give the bits of the torch operations.
+
+So the binding, the tiles, the barriers and the order of operations are tested without a GPU
+(exact_emulation/exact_device.cuh says what is not); tests/gpu/test_numerics.py runs them on one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slimx.errors import SlimxError
+from slimx.numerics.exact import kernel_cuda, reference
+from slimx.numerics.exact.contract import fingerprint
+from tests.exact_batches import check_attention, check_rows
+from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
+
+CSRC = Path(__file__).parents[3] / "csrc"
+EMULATION = Path(__file__).with_name("exact_emulation")
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def emulator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact_emulator")
+    for source in (*CSRC.glob("exact*"), CSRC / "arithmetic.h", CSRC / "intrinsics.h", *EMULATION.iterdir()):
+        shutil.copy(source, folder)
+    flags = ["-O1", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread"]
+    command = ["g++", *flags, "-shared", "-fPIC", "-x", "c++", "exact.cu", "-o", "emulator.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "emulator.so"
+
+
+@pytest.fixture(autouse=True)
+def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any tensor of the CPU lies on the emulated device."""
+    monkeypatch.setattr(kernel_cuda, "LIBRARY", emulator_library)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+
+
+@both_dtypes
+@pytest.mark.parametrize(("columns", "width", "leaves"), [(5, 7, 1), (40, 64, 2), (33, 100, 4)])
+def test_linear(dtype: torch.dtype, columns: int, width: int, leaves: int) -> None:
+    counts = [3, 0, 34]
+    for size in (1.0, 1e-19):
+        x = values(37, width, dtype=dtype, seed=1, size=size)
+        weights = [values(columns, width, dtype=dtype, seed=seed, size=size) for seed in (2, 3, 4)]
+        for out in DTYPES:
+            expected = reference.linear(x, weights, counts, leaves, out)
+            assert_same_bits(kernel_cuda.linear(x, weights, counts, leaves, out), expected, (size, out))
+
+
+@both_dtypes
+@pytest.mark.parametrize("width", [2, 30, 1500, 3000])
+def test_row_operations(dtype: torch.dtype, width: int) -> None:
+    x, weight = values(3, width, dtype=dtype, seed=1, size=8.0), values(width, dtype=dtype, seed=2)
+    temperature = torch.tensor([1.0, 0.7, 0.3])
+    assert_same_bits(kernel_cuda.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    assert_same_bits(kernel_cuda.silu_and_mul(x), reference.silu_and_mul(x))
+    found, expected = (made.log_normaliser(x, temperature) for made in (kernel_cuda, reference))
+    assert_same_bits(found[0], expected[0])
+    assert_same_bits(found[1], expected[1])
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    ("rows", "heads", "groups", "d", "dv", "slots"),
+    [(4, 4, 2, 24, 40, 300), (3, 2, 1, 64, 70, 130), (5, 4, 4, 5, 3, 17)],
+)
+def test_attention(
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    groups: int,
+    d: int,
+    dv: int,
+    slots: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dice = torch.Generator().manual_seed(3)
+    query, key = values(rows, heads, d, dtype=dtype, seed=4), values(slots, groups, d, dtype=dtype, seed=5)
+    value, index = values(slots, groups, dv, dtype=dtype, seed=6), torch.randperm(slots, generator=dice).int()
+    length = torch.randint(1, slots + 1, (rows,), generator=dice)
+    begin = (torch.rand(rows, generator=dice) * (slots - length + 1)).long()
+    monkeypatch.setattr(kernel_cuda, "_MOST_SCORES", 2 * heads * slots)  # rows in parts of about two
+    for sinks in (None, values(heads, dtype=torch.float32, seed=7)):
+        call = (query, key, value, index, begin, length, 0.3, sinks)
+        assert_same_bits(kernel_cuda.attend(*call), reference.attend(*call), sinks is None)
+
+
+@both_dtypes
+def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As engine and trainer call them: what tests/gpu/test_numerics.py asks of a GPU, and the attested digest."""
+    attested = fingerprint(dtype)
+    monkeypatch.setattr("slimx.numerics.exact.backend.kernel", kernel_cuda)
+    monkeypatch.setattr("slimx.numerics.exact.backend._has_kernels", lambda: True)
+    check_rows(dtype, "cpu", 23)
+    check_attention(dtype, "cpu")
+    assert fingerprint.__wrapped__(dtype) == attested
+
+
+def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cuda, "MOST_WIDTH", 10)
+    with pytest.raises(SlimxError, match="rows of 11 elements are wider than the CUDA kernels' 10"):
+        kernel_cuda.rms_norm(torch.ones(1, 11), torch.ones(11), 1e-6)
+    with pytest.raises(SlimxError, match="bf16 or fp32 and got torch.float16"):
+        kernel_cuda.silu_and_mul(torch.ones(1, 8, dtype=torch.float16))
+    monkeypatch.setattr(kernel_cuda, "LIBRARY", tmp_path / "libslimx_exact_cuda.so")
+    with pytest.raises(SlimxError, match="CUDA library of exact mode .* is missing: run `make build` where nvcc is"):
+        kernel_cuda.silu_and_mul(torch.ones(1, 8))

@@ -1,0 +1,105 @@
+"""A checkpoint of a PPO run is complete when policy and critic are, and goes back to runs that have both."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slimx.errors import DeadlineError, SlimxError
+from slimx.layout.ranks import Sizes
+from slimx.observability.tracking.timeline import Timeline
+from slimx.orchestration.state import checkpoints as module
+from slimx.orchestration.state.checkpoints import Checkpoints, check_resume, layout_of
+from slimx.orchestration.state.saves import Saves, read_state
+from slimx.trainer.checkpoint.files import read_manifest
+from tests.unit.orchestration.test_checkpoints import LAYOUT, Trainers, config, state
+
+CRITIC = Sizes(pipeline=2)
+
+
+class Critics(Trainers):
+    """Two ranks of a critic's own that write when they are told to."""
+
+    ranks, sizes = SimpleNamespace(name="critic"), CRITIC
+
+
+class Bench:
+    def __init__(self, tmp_path: Path, **options: object):
+        self.trainers, self.critic = Trainers(), Critics()
+        self.config, self.saves = config(tmp_path, **options), Saves(tmp_path / "checkpoints", keep=2)
+        self.checkpoints = Checkpoints(
+            self.config, LAYOUT, self.trainers, self.saves, Timeline(tmp_path), lambda text: None, critic=self.critic
+        )
+
+    async def save(self) -> Path:
+        await self.checkpoints.save(state(3, critic=layout_of(CRITIC)))
+        for ranks in (self.trainers, self.critic):
+            for rank in range(2):
+                ranks.write(rank)
+        await self.checkpoints.settle()
+        path = self.saves.newest()
+        assert path is not None
+        return path
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL_S", 0.005)
+
+
+async def test_it_is_complete_when_the_critics_ranks_have_written_too(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.checkpoints.save(state(3, critic=layout_of(CRITIC)))
+    for rank in range(2):
+        bench.trainers.write(rank)
+    bench.critic.write(0)
+    await asyncio.sleep(0.05)
+    assert bench.saves.newest() is None
+    bench.critic.write(1)
+    await bench.checkpoints.settle()
+    path = bench.saves.newest()
+    written = read_manifest(path)
+    assert {"__1_0.distcp", "critic/__0_0.distcp", "critic/__1_0.distcp"} <= written.keys()
+    assert all((path / name).stat().st_size == record.size for name, record in written.items())
+    assert not list(path.rglob("reports"))
+    (path / "critic" / "__1_0.distcp").unlink()
+    with pytest.raises(SlimxError, match=r"critic/__1_0.distcp: is missing"):
+        check_resume(bench.config, LAYOUT, path, read_state(path), CRITIC)
+
+
+async def test_a_critics_rank_that_never_writes_is_named_as_one(tmp_path):
+    bench = Bench(tmp_path, deadline=0.1)
+    await bench.checkpoints.save(state(3))
+    for rank in range(2):
+        bench.trainers.write(rank)
+    bench.critic.write(1)
+    with pytest.raises(DeadlineError, match="critic rank 0$"):
+        await bench.checkpoints.settle()
+
+
+async def test_both_are_restored_each_by_its_own_layout(tmp_path):
+    bench = Bench(tmp_path)
+    path = await bench.save()
+    await bench.checkpoints.restore(path, read_state(path))
+    await bench.checkpoints.restore(path, state(3, critic=layout_of(Sizes(tensor=2))))
+    assert bench.trainers.restored == [(path, True, True)] * 2
+    assert bench.critic.restored == [(path / "critic", True, True), (path / "critic", False, True)]
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "told"),
+    [
+        (None, CRITIC, "holds no critic, but this run has one"),
+        (layout_of(CRITIC), None, "holds a critic, but this run has none"),
+        (layout_of(CRITIC), Sizes(data=2, expert=2), "between critic.layout.expert=1 and larger sizes"),
+    ],
+)
+async def test_a_run_that_the_checkpoint_does_not_fit_is_refused_before_anything_starts(tmp_path, there, here, told):
+    bench = Bench(tmp_path)
+    path = await bench.save()
+    with pytest.raises(SlimxError, match=told):
+        check_resume(bench.config, LAYOUT, path, state(3, critic=there), here)
+    check_resume(bench.config, LAYOUT, path, read_state(path), CRITIC)

@@ -1,0 +1,60 @@
+"""An evaluation's figures: means of all answers, unbiased pass@k, by set."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from slimx.config.rollout import Eval
+from slimx.data.records import Group
+from slimx.orchestration.step.evaluation import answers, score
+from tests.unit.rewards.reward_stand import trajectory
+from tests.unit.rollout.rollout_stand import config_of, prompts
+
+
+def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_hold_a_right_one():
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.5], [1.0, 1.0, 1.0, 1.0]]
+    found = score({"": rewards}, passing=1.0)
+    for k in (2, 4):
+        chosen = [[max(some) >= 1.0 for some in combinations(prompt, k)] for prompt in rewards]
+        assert found[f"eval/pass@{k}"] == pytest.approx(np.mean([np.mean(each) for each in chosen]))
+    assert found["eval/accuracy"] == pytest.approx(np.mean(rewards))
+    assert found.keys() == {"eval/accuracy", "eval/pass@2", "eval/pass@4"}
+    assert score({"": rewards}, passing=0.5)["eval/pass@4"] == 1.0
+
+
+def test_one_answer_gives_the_accuracy_alone():
+    assert score({"": [[1.0], [0.0]]}, 1.0) == {"eval/accuracy": 0.5}
+
+
+def test_sets_with_names_have_figures_of_their_own_beside_those_of_all_prompts():
+    found = score({"easy": [[1.0, 1.0]], "hard": [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]}, 1.0)
+    assert found["eval/accuracy"] == pytest.approx(3 / 8) and found["eval/pass@2"] == pytest.approx(2 / 4)
+    assert found["eval/easy/accuracy"] == 1.0 and found["eval/hard/pass@2"] == pytest.approx(1 / 3)
+
+
+def test_a_rollout_of_several_trajectories_is_one_answer():
+    several = [trajectory() for _ in range(3)]
+    for each, rollout, reward in zip(several, ("a", "a", "b"), (1.0, 0.0, 1.0), strict=True):
+        each.rollout_id, each.reward = rollout, reward
+    assert answers(Group(id="g", prompt=prompts()[0], trajectories=several)) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"samples": 4}, "eval.samples is 4 but eval.temperature is 0: all answers to a prompt would be the same"),
+        ({"top_p": 0.9}, "eval.top_p cuts nothing where answers are greedy"),
+        ({"prompts": {"a/b": "f"}}, "eval.prompts has the name 'a/b'"),
+    ],
+)
+def test_an_evaluation_that_would_say_nothing_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        config_of(**{f"eval__{key}": value for key, value in options.items()})
+
+
+def test_files_have_names():
+    assert Eval().files == {} and Eval(prompts="a").files == {"": "a"}
+    assert Eval(prompts={"x": "a", "y": "b"}).files == {"x": "a", "y": "b"}

@@ -1,0 +1,186 @@
+"""What a critic brings into a step: rows keep their order through any packing, and what cannot work is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slimx.algorithms.advantages.token_rewards import assign_advantages
+from slimx.config.algorithm import Algorithm
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch, Row
+from slimx.data.packing import pack
+from slimx.data.support import Support
+from slimx.layout.ranks import Sizes
+from slimx.orchestration.ranks.critic import CriticGroup
+from tests.unit.algorithms.test_gae import naive
+
+
+def row(number: int, length: int) -> Row:
+    """Trained at about half of the positions, at least at one."""
+    random = np.random.default_rng(number)
+    mask = random.random(length) < 0.5
+    mask[random.integers(length)] = True
+    return Row(
+        tokens=np.full(length, number + 1),
+        labels=np.arange(length),
+        loss_weight=mask.astype(np.float32) / 100,
+        advantages=np.zeros(length, np.float32),
+        rollout_logprobs=-random.random(length).astype(np.float32),
+        versions=np.zeros(length, np.int64),
+        temperature=1.0,
+        routed_experts=None,
+    )
+
+
+def rows() -> list[Row]:
+    return [row(number, length) for number, length in enumerate((7, 3, 12, 1, 9, 5, 8))]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data_size": 1, "max_tokens": 64},
+        {"data_size": 2, "max_tokens": 16, "multiple_of": 4},
+        {"data_size": 3, "max_tokens": 12, "sequence_multiple": 4, "count_multiple": 2},
+    ],
+)
+def test_what_ranks_say_of_packed_rows_comes_back_row_by_row(layout):
+    given = rows()
+    batch = pack(given, **layout)
+    said = [[np.stack([b.tokens, b.labels], 1) for b in shard] for shard in batch.shards]
+    for wanted, found in zip(given, batch.unpack(said, given), strict=True):
+        assert np.array_equal(found, np.stack([wanted.tokens, wanted.labels], 1))
+
+
+def test_values_and_returns_are_packed_beside_the_tokens_they_belong_to():
+    given = rows()
+    for number, one in enumerate(given):
+        one.values, one.returns = (np.full(len(one), sign * (number + 1), np.float32) for sign in (1, -1))
+    for batch in pack(given, data_size=1, max_tokens=16, multiple_of=8).shards[0]:
+        assert np.array_equal(batch.values, batch.tokens) and np.array_equal(batch.returns, -batch.tokens)
+    assert pack(rows(), data_size=1, max_tokens=64).shards[0][0].values is None
+
+
+class Ranks:
+    """Those of a critic; what they were sent last."""
+
+    sent: list[list[MicroBatch]]
+
+    async def sharded(self, shards: list[Any], *rest: Any) -> list[Any]:
+        self.sent = [list(chain.from_iterable(s)) if isinstance(s[0], list) else s for s in shards]
+        return []
+
+    async def call(self, method: str, arguments: list[Any], what: str) -> list[Any]:
+        return []
+
+    def by_shard(self, results: list[Any]) -> list[list[np.ndarray]]:
+        return [[np.zeros(len(batch.tokens), np.float32) for batch in shard] for shard in self.sent]
+
+    def metrics_of(self, results: list[Any]) -> dict[str, float]:
+        return {}
+
+
+async def test_a_critic_is_sent_nothing_that_only_a_policy_reads():
+    given, ranks = rows(), Ranks()
+    for one in given:
+        one.routed_experts = np.zeros((len(one), 2, 2), np.uint8)
+        one.support = Support.everything(len(one))
+        one.teacher_logprobs = one.values = one.returns = np.zeros(len(one), np.float32)
+    packer = partial(pack, data_size=2, max_tokens=64)
+    critic = CriticGroup(config(critic={}), Sizes(data=2), packer, trainers=ranks, log_dir=Path(), device="cpu")
+    for work in (critic.values(given), critic.train_step([given[:4], given[4:]], step=0)):
+        await work
+        for batch in chain.from_iterable(ranks.sent):
+            assert batch.routed_experts is None and batch.support is None and batch.teacher_logprobs is None
+    assert all(one.routed_experts is not None and one.support is not None for one in given)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_rows_get_the_advantages_of_their_own_scores_values_and_penalties(whiten, kl_coef):
+    algorithm = Algorithm(
+        name="ppo", gamma=0.95, gae_lambda=0.8, whiten=whiten, kl_reward_coef=kl_coef, reference=kl_coef > 0
+    )
+    given, random = rows(), np.random.default_rng(5)
+    scores = random.normal(size=len(given)).tolist()
+    values = [random.normal(size=len(one)).astype(np.float32) for one in given]
+    reference = [random.normal(size=len(one)).astype(np.float32) for one in given] if kl_coef else None
+    metrics = assign_advantages(algorithm, given, scores, values, reference)
+    expected, returns = [], []
+    for number, one in enumerate(given):
+        mask = (one.loss_weight > 0).tolist()
+        rewards = [0.0] * len(one)
+        for t in range(len(one)):
+            if mask[t] and reference is not None:
+                rewards[t] -= kl_coef * float(one.rollout_logprobs[t] - reference[number][t])
+        rewards[max(t for t in range(len(one)) if mask[t])] += scores[number]
+        advantages, wanted = naive(rewards, values[number].tolist(), mask, 0.95, 0.8)
+        assert one.returns.tolist() == pytest.approx(wanted, abs=1e-6)
+        assert np.array_equal(one.values, values[number])
+        expected += [a for a, trained in zip(advantages, mask, strict=True) if trained]
+        returns += [r for r, trained in zip(wanted, mask, strict=True) if trained]
+        assert not one.advantages[~(one.loss_weight > 0)].any()
+    found = np.concatenate([one.advantages[one.loss_weight > 0] for one in given])
+    mean, deviation = np.mean(expected), np.std(expected)
+    assert found == pytest.approx((expected - mean) / deviation if whiten else expected, abs=1e-5)
+    assert metrics["advantage/mean"] == pytest.approx(mean) and metrics["advantage/std"] == pytest.approx(deviation)
+    assert metrics["return/mean"] == pytest.approx(np.mean(returns))
+    assert ("kl/reward" in metrics) == (kl_coef > 0)
+
+
+# Configuration --------------------------------------------------------------------------------------------------------
+
+
+def config(**sections: Any) -> Config:
+    base = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "algorithm": {"name": "ppo"}}
+    return Config.model_validate({**base, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, "algorithm.name is ppo, which needs a critic; add a section `critic: {}`"),
+        ({"algorithm": {"name": "grpo"}, "critic": {}}, "critic is given but algorithm.name is grpo"),
+        ({"critic": {"layout": {"tensor": 2}}}, "critic.layout is given but critic.placement is shared"),
+        (
+            {"critic": {"placement": "own", "layout": {"world_size": 2, "tensor": 4}}},
+            "critic.layout.world_size is 2, but tensor 4 x pipeline 1 x context 1 x data 1 = 4",
+        ),
+        (
+            {"algorithm": {"gae_lambda": 0.9}},
+            "algorithm.gae_lambda belongs to algorithm.advantages=gae, and algorithm.name is grpo",
+        ),
+        ({"algorithm": {"name": "ppo", "kl_reward_coef": 0.1}, "critic": {}}, "set algorithm.reference=true"),
+        (
+            {"rollout": {"prompts": "p", "engines": []}, "critic": {}},
+            "algorithm.name is ppo but rollout.engines is empty",
+        ),
+    ],
+)
+def test_a_critic_that_cannot_work_is_refused(sections, said):
+    with pytest.raises(ValueError) as refused:
+        config(**sections)
+    assert said in str(refused.value)
+
+
+def test_the_critic_follows_the_trainer_where_nothing_else_is_said():
+    trainer = {"world_size": 4, "tensor": 2, "threads": 3, "deadline": 77, "load": "sft", "megatron": {}}
+    trainer["megatron"] = {"mtp_num_layers": 1, "apply_rope_fusion": False}
+    given = {"value_clip": 0.1, "optimizer": {"lr": 2e-5}}
+    shared = config(trainer=trainer, critic=given).as_critic()
+    assert (shared.trainer.world_size, shared.trainer.tensor, shared.trainer.deadline) == (4, 2, 77)
+    assert shared.trainer.optimizer.lr == 2e-5 and shared.initial_weights == "sft"
+    assert shared.trainer.megatron == {"apply_rope_fusion": False}, "a critic predicts no tokens"
+    own = {**given, "placement": "own", "layout": {"world_size": 2, "pipeline": 2}, "load": "reward model"}
+    other = config(trainer=trainer, critic=own).as_critic()
+    assert (other.trainer.world_size, other.trainer.tensor, other.trainer.pipeline) == (2, 1, 2)
+    assert other.trainer.threads == 3 and other.initial_weights == "reward model"
+    # The critic's ranks get it as JSON and ask again.
+    sent = Config.model_validate(other.model_dump(mode="json"))
+    assert sent.model_dump() == sent.as_critic().model_dump() == other.model_dump()

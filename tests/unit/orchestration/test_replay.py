@@ -1,0 +1,115 @@
+"""Saved steps come back as batches in their order, and what could not be trained again is named before anything starts;
+that losses are the same to the last bit is shown by tests/integration/test_replay.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slimx.config.schema import Config
+from slimx.data.codec import encode_groups
+from slimx.data.records import Group, Prompt
+from slimx.data.step_files import Origin, StepFiles
+from slimx.errors import SlimxError
+from slimx.orchestration.session import resume_point
+from slimx.orchestration.state.checkpoints import check_resume
+from slimx.orchestration.state.saves import RunState, Saves
+from slimx.rollout.flow.replay import Replay, check_replay
+from tests.unit.rewards.reward_stand import trajectory
+from tests.unit.rollout.rollout_stand import config_of
+
+ORIGIN = Origin(
+    model={"hidden_size": 8}, vocabulary="v", prompts_per_step=1, group_size=2, max_staleness=0, routes=False
+)
+
+
+def saved(run: Path, steps: int, origin: Origin = ORIGIN) -> list[Group]:
+    files = StepFiles(run / "rollouts", origin, every=1, keep=0, resume_step=0)
+    groups = [
+        Group(id=f"g{step}", prompt=Prompt(id=f"p{step}", token_ids=[1]), trajectories=[trajectory(2), trajectory(3)])
+        for step in range(1, steps + 1)
+    ]
+    for step, group in enumerate(groups, start=1):
+        files.write(step, step - 1, [group], {"filter": step})
+    return groups
+
+
+async def test_batches_come_in_the_order_of_steps_from_any_of_them(tmp_path):
+    groups = saved(tmp_path, 3)
+    replay = Replay(tmp_path)
+    for step, group in enumerate(groups, start=1):
+        batch = await replay.next_batch()
+        assert encode_groups(batch.groups) == encode_groups([group]) and batch.dropped == Counter(filter=step)
+    with pytest.raises(SlimxError, match="has no step 4; it has 3 steps from 1 to 3"):
+        await replay.next_batch()
+    replay.seek(1)
+    assert [group.id for group in (await replay.next_batch()).groups] == ["g2"]
+
+
+def test_steps_that_fit_are_accepted_and_others_named(tmp_path):
+    saved(tmp_path, 4)
+    check_replay(tmp_path, ORIGIN, first=1, last=4, routes=False)
+    check_replay(tmp_path, ORIGIN, first=5, last=4, routes=True)  # nothing is left to train
+    (tmp_path / "rollouts" / "step-0000003.groups").unlink()
+    check_replay(tmp_path, ORIGIN, first=4, last=4, routes=False)
+    for origin, routes, said in (
+        (ORIGIN, False, r"has no step 3, and this run trains 1 to 4; it has 3 steps from 1 to 4: set schedule.steps"),
+        (replace(ORIGIN, model={"hidden_size": 9}), False, "another model sampled it .config.json: hidden_size is 8"),
+        (replace(ORIGIN, vocabulary="w"), False, "step-0000001.groups cannot be trained here: another tokenizer"),
+        (replace(ORIGIN, group_size=4), False, "it was made with rollout.group_size=2, this run has 4"),
+        (replace(ORIGIN, prompts_per_step=2), False, "rollout.prompts_per_step=1, this run has 2"),
+        (replace(ORIGIN, max_staleness=1), False, "schedule.max_staleness=0, this run has 1"),
+        (ORIGIN, True, "keeps no experts of tokens, which trainer.moe.replay=R3 needs"),
+    ):
+        with pytest.raises(SlimxError, match=said):
+            check_replay(tmp_path, origin, first=1, last=4, routes=routes)
+    with pytest.raises(SlimxError, match="has no step 5, and this run trains 4 to 5"):
+        check_replay(tmp_path, ORIGIN, first=4, last=5, routes=False)
+    with pytest.raises(SlimxError, match="nowhere/rollouts holds no saved step"):
+        check_replay(tmp_path / "nowhere", ORIGIN, first=1, last=1, routes=False)
+
+
+def test_what_a_replay_excludes_is_refused():
+    assert config_of(replay="there").rollout.policy_engines == ()
+    assert config_of(replay="there").rollout.sampled
+    # Without engines of its own a run may replay what other engines sampled.
+    assert not config_of(replay="there", engines=[]).rollout.sampled
+    with pytest.raises(ValueError, match=r"rollout.replay and schedule.colocate exclude each other"):
+        config_of(replay="there", schedule__colocate=True)
+    with pytest.raises(ValueError, match=r"rollout.replay is run.dir itself \(d\)"):
+        config_of(replay="./d")
+
+
+def test_a_fork_begins_at_another_runs_checkpoint_until_the_run_has_its_own(tmp_path):
+    def checkpoint(directory: Path, step: int) -> Path:
+        saves = Saves(directory, keep=9)
+        return saves.commit(saves.begin(step), RunState(step, step, {}, False, rollouts={}).files(), {})
+
+    there, own = checkpoint(tmp_path / "there", 4), Saves(tmp_path / "own", keep=9)
+
+    def point(resume: str, fork: Path | None) -> Path | None:
+        config = config_of(run__dir=str(tmp_path / "run"), run__resume=resume, run__fork=fork and str(fork))
+        return resume_point(config, tmp_path / "run", own)
+
+    assert point("auto", None) is None
+    assert point("auto", there) == point("must", there) == point("never", there) == there
+    with pytest.raises(SlimxError, match="run.fork: .*there is no complete checkpoint; name a RUN/checkpoints"):
+        point("auto", tmp_path / "there")
+    newest = checkpoint(tmp_path / "own", 6)
+    assert point("auto", there) == point("must", there) == newest and point("never", there) == there
+
+
+def test_a_replays_checkpoint_is_continued_by_a_replay_alone(tmp_path):
+    saves = Saves(tmp_path, keep=1)
+    layout = {"expert": 1}
+    state = RunState(1, 1, layout, False, rollouts=Replay(Path("there")).state())
+    path = saves.commit(saves.begin(1), state.files(), {})
+    config = config_of(checkpoint__load_optimizer=False)
+    with pytest.raises(SlimxError, match="was written by a replay of there, which has no position in the prompts"):
+        check_resume(config, None, path, state)
+    replaying = config.model_copy(update={"rollout": config.rollout.model_copy(update={"replay": "there"})})
+    assert isinstance(replaying, Config)
+    check_resume(replaying, None, path, state)

@@ -1,0 +1,127 @@
+"""Work that needs engines goes on when they come back, and ends when none can."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from slimx.engines.fleet.handle import Standing
+from slimx.errors import SlimxError
+from slimx.orchestration.run import Run
+from tests.unit.engines.recovery_stand import Stand, gone
+
+
+class WatchedRun(Run):
+    """Only what `watched` needs of a run; publications admit every engine that waits for one."""
+
+    def __init__(self, stand: Stand, keeps: bool = False, stored: bool = True):
+        self.stand, self.engines, self.stored = stand, SimpleNamespace(members=stand.members), stored
+        self.delivery = SimpleNamespace(keeps=keeps)
+        self.published: list[str] = []
+
+    async def _publish(self) -> None:
+        await self._admit("by the trainers")
+
+    async def _catch_up(self) -> bool:
+        if self.stored:
+            await self._admit("from disk")
+        return self.stored
+
+    async def _admit(self, how: str) -> None:
+        self.published.append(how)
+        for engine in self.stand.members.joining():
+            await self.stand.members.admit(engine)
+
+    def until_served(self, url: str) -> asyncio.Task[str]:
+        """Work that ends when a server is in the router."""
+
+        async def work() -> str:
+            await self.stand.until(lambda: url in self.stand.router.urls)
+            return "done"
+
+        return asyncio.create_task(work())
+
+
+async def lose(stand: Stand, *numbers: int) -> None:
+    for number in numbers:
+        await stand.members.quarantine(stand.engines[number], gone(f"e{number}"))
+
+
+async def test_when_all_engines_were_lost_the_first_that_is_back_gets_the_present_version():
+    async with Stand() as stand:
+        run = WatchedRun(stand)
+        work = run.until_served("http://e0/2")  # lost first, so back first; the other one may have to wait
+        await lose(stand, 0, 1)
+        assert await run.watched(work) == "done" and run.published[0] == "by the trainers"
+
+
+async def test_while_one_engine_serves_or_the_trainers_train_nothing_is_published():
+    async with Stand() as stand:
+        run = WatchedRun(stand)
+
+        async def back() -> str:
+            await stand.until(lambda: stand.members.joining() != [])
+            await asyncio.sleep(0.02)
+            return "done"
+
+        await lose(stand, 0)
+        assert await run.watched(back()) == "done"
+        await lose(stand, 0, 1)
+        assert await run.watched(back(), training=True) == "done"
+        assert run.published == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+async def test_a_version_that_is_kept_reaches_any_engine_that_is_back_at_once(training):
+    async with Stand() as stand:
+        run = WatchedRun(stand, keeps=True)
+        work = run.until_served("http://e0/2")
+        await lose(stand, 0)
+        assert await run.watched(work, training=training) == "done"
+        assert run.published == ["from disk"]
+
+
+async def test_where_the_present_version_is_not_kept_the_trainers_bring_it():
+    async with Stand() as stand:
+        run = WatchedRun(stand, keeps=True, stored=False)
+        work = run.until_served("http://e0/2")
+        await lose(stand, 0, 1)
+        assert await run.watched(work) == "done" and set(run.published) == {"by the trainers"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_loss_of_the_last_engine_ends_the_work_and_is_what_is_told(fails):
+    async with Stand(restarts=0) as stand:
+        run, ended = WatchedRun(stand), asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await stand.until(lambda: stand.engines[1].standing is Standing.GONE and fails)
+                raise SlimxError("a request found no engine")
+            finally:
+                ended.set()
+
+        watched = asyncio.create_task(run.watched(work()))
+        await asyncio.sleep(0)
+        await lose(stand, 0, 1)
+        with pytest.raises(SlimxError, match="no engine is left"):
+            await asyncio.wait_for(watched, 60)
+        assert ended.is_set()
+
+
+async def test_an_error_of_the_work_itself_is_told_and_a_run_without_engines_just_waits():
+    async def work(fail: bool) -> int:
+        await asyncio.sleep(0.01)
+        if fail:
+            raise SlimxError("a mistake in the hook")
+        return 3
+
+    async with Stand() as stand:
+        run = WatchedRun(stand)
+        assert await run.watched(work(False)) == 3
+        with pytest.raises(SlimxError, match="a mistake in the hook"):
+            await run.watched(work(True))
+        run.engines = None
+        assert await run.watched(work(False)) == 3

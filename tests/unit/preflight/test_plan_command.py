@@ -1,0 +1,490 @@
+"""`slimx plan` knows what a run of hundreds of GPUs will do from its YAML file and config.json, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slimx import cli
+from slimx.preflight.links import rehearsal
+from slimx.preflight.links.model import Trial
+from slimx.preflight.plan import text as plan_text
+from slimx.preflight.record import PlanReport
+
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+SHALLOW = QWEN3_30B | {"num_hidden_layers": 2}
+QWEN3_235B = QWEN3_30B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+}
+RUN_30B = (
+    "trainer={world_size: 8, tensor: 4, expert: 8, expert_tensor: 1}",
+    "rollout.engines=[{tensor: 4, expert: 4, count: 2}]",
+)
+RUN_235B = (
+    "trainer={world_size: 32, tensor: 4, expert: 32, expert_tensor: 1}",
+    "rollout.engines=[{tensor: 8, expert: 8, dp_attention: 2, count: 4}]",
+)
+RUN_671B = (
+    "trainer={world_size: 128, tensor: 8, expert: 64, expert_tensor: 1}",
+    "rollout.engines=[{tensor: 64, expert: 64, dp_attention: 8}]",
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """plan(config.json's content, *arguments) -> (exit code, what it printed), in a directory with nothing else."""
+
+    def run(hf: dict[str, Any], *arguments: str) -> tuple[int, str]:
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "config.json").write_text(json.dumps(hf))
+        values = {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"path": str(tmp_path / "model")},
+            "rollout": {"prompts": "absent.jsonl"},
+            "publish": {"encoding": "auto"},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+        monkeypatch.setattr(sys, "argv", ["slimx", "plan", str(tmp_path / "run.yaml"), *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code or 0, out + err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("hf", "run", "parameters", "tensors"),
+    [(QWEN3_30B, RUN_30B, 30.5, 18867), (QWEN3_235B, RUN_235B, 235.1, 36945), (DEEPSEEK_V3, RUN_671B, 671.0, 45000)],
+    ids=["30B", "235B", "671B"],
+)
+def test_the_published_models_are_planned_from_config_json_alone(plan, hf, run, parameters, tensors):
+    code, text = plan(hf, *run, "--json")
+    assert code == 0, text
+    report = json.loads(text)
+    publication = report["publication"]
+    assert report["parameters"] / 1e9 == pytest.approx(parameters, rel=0.01)
+    assert report["checkpoint_tensors"] == pytest.approx(tensors, rel=0.02)
+    assert publication["encoding"] == "local" and "its own bytes" in publication["note"]
+    # An engine holds everything once in its experts, and attention as often as it has copies.
+    engines = report["engines"][0]["count"]
+    assert publication["nbytes"] >= 2 * report["parameters"] * engines * 0.98
+    assert publication["received"] <= publication["nbytes"]
+    assert publication["sent_max"] >= publication["sent_mean"]
+    assert publication["launches"] <= publication["buckets"]
+    assert publication["compile_seconds"] < 30
+
+
+def test_the_text_tells_layouts_bytes_work_and_proof(plan):
+    code, text = plan(QWEN3_30B, *RUN_30B, "publish.quantise=ieee")
+    assert code == 0, text
+    for told in (
+        "Qwen3MoeForCausalLM",
+        "30.5 B parameters in 18,867 tensors",
+        "8 ranks: tensor 4 x pipeline 1 x data 2, expert 8 x expert tensor 1",
+        "actor: 2 x 4 ranks: tensor 4 x pipeline 1, expert 4",
+        "encoding local",
+        "quantised to fp8 by the rule ieee",
+        "kernel launches per trainer rank",
+        "of an engine rank's GPU at most (publish.transport memory)",
+        "proven: every element of every tensor is written once",
+    ):
+        assert told in text
+    assert "predicted" not in text
+
+
+def test_memory_for_buckets_follows_transport_and_staging(plan):
+    def memory(*overrides: str) -> tuple[float, float]:
+        _, text = plan(QWEN3_30B, *RUN_30B, "publish.bucket_mib=256", *overrides, "--json")
+        figures = json.loads(text)["publication"]
+        return figures["publisher_bytes"] / 2**20, figures["staged_bytes"] / 2**20
+
+    ranks, embedding = 4, 151936 * 2048 * 2 / 2**20  # of an engine; a tensor that is larger than a bucket
+    model = 30.5e9 * 2 / 2**20
+    assert memory("publish.staging=model") == (pytest.approx(model, rel=0.05), 0)
+    two, staged = memory("publish.staging=bucket")
+    assert staged == 0 and 2 * ranks * 200 <= two <= 2 * ranks * max(embedding, 256)
+    assert memory("publish.transport=cuda_ipc", "publish.staging=bucket") == (two, pytest.approx(256, rel=0.25))
+    assert memory("publish.transport=cuda_ipc", "publish.staging=model") == (two, pytest.approx(model / ranks, rel=0.1))
+    assert memory("publish.transport=nccl", "publish.staging=bucket")[1] == pytest.approx(256 + two / 2, rel=0.25)
+
+
+def test_fp8_halves_the_bytes_and_counts_the_quantised_tensors(plan):
+    plain, quantised = (
+        json.loads(plan(QWEN3_30B, *RUN_30B, *more, "--json")[1])["publication"]
+        for more in ((), ("publish.quantise=ieee",))
+    )
+    # Per layer and rank: qkv, o, w13 and w2; the embeddings stay as they are.
+    assert (plain["quantised"], quantised["quantised"]) == (0, 4 * 48 * 4)
+    assert quantised["tensors"] == plain["tensors"] + quantised["quantised"]
+    assert 0.5 < quantised["nbytes"] / plain["nbytes"] < 0.52
+
+
+def test_what_slimx_cannot_write_in_place_falls_back_and_says_why(plan):
+    code, text = plan(QWEN3_30B, RUN_30B[0], "rollout.engines=[{tensor: 4, sglang: {enable_eplb: true}}]")
+    assert code == 0 and "encoding hf: Hugging Face names, because rollout.engines.sglang.enable_eplb" in text
+
+
+def test_engines_of_different_sizes_are_counted_rank_by_rank(plan):
+    engines = "rollout.engines=[{name: a, tensor: 2, count: 3}, {name: b, tensor: 4}]"
+    report = json.loads(plan(SHALLOW, engines, "--json")[1])
+    assert report["publication"]["encoding"] == "hf"
+    assert report["publication"]["nbytes"] == 2 * report["parameters"] * (3 * 2 + 4)
+    assert report["publication"]["sent_max"] == 2 * report["parameters"] * (3 + 1)
+
+
+def test_a_tiny_model_has_a_size_too(plan):
+    tiny = SHALLOW | {"num_experts": 2, "hidden_size": 64, "vocab_size": 1000}
+    assert "1.9 M parameters" in plan(tiny)[1]
+
+
+def test_the_plan_is_for_gpus_unless_the_run_says_cpu(plan):
+    # More tensor-parallel ranks than query groups: GPUs repeat these, SGLang's CPU path pads them.
+    engines = "rollout.engines=[{tensor: 8, expert: 8}]"
+    assert (
+        "encoding local" in plan(SHALLOW, engines)[1]
+        and "pads on the CPU" in plan(SHALLOW, engines, "cluster.device=cpu")[1]
+    )
+
+
+def test_a_run_without_engines_publishes_nothing(plan):
+    code, text = plan(QWEN3_30B, "algorithm.name=sft", "rollout.engines=[]")
+    assert code == 0 and "publication none" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("trainer={world_size: 5, pipeline: 5}",), "trainer.pipeline=5 does not divide the model's 48 layers"),
+        (("trainer={world_size: 3, expert: 3, expert_tensor: 1}",), "trainer.expert=3 does not divide the 128 experts"),
+        (("rollout.engines=[{tensor: 4, expert: 3}]",), "rollout.engines.expert=3 does not divide"),
+        (("trainer={world_size: 4, tensor: 4}", "publish.quantise=ieee"), "quantisation block"),
+        (("model.path=nowhere",), "config.json is missing"),
+        (("rollout.engines=[{pipeline: 2}]",), "rollout.engines.pipeline=2 of engine actor"),
+        (("rollout.engines=[{sglang: {ep_num_redundant_experts: few}}]",), "ep_num_redundant_experts='few'"),
+        (("rollout.engines=[{sglang: {ep_num_redundant_experts: -2}}]",), "ep_num_redundant_experts=-2"),
+        (("rollout.engines=[{tensor: 3, expert: 3}]", "publish.encoding=hf"), "cannot share 128 physical experts"),
+        (("rollout.engines=[{tensor: 3}]",), "(rollout.engines.tensor or dp_attention)"),
+        (("publish.quantise=ieee", "cluster.device=cpu"), "SGLang computes with fp8 blocks in exact mode only"),
+        (("publish.transport=nccl", "cluster.device=cpu"), "publish.transport=nccl moves weights from GPU to GPU, and"),
+        (("publish.transport=cuda_ipc", "cluster.device=cpu"), "publish.transport=cuda_ipc moves weights from GPU to"),
+        (
+            ("publish.transport=nccl", "schedule.colocate=true"),
+            "NCCL connects no GPU with itself; set publish.transport",
+        ),
+        (("publish.quantise=triton", "numerics.dtype=float32"), "publish.quantise=triton is defined for bfloat16"),
+        (("trainer.megatron.mtp_num_layers=few",), "mtp_num_layers='few' is no number of layers"),
+        (("publish.bucket_mib=.inf",), "publish.bucket_mib is inf"),
+        (("trainer.pipelin=2",), "did you mean trainer.pipeline?"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_is_one_sentence_and_exit_code_2(plan, overrides, told):
+    code, text = plan(QWEN3_30B, *overrides)
+    assert code == 2 and text.startswith("slimx: ") and text.count("\n") == 1 and told in text
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ([], "not a JSON object"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, "architectures is 'Qwen3MoeForCausalLM', not a list"),
+        (SHALLOW | {"num_attention_heads": "many"}, "a field has a value that a Qwen3MoeForCausalLM cannot have"),
+        (SHALLOW | {"num_key_value_heads": 0}, "a field has a value that a Qwen3MoeForCausalLM cannot have"),
+    ],
+    ids=["list", "text", "wrong_kind", "zero"],
+)
+def test_a_config_that_is_no_models_is_refused_with_its_file(plan, content, told):
+    code, text = plan(content)
+    assert code == 2 and text.count("\n") == 1 and "config.json: " in text and told in text
+
+
+def test_nothing_heavy_is_imported(tmp_path: Path):
+    code = """
+import sys
+import slimx.preflight.plan.report
+print([name for name in ("torch", "ray", "sglang", "megatron", "transformers") if name in sys.modules])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
+
+
+# Predictions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("predicted", "shown"), [(1.2, True), (0.8, True), (1.3, False), (0.7, False)])
+def test_predictions_are_labelled_and_shown_only_while_the_model_is_right_here(plan, monkeypatch, predicted, shown):
+    monkeypatch.setattr(rehearsal, "rehearse", lambda: Trial([predicted] * 3, [1.0] * 3))
+    code, text = plan(SHALLOW, *RUN_30B, "--predict")
+    assert code == 0
+    if shown:
+        assert "predicted   by the link model, not measured" in text and "H100" in text and "GB300" in text
+    else:
+        assert f"predicted   not shown: the model is off by {predicted - 1:+.0%} here" in text
+        assert "H100" not in text
+    values = json.loads(plan(SHALLOW, *RUN_30B, "--predict", "--json")[1])["predicted"]
+    assert values["shown"] is shown and (values["publications"] is not None) is shown
+
+
+def test_a_cluster_that_is_too_small_is_told_instead_of_a_figure(plan, monkeypatch):
+    monkeypatch.setattr(rehearsal, "rehearse", lambda: Trial([1.0], [1.0]))
+    code, text = plan(DEEPSEEK_V3 | {"num_hidden_layers": 4}, *RUN_671B, "--predict")
+    assert code == 0 and "192 ranks (128 trainers, 64 of engines) do not fit the 72 of GB300 NVL72" in text
+
+
+def test_sizes_have_the_unit_that_fits():
+    assert [plan_text._size(n) for n in (512, 2e6, 3.5e9, 1.25e12)] == ["512 bytes", "2.00 MB", "3.50 GB", "1.25 TB"]
+
+
+def test_a_critic_is_split_and_counted_without_the_output_layer(plan):
+    ppo = ("algorithm.name=ppo", "critic={placement: own, layout: {world_size: 2, pipeline: 2}}")
+    code, text = plan(SHALLOW, *RUN_30B, *ppo)
+    assert code == 0, text
+    line = next(line for line in text.splitlines() if line.startswith("critic"))
+    assert "2 ranks of its own: tensor 1 x pipeline 2 x data 1" in line
+    report = json.loads(plan(SHALLOW, *RUN_30B, *ppo, "--json")[1])
+    vocabulary, norm = SHALLOW["vocab_size"] * SHALLOW["hidden_size"], SHALLOW["hidden_size"]
+    layer = (report["parameters"] - 2 * vocabulary - norm) / 2
+    assert report["critic_largest_rank"] == layer + vocabulary, "a layer and the embedding"
+
+
+def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
+    ppo = ("algorithm.name=ppo", "critic={placement: own, layout: {world_size: 3, expert: 3}}")
+    code, text = plan(SHALLOW, *RUN_30B, *ppo)
+    assert code == 2, text
+    assert "critic.layout.expert=3 does not divide the 128 experts" in text
+    assert text.rstrip().endswith("the nearest that does is critic.layout.expert=2")
+
+
+# Memory, machines and suggestions -------------------------------------------------------------------------------------
+
+H100 = "cluster.gpu=h100"
+FULL = "trainer.recompute.granularity=full"
+
+
+def lines_of(text: str, start: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(start)]
+
+
+def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
+    layout = "trainer={world_size: 16, tensor: 2, pipeline: 2, expert: 8, expert_tensor: 1}"
+    report = json.loads(plan(QWEN3_30B, layout, "rollout.engines=[{tensor: 4, count: 3}]", "--json")[1])
+    places = report["rank_map"]
+    assert (places["gpus"], places["nodes"]) == (16 + 12, 4)
+    last = places["trainer"][13]
+    assert (last["node"], last["gpu"], last["pipeline"], last["tensor"], last["data"]) == (1, 5, 1, 1, 2)
+    assert last["layers"] == list(range(24, 48)) and last["expert"] == 5 and last["experts"] == [80, 95]
+    assert [engine["gpus"] for engine in places["engines"]] == [[16, 17, 18, 19], [20, 21, 22, 23], [24, 25, 26, 27]]
+    text = plan(QWEN3_30B, layout)[1]
+    assert "stage 1: ranks 8-15, nodes 1, layers 24-47, experts 0-15, 16-31, 32-47, ... by EP rank" in text
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_nearest_layout_that_does(plan):
+    code, text = plan(QWEN3_30B, *RUN_30B, H100)
+    assert code == 2
+    (refused,) = lines_of(text, "slimx: ")
+    assert "trainer rank 0 (stage 0) would need" in refused and "of a GPU's 79.6 GiB" in refused
+    (nearest,) = lines_of(text, "nearest")
+    assert "TP4 x EP8 x DP2, recompute" in nearest
+    overrides = text.splitlines()[text.splitlines().index(nearest) + 1].split()
+    assert plan(QWEN3_30B, *RUN_30B, H100, *overrides)[0] == 0
+    assert plan(QWEN3_30B, *RUN_30B, "cluster.gpu=h200")[0] == 0
+    assert plan(QWEN3_30B, *RUN_30B)[0] == 0, "without a GPU memory is told and not judged"
+
+
+def test_everything_that_is_violated_is_told_at_once(plan):
+    code, text = plan(
+        QWEN3_30B,
+        "trainer={world_size: 15, pipeline: 5, expert: 3, expert_tensor: 1, max_tokens_per_microbatch: 512}",
+        "rollout.engines=[{tensor: 4, expert: 3}]",
+        "rollout.max_prompt_tokens=100000",
+    )
+    assert code == 2
+    told = lines_of(text, "slimx: ")
+    for part in (
+        "trainer.expert=3 does not divide the 128 experts",
+        "trainer.pipeline=5 does not divide the model's 48 layers",
+        "exceed the model's 40960 positions",
+        "trainer.max_tokens_per_microbatch=512 does not hold",
+        "rollout.engines.expert=3 does not divide",
+    ):
+        assert sum(part in line for line in told) == 1, (part, told)
+    assert len(told) == 5
+
+
+def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):
+    code, text = plan(
+        QWEN3_30B,
+        "schedule={colocate: true, max_staleness: 1, updates_per_step: 5}",
+        "publish.transport=nccl",
+        "eval.prompts=held_out.jsonl",
+    )
+    assert code == 2
+    for part in ("schedule.max_staleness exclude", "updates_per_step 5 does not divide", "publish.transport=nccl"):
+        assert part in text
+
+
+def test_suggested_layouts_pass_the_plan(plan):
+    """Each of them, with everything that a run checks."""
+    code, text = plan(QWEN3_30B, *RUN_30B, H100, "--suggest", "--json")
+    report = json.loads(text[: text.rindex("}") + 1])
+    assert code == 2 and len(report["suggestions"]) == 5, "the run as configured is still refused"
+    costs = [each["cost"] for each in report["suggestions"]]
+    assert costs == sorted(costs)
+    for suggestion in report["suggestions"]:
+        code, text = plan(QWEN3_30B, *RUN_30B, H100, *suggestion["overrides"], "--json")
+        memory = json.loads(text)["trainer_memory"]
+        assert code == 0, text
+        assert max(record["peak"] for record in memory) == pytest.approx(suggestion["trainer_peak"], rel=1e-4)
+    (engine,) = report["suggested_engines"]
+    fields = ", ".join(f"{key}: {engine[key]}" for key in ("tensor", "expert", "dp_attention", "count", "nodes"))
+    told = json.loads(plan(QWEN3_30B, H100, FULL, *RUN_30B, f"rollout.engines=[{{{fields}}}]", "--json")[1])
+    (held,) = told["engine_memory"]
+    assert held["concurrency"] * held["count"] == engine["concurrency"]
+    assert engine["concurrency"] >= 2 * 1000, "more than the two servers as configured"
+
+
+def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
+    ppo = ("algorithm.name=ppo", "critic={}", H100, FULL)
+    code, text = plan(QWEN3_30B, *RUN_30B, *ppo)
+    assert code == 2 and "trainer and critic rank 0 (stage 0) would need" in text
+    lines = text.splitlines()
+    (nearest,) = (number for number, line in enumerate(lines) if line.startswith("nearest"))
+    assert plan(QWEN3_30B, *RUN_30B, *ppo, *lines[nearest + 1].split())[0] == 0
+
+
+def test_engines_that_do_not_fit_are_told_which_would(plan):
+    engines = "rollout.engines=[{tensor: 1, expert: 1, sglang: {mem_fraction_static: 0.6}}]"
+    code, text = plan(QWEN3_30B, RUN_30B[0], H100, FULL, engines)
+    assert code == 2 and "a rank of engine actor holds 56.9 GiB of weights" in text
+    (line,) = lines_of(text, "  engines   actor: count")
+    assert line.startswith("  engines   actor: count 1, tensor 2, expert 1, dp_attention 1, nodes 1:")
+
+
+def test_layouts_are_searched_for_a_named_gpu_only(plan):
+    code, text = plan(QWEN3_30B, *RUN_30B, "--suggest")
+    assert code == 2 and "set cluster.gpu" in text
+
+
+def test_nodes_and_dispatchers_are_judged_by_the_machine(plan):
+    code, text = plan(
+        SHALLOW,
+        "cluster={gpu: gb300, nodes: 1}",
+        "trainer={world_size: 4, expert: 4, expert_tensor: 1, moe: {dispatcher: flex}}",
+        "rollout.engines=[{tensor: 4, expert: 4}]",
+    )
+    assert code == 2
+    assert "needs 8 GPUs on 2 nodes of 4, and cluster.nodes is 1" in text
+    assert "flex_backend=deepep does not run on cluster.gpu=gb300" in text
+
+
+def test_colocated_ranks_are_weighed_in_turns(plan):
+    run = ("trainer={world_size: 8, expert: 8, expert_tensor: 1}", "schedule.colocate=true", FULL, "cluster.gpu=h200")
+    shared = "rollout.engines=[{tensor: 8, expert: 8, sglang: {mem_fraction_static: %s}}]"
+    small, large = (
+        json.loads(plan(QWEN3_30B, *run, "publish.transport=cuda_ipc", shared % share, "--json")[1].split("\nslimx")[0])
+        for share in (0.5, 0.9)
+    )
+    pair, trainer = small["colocated"], small["trainer_memory"][0]
+    assert trainer["away"] == trainer["overhead"], "all that the trainer holds leaves the GPU"
+    assert trainer["host_away"] == trainer["weights"] + trainer["optimizer"]
+    assert pair["margin"] == pair["memory"] - max(pair["training"], pair["generating"], pair["publishing"])
+    assert pair["training"] == trainer["peak"] + pair["engine_asleep"]
+    assert large["colocated"]["generating"] - pair["generating"] == pytest.approx(0.4 * pair["memory"], abs=2)
+    assert small["rank_map"]["gpus"] == 8
+
+
+def test_host_memory_is_counted_per_node(plan):
+    offload = "trainer.optimizer.offload=1"
+    fits, short = (plan(SHALLOW, *RUN_30B, H100, offload, f"cluster.host_memory_gib={gib}") for gib in (1000, 20))
+    assert fits[0] == 0 and short[0] == 2
+    assert "8 trainer ranks keep" in short[1] and "cluster.host_memory_gib is 20.0" in short[1]
+
+
+def test_bytes_go_over_the_links_between_the_ranks(plan):
+    def links(*overrides: str) -> dict[str, int]:
+        found = json.loads(plan(SHALLOW, *RUN_30B, H100, *overrides, "--json")[1])
+        assert sum(link["nbytes"] for link in found["links"]) == found["publication"]["nbytes"]
+        return {link["link"]: link["nbytes"] for link in found["links"]}
+
+    assert set(links("publish.transport=nccl")) == {"network"}, "trainers fill the first node"
+    assert set(links("publish.transport=nccl", "cluster.gpu=gb300")) == {"NVLink"}, "one domain of 72"
+    assert set(links("publish.transport=memory")) == {"host memory (PCIe)"}
+    own = links("publish.transport=cuda_ipc", "schedule.colocate=true")
+    assert set(own) == {"one GPU", "NVLink"}
+
+
+def test_the_batch_adds_up(plan):
+    report = json.loads(
+        plan(
+            SHALLOW,
+            "trainer={world_size: 8, pipeline: 2, max_tokens_per_microbatch: 4096}",
+            "rollout={prompts_per_step: 12, group_size: 4, max_prompt_tokens: 500, sampling: {max_new_tokens: 500}}",
+            "schedule.updates_per_step=3",
+            "--json",
+        )[1]
+    )["batch"]
+    assert (report["rollouts_per_step"], report["rollouts_per_update"], report["rollouts_per_data_rank"]) == (48, 16, 4)
+    assert (report["tokens_per_rollout"], report["tokens_per_step"]) == (1000, 48000)
+    assert report["microbatches_per_update"] == 1, "four rollouts of 999 positions fit 4,096"
+    assert report["bubble"] == pytest.approx(1 / 2)
+
+
+def test_the_page_on_planning_names_every_key_of_the_record():
+    text = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+    assert [key for key in PlanReport.model_fields if f"`{key}`" not in text] == []
+    described = PlanReport.model_json_schema()["$defs"]["TrainerMemory"]["properties"]
+    assert described["optimizer"]["description"] == "on the device"

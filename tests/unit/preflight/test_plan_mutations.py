@@ -1,0 +1,88 @@
+"""`slimx plan` answers every wrong configuration in seconds: a report or one sentence, exit code 0 or 2."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from slimx import cli
+from tests.unit.config.config_mutations import ROOT, Case, case
+
+CPU_SECONDS = 10.0
+"""CPU seconds that one plan may take on one core."""
+
+
+def problem(
+    mutated: Case, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> str | None:
+    """The fault of the answer to `mutated`; None if it has none."""
+    file = folder / "run.yaml"
+    file.write_text(mutated.text)
+    monkeypatch.setattr(sys, "argv", ["slimx", "plan", str(file), *mutated.overrides])
+    began, code = time.process_time(), 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException as error:  # a traceback, whatever it is of
+        return f"{mutated.what}: {type(error).__name__}: {str(error)[:200]}"
+    seconds = time.process_time() - began
+    _, told = capsys.readouterr()
+    if code not in (0, 2):
+        return f"{mutated.what}: exit code {code}"
+    lines = told.splitlines()
+    usage = bool(lines) and lines[0].startswith("Usage:")  # arguments that the command line itself refuses
+    if not usage and (bool(lines) != (code == 2) or not all(line.startswith("slimx: ") for line in lines)):
+        return f"{mutated.what}: exit code {code} with {told[:300]!r}"
+    if any(ord(letter) < 32 and letter != "\n" for letter in told):
+        return f"{mutated.what}: control characters in {told[:300]!r}"
+    if seconds > CPU_SECONDS:
+        return f"{mutated.what}: {seconds:.1f} s"
+    return None
+
+
+def answers(cases: Iterable[Case], folder: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)  # model.path of the shipped configurations is relative to it
+    problems = [found for each in cases if (found := problem(each, folder, capsys, monkeypatch)) is not None]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.timeout(1800)  # for hangs: it takes 20 s
+def test_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
+    answers((case(seed, small=True) for seed in range(200)), tmp_path, capsys, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+def test_thousands_of_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
+    answers((case(seed) for seed in range(5000)), tmp_path, capsys, monkeypatch)
+
+
+FROZEN_OUT = "rollout.engines=[{count: 8, nodes: 4, tensor: 32, expert: 32, dp_attention: 32, sglang: %s}]"
+TOO_LARGE = {
+    "an engine without room": ("kimi-k2", FROZEN_OUT % "{mem_fraction_static: 0.1, moe_dense_tp_size: 1}"),
+    "an impossible share": ("kimi-k2", FROZEN_OUT % "{mem_fraction_static: 16}"),
+    "no engines, moments on the GPU": (
+        "kimi-k2",
+        "rollout.engines=[]",
+        "algorithm.name=sft",
+        "schedule.colocate=false",
+        "trainer.optimizer.offload=0",
+    ),
+    "bf16 engines": ("glm-4.5", "publish.quantise=null"),
+    "a small GPU": ("deepseek-v3", "cluster.gpu_memory_gib=20"),
+    "too many ranks": ("qwen3-30b-a3b", "trainer.world_size=1000000000"),
+    "too many tokens": ("qwen3-30b-a3b", f"trainer.max_tokens_per_microbatch={10**30}"),
+}
+
+
+@pytest.mark.timeout(900)  # for hangs: seconds are counted by the processor's clock
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_run_that_cannot_fit_is_answered_too(name: str, tmp_path, capsys, monkeypatch):
+    stem, *overrides = TOO_LARGE[name]
+    text = (ROOT / "configs" / "moe" / f"{stem}.yaml").read_text()
+    answers([Case(name, text, overrides)], tmp_path, capsys, monkeypatch)

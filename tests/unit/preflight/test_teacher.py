@@ -1,0 +1,50 @@
+"""A teacher of another architecture is refused before the run starts, by the number that differs."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slimx.errors import SlimxError
+from slimx.models.families import read_model
+from slimx.preflight.checks.teacher import check_teacher
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("policy")
+    runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](out, seed=1)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rms_norm_eps": 1e-3}, "layernorm_epsilon is 0.001, not 1e-06"),
+        ({"num_experts_per_tok": 1}, "moe_router_topk is 1, not 2"),
+        ({"vocab_size": 130}, "vocab_size is 130, not 128"),
+    ],
+)
+def test_another_number_in_its_configuration_is_named(policy, tmp_path, change, told):
+    other = shutil.copytree(policy, tmp_path / "teacher")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(SlimxError) as refused:
+        check_teacher(str(other), read_model(str(policy)))
+    assert told in str(refused.value) and str(other) in str(refused.value)
+
+
+def test_the_same_architecture_is_taken_and_a_lost_file_is_not(policy, tmp_path):
+    other = shutil.copytree(policy, tmp_path / "teacher")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 77}))
+    check_teacher(str(other), read_model(str(policy)))
+    (other / "model.safetensors").unlink()
+    with pytest.raises(SlimxError, match="teacher"):
+        check_teacher(str(other), read_model(str(policy)))

@@ -1,0 +1,57 @@
+"""The documentation keeps up with the code: the generated page, and every file and key that the pages name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slimx.config.schema import Config
+from tools.docs import make_architecture
+from tools.docs.make_configuration import PAGE, page
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_page_of_the_configuration_is_that_of_the_schema():
+    assert PAGE.read_text() == page(), "run python tools/docs/make_configuration.py"
+
+
+def test_the_picture_of_the_architecture_is_that_of_the_import_contracts():
+    assert make_architecture.PICTURE.read_text() == make_architecture.picture(), "run tools/docs/make_architecture.py"
+
+
+def test_every_key_of_the_schema_has_a_description():
+    def bare(model, prefix=""):
+        for name, field in model.model_fields.items():
+            inner = field.annotation
+            if hasattr(inner, "model_fields"):
+                yield from bare(inner, f"{prefix}{name}.")
+            elif not field.description:
+                yield prefix + name
+
+    assert list(bare(Config)) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_and_paths_in_the_documentation_lead_somewhere(path):
+    text = path.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    # Files of the repository in backquotes; what a run writes (runs/, RUN/) is not there.
+    named = re.findall(r"`((?:slimx|configs|docs|examples|tools|tests|csrc|requirements|benchmarks)/[\w./-]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_keys_in_the_documentation_exist(path):
+    sections = "|".join(Config.model_fields)
+    for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", path.read_text()):
+        model = Config
+        for part in key.split("."):
+            model = getattr(model, "model_fields", {}).get(part)
+            assert model is not None, f"{key} in {path.name}"
+            arguments = [a for a in getattr(model.annotation, "__args__", ()) if hasattr(a, "model_fields")]
+            model = arguments[0] if arguments else model.annotation

@@ -1,0 +1,127 @@
+"""Ranks fill the buckets of one publication: the publisher, one that maps its memory, one that sends from afar.
+
+Real processes over gloo: this one is the publisher (rank 0) and starts the other two.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slimx.layout.engine import EngineLayout
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.reshard.kernels import reference
+from slimx.reshard.pack.gather import PUBLISHER, Gatherer
+from slimx.reshard.pack.packer import Packer, Share, describe
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
+from slimx.reshard.plan.precision import Precision
+from tests.unit.layout.engine_stand import SERVED, engine_rank
+from tests.unit.layout.layout_stand import MODELS, Tensors, bytes_read, checkpoint, held_by_trainers
+
+MODEL, SIZES, ENGINE = MODELS["qwen"], Sizes(data=3), EngineSizes(tensor=2)
+WORLD, REMOTE, DEADLINE_S = 3, (2,), 60
+
+
+def plan(bucket_bytes: int = 8000) -> Plan:
+    return compile_plan(
+        MegatronLayout(MODEL.table, SIZES).parts(),
+        EngineLayout(SERVED["qwen"].table, ENGINE).parts(),
+        precision=Precision("float32", "bfloat16"),
+        bucket_bytes=bucket_bytes,
+        ranks=ENGINE.world,
+    )
+
+
+def dressed(tensors: Tensors) -> Tensors:
+    """Numbers that bf16 has to round."""
+    return {name: tensor.float() * 1.0001 for name, tensor in tensors.items()}
+
+
+def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, torch.Tensor]]:
+    """What every rank of a publication does; the publisher yields each bucket and its memory."""
+    torch.set_num_threads(1)
+    deadline = timedelta(seconds=DEADLINE_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD, timeout=deadline
+    )
+    try:
+        packer = Packer(plan(), rank, torch.load(directory / f"{rank}.pt"))
+        gatherer = Gatherer(packer, remote=REMOTE, group=dist.group.WORLD)
+        for bucket in range(packer.plan.count):
+            path = [gatherer.open(bucket) if rank == PUBLISHER else None]
+            dist.broadcast_object_list(path, PUBLISHER)
+            shares: list[Share | None] = [None] * WORLD
+            share = gatherer.fill(bucket, path[0])
+            dist.gather_object(share, shares if rank == PUBLISHER else None, PUBLISHER)
+            if rank == PUBLISHER:
+                form = packer.form(bucket)
+                memory = torch.from_file(path[0], size=form.size, dtype=torch.uint8)
+                yield describe(form, path[0], shares), memory
+                gatherer.release(bucket)
+                assert not Path(path[0]).exists()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen]]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for rank, held in enumerate(held_by_trainers(MODEL, SIZES)):
+        torch.save(dressed(held), tmp_path / f"{rank}.pt")
+    program = "import sys; from pathlib import Path; from tests.unit.reshard.test_gather import fill_all; "
+    program += "list(fill_all(int(sys.argv[1]), Path(sys.argv[2])))"
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path)]) for rank in range(1, WORLD)]
+    yield ranks
+    for process in ranks:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_beside_the_publisher_and_ranks_far_away_fill_the_same_buckets(tmp_path: Path, others):
+    threads = torch.get_num_threads()
+    found: list[Tensors] = [{}, {}]
+    for packed, memory in fill_all(PUBLISHER, tmp_path):
+        for target, tensors in enumerate(packed.targets):
+            for t in tensors:
+                found[target][t.name] = (
+                    memory[t.offset : t.offset + t.nbytes].view(torch.bfloat16).view(t.shape).clone()
+                )
+                assert t.checksum == reference.checksum(found[target][t.name]), t.name
+    torch.set_num_threads(threads)
+    sent = bytes_read(plan()).sum(axis=1)
+    assert all(process.wait(DEADLINE_S) == 0 for process in others) and (sent > 0).all()
+    for rank in range(ENGINE.world):
+        expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
+        assert found[rank].keys() == expected.keys()
+        assert all(found[rank][name].equal(tensor.bfloat16()) for name, tensor in expected.items())
+
+
+def test_memory_stays_between_publications_and_a_new_file_under_an_old_name_is_mapped_anew():
+    """A closed file's number goes to the next file: the other rank must write into that one."""
+    held = held_by_trainers(MODEL, SIZES)
+    ranks = [Gatherer(Packer(plan(), rank, dressed(held[rank])), remote=(), group=None) for rank in range(WORLD)]
+
+    def fill(bucket: int) -> tuple[str, torch.Tensor]:
+        path = ranks[PUBLISHER].open(bucket)
+        for rank in ranks:
+            rank.fill(bucket, path)
+        return path, torch.from_file(path, size=rank.packer.form(bucket).size, dtype=torch.uint8).clone()
+
+    path, filled = fill(0)
+    inode = Path(path).stat().st_ino
+    ranks[PUBLISHER].release()
+    assert fill(0)[0] == path and Path(path).stat().st_ino == inode, "a publication has ended: its memory is kept"
+    ranks[PUBLISHER].release(0)
+    assert not Path(path).exists()
+    again, refilled = fill(0)
+    assert again == path and Path(path).stat().st_ino != inode and refilled.equal(filled)

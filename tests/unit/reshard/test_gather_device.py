@@ -1,0 +1,167 @@
+"""Ranks fill the buckets of one publication in the memory of the publisher's GPU: the publisher, one whose own GPU
+reaches it, one that sends from afar.
+
+Real processes over gloo, each with the emulated device (cuda_stand): this one is the publisher, rank 0.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slimx.errors import SlimxError
+from slimx.reshard.kernels import reference
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
+from slimx.reshard.pack.packer import Packer, Share, describe
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.transports.device import fetch
+from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
+from slimx.trainer.worker import TrainerWorker
+from tests.unit.layout.engine_stand import SERVED, engine_rank
+from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
+from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
+from tests.unit.reshard.test_gather import DEADLINE_S, ENGINE, MODEL, REMOTE, SIZES, WORLD, dressed, plan
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import pytest
+from tests.unit.reshard.cuda_stand import use_emulator
+from tests.unit.reshard.test_gather_device import fill_all
+rank, directory, library = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+emulator = use_emulator(library, pytest.MonkeyPatch())
+list(fill_all(rank, directory))
+sys.exit(emulator.emulator_open())
+"""
+
+
+def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, DeviceGatherer]]:
+    """What every rank of two publications does; the publisher yields each bucket while it is held."""
+    torch.set_num_threads(1)
+    deadline = timedelta(seconds=DEADLINE_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD, timeout=deadline
+    )
+    try:
+        packer = Packer(plan(), rank, torch.load(directory / f"{rank}.pt"))
+        gatherer = DeviceGatherer(packer, remote=REMOTE, group=dist.group.WORLD)
+        for bucket in [*range(packer.plan.count)] * 2:
+            path = [gatherer.open(bucket) if rank == PUBLISHER else None]
+            dist.broadcast_object_list(path, PUBLISHER)
+            shares: list[Share | None] = [None] * WORLD
+            share = gatherer.fill(bucket, path[0])
+            dist.gather_object(share, shares if rank == PUBLISHER else None, PUBLISHER)
+            if rank == PUBLISHER:
+                yield describe(packer.form(bucket), path[0], shares), gatherer
+                gatherer.release(bucket)
+        gatherer.close()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_emulator(emulator_library, monkeypatch)
+
+
+@pytest.fixture
+def others(tmp_path: Path, emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen]]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for rank, held in enumerate(held_by_trainers(MODEL, SIZES)):
+        torch.save(dressed(held), tmp_path / f"{rank}.pt")
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(tmp_path), str(emulator_library)])
+        for rank in range(1, WORLD)
+    ]
+    yield ranks
+    for process in ranks:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_that_reach_the_publishers_device_and_ranks_that_do_not_fill_the_same_buckets(tmp_path, emulator, others):
+    threads = torch.get_num_threads()
+    found: list[Tensors] = [{}, {}]
+    paths = set()
+    for packed, _ in fill_all(PUBLISHER, tmp_path):
+        assert packed.on_device
+        paths.add(packed.path)
+        memory = fetch(packed.path, 0, packed.size, DEVICE)
+        for target, tensors in enumerate(packed.targets):
+            for t in tensors:
+                held = memory[t.offset : t.offset + t.nbytes].view(torch.bfloat16).view(t.shape)
+                assert t.checksum == reference.checksum(held), t.name
+                found[target][t.name] = held
+    torch.set_num_threads(threads)
+    assert len(paths) == 1, "a bucket that is released before the next is packed leaves it its memory"
+    sent = bytes_read(plan()).sum(axis=1)
+    assert [process.wait(DEADLINE_S) for process in others] == [0, 0], "no memory of the publisher is left open"
+    assert (sent > 0).all()
+    for rank in range(ENGINE.world):
+        expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
+        assert found[rank].keys() == expected.keys()
+        assert all(found[rank][name].equal(tensor.bfloat16()) for name, tensor in expected.items())
+
+
+def test_a_bucket_keeps_its_memory_until_it_is_released_and_there_are_two(emulator):
+    (held,) = [held for rank, held in enumerate(held_by_trainers(MODEL, SIZES)) if rank == PUBLISHER]
+    gatherer = DeviceGatherer(Packer(plan(), PUBLISHER, dressed(held)), remote=(), group=None)
+    first, second = (gatherer.open(bucket) for bucket in range(SLOTS))
+    assert first != second and gatherer.open(0) == first
+    with pytest.raises(SlimxError, match="bucket 2 has no memory: buckets 0 and 1 are in it; release one of them"):
+        gatherer.open(2)
+    gatherer.release(0)
+    assert gatherer.open(2) == first, "no third allocation"
+    gatherer.release()
+    assert {gatherer.open(bucket) for bucket in (3, 4)} == {first, second}
+    gatherer.close()
+    assert gatherer.open(0), "the next publication takes memory anew"
+    gatherer.close()
+
+
+def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
+    held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
+    held["embedding.word_embeddings.weight"][0, 0] = float("nan")
+    gatherer = DeviceGatherer(Packer(plan(bucket_bytes=10**6), PUBLISHER, held), remote=(), group=None)
+    with pytest.raises(SlimxError, match=r"model.embed_tokens.weight in bucket 0 holds a value that is infinite or no"):
+        gatherer.fill(0, gatherer.open(0))
+    gatherer.close()
+
+
+def test_a_trainers_worker_finds_who_reaches_its_device_and_gives_the_memory_back_when_it_is_offloaded(emulator):
+    held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
+    worker = object.__new__(TrainerWorker)  # without the process that its constructor makes its own
+    parallel, offloaded = SimpleNamespace(device=DEVICE, host_group=None), []
+    weights = SimpleNamespace(parameters=held)
+    worker._trainer = SimpleNamespace(
+        parallel=parallel,
+        weights=weights,
+        offloading=SimpleNamespace(away=()),
+        offload=lambda weights: offloaded.append(weights),
+    )
+    worker.rank, worker._gatherers, worker._critic = PUBLISHER, {}, None
+    worker._memory = PhaseMemory(ProcessMeter(), "generate")
+    for on_device in (True, False):
+        path = worker.probe(on_device)
+        assert path.startswith("cuda-ipc:") == on_device and worker.reaches(path)
+        assert not worker.reaches(path.replace(path.split("/")[0], "cuda-ipc:elsewhere") if on_device else "/nowhere")
+    for name, on_device in (("publish", True), ("export", False)):
+        worker.prepare(name, plan().to_bytes(), [], on_device)
+    path = worker.open_bucket("publish", 0)
+    on_device = worker.fill_bucket("publish", 0, path)
+    on_host = worker.fill_bucket("export", 0, worker.open_bucket("export", 0))
+    assert on_device.sums.any() and (on_device.sums == on_host.sums).all()
+    worker.release_buckets("publish", None)
+    (memory,) = worker._gatherers["publish"]._free
+    worker.offload()
+    assert offloaded == [True] and not memory._free.alive, "freed"

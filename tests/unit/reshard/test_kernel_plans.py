@@ -1,0 +1,130 @@
+"""The kernels hold to their reference on random plans: every op, rule, block shape, split and layout of memory."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from tests.unit.reshard.kernel_stand import DTYPE, Plan, Tensor, plan, random_tensor, random_weights, some_triton_scales
+
+TABLE = some_triton_scales()
+
+
+@pytest.fixture(autouse=True)
+def triton_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "scales.npy", TABLE.numpy())
+    monkeypatch.setattr(kernel, "TRITON_SCALES", tmp_path / "scales.npy")
+
+
+def packed(made: Plan, isa: str, threads: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    bucket, sums, flags = (
+        torch.full((made.nbytes,), 7, dtype=torch.uint8),
+        made.sums(),
+        np.zeros(len(made.places), "u4"),
+    )
+    kernel.pack(made.pieces, bucket, sums, flags, isa=isa, threads=threads)
+    return bucket, sums, flags
+
+
+def check(tensors: list[Tensor], made: Plan, *, by_piece: bool) -> np.ndarray:
+    """All instruction sets and numbers of threads agree with the reference; returns the flags."""
+    results = [packed(made, isa, threads) for isa in kernel.isas() for threads in (1, 3)]
+    bucket, sums, flags = results[0]
+    for other in results[1:]:
+        assert torch.equal(other[0], bucket)
+        assert other[1].tolist() == sums.tolist() and other[2].tolist() == flags.tolist()
+    if by_piece:
+        expected = torch.full_like(bucket, 7), made.sums(), np.zeros_like(flags)
+        reference.pack(made.pieces, *expected, TABLE)
+        assert torch.equal(bucket, expected[0])  # also that nothing else was written
+        assert sums.tolist() == expected[1].tolist() and flags.tolist() == expected[2].tolist()
+    wholes = [data for t in tensors for data in t.expected(TABLE)]
+    assert len(wholes) == len(made.places)
+    for data, (offset, nbytes), total in zip(wholes, made.places, sums.tolist(), strict=True):
+        assert np.array_equal(bucket.numpy()[offset : offset + nbytes], data)
+        assert total == reference.checksum(torch.from_numpy(data))
+    return flags
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_plans(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [(1, 1), (0, 5), (rng.randint(1, 40), rng.randint(1, 90)), (3, rng.randint(200, 500)), (33, 1)]
+    tensors = [
+        random_tensor(rng, shape, finite=True) for shape in (*shapes, (rng.randint(60, 140), rng.randint(9, 200)))
+    ]
+    flags = check(tensors, plan(tensors, rng), by_piece=True)
+    assert not flags.any()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_values_that_are_not_finite_poison_their_block_and_flag_their_tensor(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    tensors = [random_tensor(rng, (rng.randint(2, 40), rng.randint(2, 90)), finite=seed % 2 == k % 2) for k in range(4)]
+    made = plan(tensors, rng)
+    check(tensors, made, by_piece=True)
+
+
+LARGE = {
+    "bands of many blocks": (OP.QUANTISE_FP8, 2, RULE.IEEE, (128, 128), (300, 5000)),
+    "fp32 bands": (OP.QUANTISE_FP8, 4, RULE.UE8M0, (128, 128), (130, 2300)),
+    "a block as wide as a row": (OP.QUANTISE_FP8, 2, RULE.TE, (1, 9001), (7, 9001)),
+    "a block as large as the tensor": (OP.QUANTISE_FP8, 2, RULE.UE8M0, (300, 5001), (300, 5001)),
+    "blocks in one column": (OP.QUANTISE_FP8, 2, RULE.TRITON, (128, 1), (260, 3000)),
+    "mxfp8": (OP.QUANTISE_MXFP8, 2, RULE.MXFP8, (1, 32), (200, 5003)),
+    "fp32 to bf16": (OP.FP32_TO_BF16, 4, RULE.NONE, (0, 0), (3, 300_001)),
+    "bf16 to fp32": (OP.BF16_TO_FP32, 2, RULE.NONE, (0, 0), (1503, 401)),
+    "checked copy": (OP.COPY_CHECKED, 2, RULE.NONE, (0, 0), (3, 300_001)),
+    "copy of long rows": (OP.COPY, 2, RULE.NONE, (0, 0), (3, 300_001)),
+    "copy of short rows": (OP.COPY, 4, RULE.NONE, (0, 0), (1503, 401)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_tensors_are_cut_into_tiles_without_a_trace(name: str) -> None:
+    op, item, rule, block, shape = LARGE[name]
+    out = {OP.FP32_TO_BF16: 2, OP.BF16_TO_FP32: 4, OP.COPY: item, OP.COPY_CHECKED: item}.get(op, 1)
+    rng = random.Random(name)
+    values = random_weights(shape, DTYPE[item], rng)
+    for layout in (values, values.t().contiguous().t()):
+        tensors = [Tensor(op, layout, DTYPE[out], rule, block)]
+        check(tensors, plan(tensors, rng, whole=True), by_piece=False)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 32)])
+def test_large_tensors_are_dequantised_without_a_trace(block: tuple[int, int]) -> None:
+    mx = block == (1, 32)
+    values = random_weights((300, 5003), torch.bfloat16, random.Random(0))
+    codes, scales = reference.quantise(values, RULE.MXFP8 if mx else RULE.UE8M0, block)
+    op = OP.DEQUANTISE_MXFP8 if mx else OP.DEQUANTISE_FP8
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = [Tensor(op, codes, dtype, block=block, scales=scales)]
+        check(tensors, plan(tensors, random.Random(1), whole=True), by_piece=False)
+
+
+def test_what_the_program_has_set_for_its_floats_changes_nothing() -> None:
+    tensors = [
+        Tensor(
+            OP.QUANTISE_FP8, random_weights((64, 64), torch.bfloat16, random.Random(k)), torch.uint8, RULE.TE, (1, 64)
+        )
+        for k in range(3)
+    ]
+    made = plan(tensors, random.Random(0), whole=True)
+    assert torch.set_flush_denormal(True)
+    try:
+        flushed = [packed(made, isa, 1) for isa in kernel.isas()]
+        assert torch.tensor(1e-40) * 1.0 == 0.0  # in force
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(bucket, packed(made, "scalar", 1)[0]) for bucket, _, _ in flushed)
+
+
+def test_pieces_of_no_elements_do_nothing() -> None:
+    bucket, sums = torch.zeros(8, dtype=torch.uint8), np.zeros(1, np.uint64)
+    kernel.pack(np.zeros(0, PIECE), bucket, sums)
+    assert not bucket.any() and not sums.any()

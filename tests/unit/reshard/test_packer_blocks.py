@@ -1,0 +1,134 @@
+"""Quantised buckets hold the codes and scales of the reference, whichever rank quantised which block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from slimx.layout.engine import EngineLayout
+from slimx.layout.megatron import MegatronLayout
+from slimx.layout.parts import Part
+from slimx.layout.ranks import EngineSizes, Sizes
+from slimx.layout.table import Row, Table
+from slimx.models import deepseek_v3
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.kernels import reference
+from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
+from slimx.reshard.plan.precision import Precision, Quantisation
+from tests.unit.layout.engine_stand import SERVED, engine_rank
+from tests.unit.layout.layout_stand import (
+    MODELS,
+    Model,
+    Tensors,
+    checkpoint,
+    held_by_trainers,
+)
+from tests.unit.reshard.packer_stand import (
+    DTYPES,
+    HUGE,
+    Values,
+    assert_packed,
+    assert_runs_give_the_same,
+    is_bias,
+    one_thread,
+)
+
+
+@pytest.fixture(autouse=True)
+def single_threaded():
+    with one_thread():
+        yield
+
+
+WIDE = MODELS["deepseek"].hf | {
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+"""Dimensions of whole blocks of 128 for two ranks; kv_b_proj ends with half a block of columns."""
+
+
+def quantised(tensors: Tensors, parts: dict[str, Part], rule: Quantisation, block: tuple[int, int]) -> Tensors:
+    """Codes and scales by the reference, each matrix of a stack on its own."""
+    out: Tensors = {}
+    for name, tensor in tensors.items():
+        if not parts[name].quantised:
+            out[name] = tensor if is_bias(name) else tensor.bfloat16()
+            continue
+        made = (
+            [reference.quantise(m, kernel.RULE[rule.rule.upper()], block) for m in tensor.flatten(0, -3).unbind(0)]
+            if (tensor.dim() == 3)
+            else [reference.quantise(tensor, kernel.RULE[rule.rule.upper()], block)]
+        )
+        codes, scales = (torch.stack(each) if tensor.dim() == 3 else each[0] for each in zip(*made, strict=True))
+        out[name], out[name + "_scale_inv"] = codes, scales
+    return out
+
+
+@pytest.mark.parametrize("trainer", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("rule", "block"),
+    [("ieee", (128, 128)), ("te", (128, 128)), ("ue8m0", (128, 128)), ("mxfp8", (1, 32)), ("ieee", (16, 64))],
+)
+@pytest.mark.parametrize("engine", [None, EngineSizes(tensor=2, expert=2)], ids=["hf", "local"])
+def test_quantised_buckets_hold_the_references_codes_and_scales(rule: Any, block, engine, trainer: str):
+    model = Model(WIDE, deepseek_v3.weight_table(WIDE))
+    served = replace(SERVED["deepseek"], model=model, table=deepseek_v3.engine_table(WIDE))
+    sizes = Sizes(tensor=2, pipeline=2, data=2, expert=2)
+    whole = checkpoint(model)
+    if engine is None:
+        parts, numbered = list(checkpoint_parts(model.table)), [whole]
+    else:
+        parts = list(EngineLayout(served.table, engine).parts())
+        numbered = [engine_rank(served, whole, engine, rank) for rank in range(engine.world)]
+    how = Quantisation(rule, block)
+    plan = compile_plan(
+        MegatronLayout(model.table, sizes).parts(),
+        parts,
+        precision=Precision(trainer, "bfloat16", how),
+        bucket_bytes=300_000,
+        ranks=len(numbered),
+    )
+    values, dtype = Values(1 + max(int(t.max()) for t in whole.values())), DTYPES[trainer]
+    trainers = [values.dress(tensors, dtype) for tensors in held_by_trainers(model, sizes)]
+    by_name = {part.name: part for part in parts}
+    expected = [quantised(values.dress(tensors, dtype), by_name, how, block) for tensors in numbered]
+    assert_packed(plan, trainers, expected)
+    if rule == "te":
+        assert_runs_give_the_same(plan, trainers)
+
+
+@pytest.mark.parametrize(("rule", "block"), [("te", (4, 8)), ("mxfp8", (1, 32))])
+def test_odd_shapes_with_cut_blocks_travel_in_runs_too(rule: Any, block):
+    """Codes of 35 bytes before fp32 scales and bf16 values: each must stand where its kernel can write it."""
+    rows = tuple(
+        Row(f"{name}{k}", ((f"{name}{k}", shape),), quantised=name == "q", dtype="float32" if name == "f" else None)
+        for k, (name, shape) in enumerate([("q", (5, 7)), ("p", (3, 5)), ("q", (9, 11)), ("f", (3,)), ("q", (1, 1))])
+    )
+    table = Table(rows, layers=1, experts=0)
+    plan = compile_plan(
+        MegatronLayout(table, Sizes()).parts(),
+        parts := list(checkpoint_parts(table)),
+        precision=Precision("bfloat16", "bfloat16", how := Quantisation(rule, block)),
+        bucket_bytes=HUGE,
+    )
+    generator = torch.Generator().manual_seed(3)
+    held = {
+        row.name: torch.randn(row.sources[0][1], generator=generator).to(DTYPES[row.dtype or "bfloat16"])
+        for row in rows
+    }
+    by_name = {part.name: part for part in parts}
+    expected = {n: quantised({n: t}, by_name, how, block) if t.dim() == 2 else {n: t} for n, t in held.items()}
+    assert_packed(plan, [held], [{k: t for tensors in expected.values() for k, t in tensors.items()}])
+    assert_runs_give_the_same(plan, [held])

@@ -1,0 +1,179 @@
+"""Whole publications through two buckets of a device: what engines hold is right, whatever other engines do meanwhile.
+
+Trainer ranks, publisher and engines are in this process, on the emulated device (cuda_stand); the engines open, copy
+and prove buckets by the receiver's own functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from slimx.adapters.sglang.weights.buckets import open_bucket
+from slimx.adapters.sglang.weights.places import Held, Place, staged_sums
+from slimx.errors import SlimxError
+from slimx.layout.maps import Rect
+from slimx.layout.parts import matrix
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
+from slimx.reshard.pack.packer import Packer, describe
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import NoReceiverLeft, Staging
+from slimx.reshard.publish import Publisher
+from tests.unit.layout.engine_stand import SERVED, engine_rank
+from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
+from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
+from tests.unit.reshard.test_gather import ENGINE, MODEL, SIZES, dressed, plan
+
+
+@pytest.fixture(autouse=True)
+def emulator(emulator_library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    return use_emulator(emulator_library, monkeypatch)
+
+
+class Trainers:
+    """All ranks, each with its gatherer."""
+
+    def __init__(self) -> None:
+        self.held = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
+        packers = [Packer(plan(bucket_bytes=6_000), rank, held) for rank, held in enumerate(self.held)]
+        self.ranks = [DeviceGatherer(packer, remote=(), group=None) for packer in packers]
+        self.most = 0
+        """Buckets that were held at once."""
+
+    def scale(self, factor: float) -> None:
+        for held in self.held:
+            for tensor in held.values():
+                tensor.mul_(factor)
+
+    async def begin(self, manifest: Manifest) -> None: ...
+
+    async def forms(self) -> list[dict[str, str]]:
+        return [{}] * ENGINE.world
+
+    async def bucket_count(self) -> int:
+        return self.ranks[PUBLISHER].packer.plan.count
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        publisher = self.ranks[PUBLISHER]
+        path = publisher.open(bucket)
+        self.most = max(self.most, len(publisher._held))
+        await asyncio.sleep(0)
+        return describe(publisher.packer.form(bucket), path, [rank.fill(bucket, path) for rank in self.ranks])
+
+    async def release(self, bucket: int | None = None) -> None:
+        self.ranks[PUBLISHER].release(bucket)
+
+
+class Engine:
+    """All ranks of one. `spoil` is the bucket of which it meets a changed byte, `hang` the one that it never takes."""
+
+    incarnation = 1
+
+    def __init__(self, name: str, trainers: Trainers):
+        self.name, self.trainers, self.spoil, self.hang = name, trainers, -1, -1
+        self.staged: list[Tensors] = []
+        self.held: list[Tensors] = [{} for _ in range(ENGINE.world)]
+
+    async def inventory(self, encoding: str) -> list[dict[str, str]]:
+        return [{}] * ENGINE.world
+
+    async def begin(self, manifest: Manifest, staging: Staging) -> None:
+        self.staged = [{} for _ in range(ENGINE.world)]
+
+    async def stage(self, packed: PackedBucket, bucket: int) -> None:
+        await asyncio.sleep(600 if bucket == self.hang else 0)
+        for rank, tensors in enumerate(packed.targets):
+            entries = [tensor.to_json() for tensor in tensors]
+            views, device = open_bucket(packed.path, packed.size, entries, DEVICE)
+            if bucket == self.spoil and views:
+                next(iter(views.values())).view(torch.uint8)[..., 0] ^= 1
+            sums = staged_sums(views, {name: place_of(view) for name, view in views.items()}, device)
+            for tensor in tensors:
+                if sums[tensor.name][0] != tensor.checksum:
+                    raise SlimxError(f"engine {self.name}: tensor {tensor.name} has another checksum")
+            self.staged[rank] |= views
+
+    async def load(self) -> None:
+        for held, staged in zip(self.held, self.staged, strict=True):
+            held |= {name: view.clone() for name, view in staged.items()}
+        self.staged = [{} for _ in range(ENGINE.world)]
+
+    async def verify(self) -> int:
+        return sum(len(held) for held in self.held)
+
+    async def abort(self) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def commit(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+def place_of(view: torch.Tensor) -> Place:
+    """The place of a tensor that a rank holds as a whole."""
+    shape = tuple(view.shape)
+    return Place(view.dtype, shape, [Held("", shape, Rect(0, 0, 0, *matrix(shape), 0, 0))])
+
+
+class Members:
+    def __init__(self, engines: list[Engine]):
+        self.engines, self.epoch, self.out = engines, 0, set[str]()
+
+    def candidates(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.name not in self.out]
+
+    async def quarantine(self, engine: Engine, error: SlimxError) -> None:
+        self.out.add(engine.name)
+        self.epoch += 1
+
+    async def admit(self, engine: Engine) -> None: ...
+
+
+def assert_holds(engine: Engine, factor: float) -> None:
+    for rank in range(ENGINE.world):
+        expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
+        assert engine.held[rank].keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert engine.held[rank][name].equal((tensor * factor).bfloat16()), name
+
+
+@pytest.mark.parametrize("staging", ["model", "bucket"])
+async def test_an_engine_gets_every_version_whole_while_others_are_late_or_refuse(staging: Staging) -> None:
+    trainers = Trainers()
+    good, bad, late = engines = [Engine(name, trainers) for name in ("good", "bad", "late")]
+    members = Members(engines)
+    publisher = Publisher(trainers, members, deadline_s=60, step_deadline_s=30, staging=staging, encoding="local")
+    assert (await publisher.publish(1, trainer_step=1)).lost == []
+    for engine in engines:
+        assert_holds(engine, 1)
+
+    trainers.scale(2)
+    bad.spoil, late.hang, publisher.step_deadline_s = 1, 2, 2
+    done = await publisher.publish(2, trainer_step=2)
+    assert set(done.lost) == {"bad", "late"} and "has another checksum" in str(done.engines["bad"].error)
+    assert_holds(good, 2)
+
+    # Given up in the middle: two buckets were held, and the next publication finds memory for its own.
+    trainers.scale(2)
+    good.spoil = 1
+    with pytest.raises(SlimxError, match="version 3 was refused by every engine, step stage"):
+        await publisher.publish(3, trainer_step=3)
+    members.out.clear()
+    good.spoil, good.hang = -1, 0
+    members.out |= {"bad", "late"}
+    with pytest.raises(NoReceiverLeft):
+        await publisher.publish(3, trainer_step=3)
+    members.out.clear()
+    good.hang = bad.spoil = late.hang = -1
+    assert (await publisher.publish(3, trainer_step=3)).lost == []
+    for engine in engines:
+        assert_holds(engine, 4)
+    assert trainers.most == SLOTS and len(trainers.ranks[PUBLISHER]._free) == SLOTS
+    trainers.ranks[PUBLISHER].close()

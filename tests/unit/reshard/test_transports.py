@@ -1,0 +1,245 @@
+"""Every transport delivers the bytes or fails within its deadline, and a dead engine fails alone. Real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slimx.errors import SlimxError
+from slimx.reshard.kernels.cpu import checksum_tensor
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.reshard.transports import collective, disk
+from slimx.reshard.transports.collective import ChannelError, Receiving, Sending
+from slimx.reshard.transports.memory import MemoryFile, open_memory
+from tests.unit.reshard.transport_peer import Peer, region
+
+DEADLINE_S = 4.0
+MANIFEST = Manifest(policy="actor", version=7, trainer_step=7, membership_epoch=3)
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Callable[[int], list[Peer]]]:
+    """Living peers: those of an earlier test where they still live."""
+    made: list[Peer] = []
+
+    def take(count: int) -> list[Peer]:
+        made[:] = [peer for peer in made if peer.process.is_alive()]
+        new = [Peer() for _ in range(count - len(made))]
+        assert [peer.ask("ready") for peer in new] == ["ready"] * len(new)
+        made.extend(new)
+        return made[:count]
+
+    yield take
+    for peer in made:
+        peer.process.kill()
+
+
+class Packed:
+    """A bucket in memory: per target a matrix of random bytes of `kib`, a bfloat16 vector and an odd-sized one."""
+
+    def __init__(self, targets: int = 1, kib: int = 4):
+        generator = torch.Generator().manual_seed(1)
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        places, end = [], 0
+        for _ in range(targets):
+            matrix = torch.randint(0, 256, (kib, 1024), generator=generator, dtype=torch.uint8)
+            vector = torch.randn(96, generator=generator)
+            self.tensors.append({"matrix": matrix, "vector": vector.bfloat16(), "odd": vector[:33].clone()})
+            place = []
+            for name, tensor in self.tensors[-1].items():
+                kind = str(tensor.dtype).removeprefix("torch.")
+                place.append(PackedTensor(name, kind, tuple(tensor.shape), end, tensor.nbytes, checksum_tensor(tensor)))
+                end = -(-(end + tensor.nbytes) // 64) * 64
+            places.append(tuple(place))
+        self.file = MemoryFile(end)
+        for place, tensors in zip(places, self.tensors, strict=True):
+            for t in place:
+                self.file.bytes[t.offset : t.offset + t.nbytes] = tensors[t.name].flatten().view(torch.uint8)
+        self.bucket = PackedBucket(self.file.path, end, tuple(places))
+
+    def spoil(self) -> None:
+        """Change one byte of the last tensor."""
+        self.file.bytes[self.bucket.tensors[-1].offset] ^= 1
+
+
+def meet(peers: list[Peer], engine: str = "e0", epoch: int = 3) -> Sending:
+    opening = Sending.open(engine, epoch, ranks=len(peers), host="127.0.0.1", backend="gloo", deadline_s=DEADLINE_S)
+    for rank, peer in enumerate(peers):
+        peer.tell("join", opening.meeting, rank)
+    sending = opening.join()
+    assert [peer.answer() for peer in peers] == ["joined"] * len(peers)
+    return sending
+
+
+def failing(work: Callable[[], object], text: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ChannelError, match=text):
+        work()
+    assert time.monotonic() - began < DEADLINE_S + 60
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_mapped_by_other_processes_and_outlives_its_owners_close(peers):
+    packed, (peer, _) = Packed(2), peers(2)
+    assert [peer.ask("map", packed.bucket, target) for target in (0, 1)] == [3, 3]
+    packed.spoil()
+    assert peer.ask("map", packed.bucket, 0) == 3
+    assert peer.ask("map", packed.bucket, 1) == "tensor odd has another checksum"
+    packed.file.close()
+    assert "cannot be opened" in peer.ask("map", packed.bucket, 0)
+
+
+def test_mapped_memory_holds_no_file_and_lives_as_long_as_its_tensor():
+    file = MemoryFile(4096)
+    held = set(os.listdir("/proc/self/fd"))
+    mapped = [open_memory(file.path, 4096) for _ in range(3)]
+    assert set(os.listdir("/proc/self/fd")) == held
+    file.bytes[5] = 7
+    path = file.path
+    file.close()
+    del file
+    assert not os.path.exists(path) and all(int(memory[5]) == 7 for memory in mapped)
+
+
+# Gloo -----------------------------------------------------------------------------------------------------------------
+
+
+def test_gloo_brings_every_rank_all_bytes_or_each_rank_its_own(peers):
+    packed, both = Packed(2), peers(2)
+    sending = meet(both)
+    for peer in both:
+        peer.tell("receive", packed.bucket, False)
+    sending.broadcast(packed.file.bytes)
+    assert [peer.answer() for peer in both] == [3, 3]
+    for rank, peer in enumerate(both):
+        peer.tell("receive", packed.bucket, True)
+        start, stop = region(packed.bucket, rank)
+        sending.send(packed.file.bytes[start:stop], rank)
+    assert [peer.answer() for peer in both] == [3, 3]
+    packed.spoil()
+    both[1].tell("receive", packed.bucket, True)
+    sending.send(packed.file.bytes[slice(*region(packed.bucket, 1))], 1)
+    assert both[1].answer() == "tensor odd has another checksum"
+    sending.close()
+    failing(lambda: sending.broadcast(packed.file.bytes), "is closed")
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_never_answers_fails_its_engines_channel_alone(peers, fault):
+    packed, (first, second) = Packed(kib=16 * 1024), peers(2)
+    lost, kept = meet([first], "e0"), meet([second], "e1")
+    first.tell("receive", packed.bucket, False)
+    os.kill(first.process.pid, fault)
+    failing(
+        lambda: [lost.broadcast(packed.file.bytes) for _ in range(3)],
+        r"the gloo channel of engine e0 \(epoch 3\): a broadcast failed on rank 0 of 2",
+    )
+    failing(lambda: lost.broadcast(packed.file.bytes), "is closed; a broadcast needs a new one")
+    second.tell("receive", packed.bucket, False)
+    kept.broadcast(packed.file.bytes)
+    assert second.answer() == 3
+    first.process.kill()
+    first.process.join(60)
+
+
+def test_a_publisher_that_goes_away_does_not_hold_a_rank(peers):
+    packed, (peer,) = Packed(), peers(1)
+    sending = meet([peer])
+    peer.tell("receive", packed.bucket, False)
+    began = time.monotonic()
+    sending.close()
+    assert "a broadcast failed on rank 1 of 2" in peer.answer(DEADLINE_S + 60)
+    assert time.monotonic() - began < DEADLINE_S + 60
+
+
+def test_nobody_waits_for_ever_at_a_meeting_and_an_old_one_is_over():
+    opening = Sending.open("e0", 4, ranks=1, host="127.0.0.1", backend="gloo", deadline_s=0.5)
+    failing(opening.join, "the meeting failed on rank 0 of 2")
+    meeting = opening.meeting
+    del opening
+    failing(lambda: Receiving.join(meeting, 0), "has no meeting at 127.0.0.1|the meeting failed on rank 1")
+
+
+def test_no_group_is_made_before_all_are_at_the_meeting(monkeypatch):
+    """NCCL would wait for one that is absent without a deadline."""
+    made = []
+    monkeypatch.setattr(collective, "_make_nccl_group", lambda *given: made.append(given))
+    opening = Sending.open("e0", 4, ranks=1, host="127.0.0.1", backend="nccl", deadline_s=0.5)
+    failing(opening.join, "the nccl channel of engine e0 .epoch 4.: the meeting failed on rank 0 of 2")
+    assert made == []
+    Sending.open("e0", 4, ranks=0, host="127.0.0.1", backend="nccl", deadline_s=0.5).join()
+    assert len(made) == 1
+
+
+# Disk -----------------------------------------------------------------------------------------------------------------
+
+
+def written(shelf: disk.Shelf, manifest: Manifest, *packed: Packed) -> list[PackedBucket]:
+    shelf.begin(manifest)
+    return [shelf.add(number, one.bucket, one.file.bytes) for number, one in enumerate(packed)]
+
+
+def test_a_version_on_disk_is_read_without_its_writer_and_is_what_safetensors_reads_too(peers, tmp_path):
+    first, second, (peer,) = Packed(2), Packed(2, kib=8), peers(1)
+    shelf = disk.Shelf(tmp_path)
+    buckets = written(shelf, MANIFEST, first, second)
+    assert peer.ask("map", buckets[0], 1) == 3, "an engine may read a bucket before the version is complete"
+    assert disk.newest(tmp_path) is None
+    shelf.commit()
+    stored = disk.newest(tmp_path)
+    assert stored is not None and stored.manifest == MANIFEST
+    assert asyncio.run(stored.forms()) == [{"matrix": "uint8:8,1024", "vector": "bfloat16:96", "odd": "float32:33"}] * 2
+    for number in range(asyncio.run(stored.bucket_count())):
+        bucket = asyncio.run(stored.gather(number))
+        assert [peer.ask("map", bucket, target) for target in (0, 1)] == [3, 3]
+        assert all(tensor.offset % 64 == 0 for tensor in bucket.tensors)
+        read = load_file(bucket.path)
+        for rank, tensors in enumerate((first, second)[number].tensors):
+            assert all(torch.equal(read[f"rank {rank}: {name}"], tensor) for name, tensor in tensors.items())
+    with pytest.raises(SlimxError, match="which cannot be published as version 8"):
+        asyncio.run(stored.begin(Manifest(policy="actor", version=8, trainer_step=8, membership_epoch=3)))
+
+
+def test_a_changed_byte_on_disk_is_found_and_a_damaged_manifest_is_refused_by_name(peers, tmp_path):
+    (peer,), shelf = peers(1), disk.Shelf(tmp_path)
+    written(shelf, MANIFEST, Packed())
+    shelf.commit()
+    (bucket,) = disk.newest(tmp_path).buckets
+    with Path(bucket.path).open("r+b") as file:
+        file.seek(bucket.tensors[-1].offset)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    assert peer.ask("map", bucket, 0) == "tensor odd has another checksum"
+    path = tmp_path / "version-000007" / disk.MANIFEST
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(SlimxError, match=r"version-000007/manifest.json cannot be read \(JSONDecodeError"):
+        disk.newest(tmp_path)
+
+
+def test_an_unfinished_version_does_not_count_and_the_newest_complete_one_stays_alone(tmp_path):
+    shelf, packed = disk.Shelf(tmp_path), Packed()
+    written(shelf, MANIFEST, packed)
+    shelf.commit()
+    later = Manifest(policy="actor", version=8, trainer_step=8, membership_epoch=3)
+    written(shelf, later, packed)
+    assert disk.newest(tmp_path).manifest == MANIFEST, "a writer that dies here leaves version 7"
+    other = disk.Shelf(tmp_path)
+    written(other, later, packed, packed)
+    other.commit()
+    assert disk.newest(tmp_path).manifest == later and len(disk.newest(tmp_path).buckets) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["version-000008"]
+    written(other, later, packed)
+    other.commit()
+    assert len(disk.newest(tmp_path).buckets) == 1, "a version that is published again replaces itself"

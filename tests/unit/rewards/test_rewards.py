@@ -1,0 +1,318 @@
+"""Each reward that comes with slimx pays what its page says, and refuses prompts and options that cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.rewards import choice, f1, http, judge, math, overlong, pattern, remote
+from slimx.rollout.hook_loading import load_hooks
+from tests.unit.rewards.reward_stand import context, judged, trajectory
+
+GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
+
+
+# Mathematics ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "value"),
+    [
+        ("18", "She has 9 eggs and sells them for $18.", 1.0),
+        ("18", "So the answer is \\boxed{18}", 1.0),
+        ("18", "The answer is 18.0", 1.0),
+        ("70000", "a profit of $70,000", 1.0),
+        ("\\frac{1}{2}", "The answer is $0.5$", 1.0),
+        ("(x+1)^2", "$x^2 + 2x + 1$", 1.0),
+        ("18", "The answer is 17", 0.0),
+        ("18", "18 is wrong, so \\boxed{20}", 0.0),
+        ("18", "", 0.0),
+        ("18", "I do not know", 0.0),
+    ],
+)
+def test_math_pays_for_the_value_that_a_response_ends_in(answer, text, value):
+    assert judged(math.reward, text, answer) == value
+
+
+def test_math_refuses_an_answer_without_a_value():
+    with pytest.raises(SlimxError, match="'p7' has the answer 'as you like', in which math-verify finds no"):
+        judged(math.reward, "18", "as you like")
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K files beside the repository")
+def test_math_agrees_with_the_graders_of_gsm8k_and_pays_every_gold_answer():
+    agreed = seen = 0
+    for line in (GSM8K / "example_model_solutions.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        answer = record["ground_truth"].rpartition("A: ")[2]
+        for said in (value for value in record.values() if isinstance(value, dict)):
+            seen += 1
+            agreed += judged(math.reward, said["solution"], answer) == said["is_correct"]
+    assert seen > 5000 and agreed / seen >= 0.99
+    solutions = [
+        json.loads(line)["answer"]
+        for name in ("test.jsonl", "train.jsonl")
+        for line in (GSM8K / name).read_text().splitlines()
+    ]
+    answers = [solution.rpartition("#### ")[2] for solution in solutions]
+    assert len(answers) > 8000
+    assert [answer for answer in answers if judged(math.reward, answer, answer) != 1.0] == []
+    # A whole solution may state another number in a way that looks more final: "33.333...%, rounded down #### 33".
+    assert sum(map(judged, [math.reward] * 2000, solutions, answers)) / 2000 >= 0.995
+
+
+# Choice, F1, form, length ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The answer is B.", "B"),
+        ("Answer: (C)", "C"),
+        ("**Answer:** D", "D"),
+        ("The answer is A. No, the answer is B", "B"),
+        ("the answer is A, hence \\boxed{\\text{C}}", "C"),
+        ("Because of gravity.\nD", "D"),
+        ("It must be\n(B) the second", "B"),
+        ("**A**", "A"),
+        ("A train leaves", None),
+        ("The answer is Berlin", None),
+        ("No idea", None),
+        ("", None),
+    ],
+)
+def test_choice_reads_the_letter_that_a_response_decides_for(text, letter):
+    assert choice.chosen(text) == letter
+    assert judged(choice.reward, text, "(b)") == float(letter == "B")
+
+
+def test_choice_refuses_an_answer_that_is_no_letter():
+    with pytest.raises(SlimxError, match="'E', which is none of the letters ABCD"):
+        judged(choice.reward, "E", "E", letters="ABCD")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "value"),
+    [
+        ("The Eiffel Tower!", "eiffel tower", 1.0),
+        ("the tower of Paris", "Eiffel Tower", 2 / 5),  # one word of three and of two
+        ("tower tower", "tower", 2 / 3),  # a word counts as often as it is there
+        ("London", "Paris", 0.0),
+        ("", "Paris", 0.0),
+        ("the", "a", 1.0),
+    ],
+)
+def test_f1_counts_shared_words(text, answer, value):
+    assert judged(f1.reward, text, answer) == pytest.approx(value)
+
+
+async def test_f1_takes_the_best_of_several_answers():
+    assert await f1.reward(context("big apple", answers=["New York", "The Big Apple"]), trajectory()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "value"),
+    [
+        ({"pattern": r"<think>.*</think>"}, "<think>a\nb</think> 4", 1.0),
+        ({"pattern": r"<think>.*</think>"}, "4", 0.0),
+        ({"pattern": r"<think>.*</think>", "whole": True}, "<think>a</think> 4", 0.0),
+        ({"pattern": r"= (?P<answer>\d+)"}, "2 = 2, 1 + 3 = 4", 1.0),
+        ({"pattern": r"= (?P<answer>\d+)"}, "4 = 4, 1 + 3 = 5", 0.0),
+    ],
+)
+def test_pattern_pays_for_a_form_and_for_the_answer_in_it(options, text, value):
+    assert judged(pattern.reward, text, "4", **options) == value
+
+
+def test_pattern_says_what_is_wrong_with_an_expression():
+    with pytest.raises(SlimxError, match=r"'\(' is no regular expression \(missing \)"):
+        judged(pattern.reward, "4", pattern="(")
+
+
+@pytest.mark.parametrize(("sampled", "value"), [(1, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (130, -1.0)])
+def test_overlong_falls_from_the_buffer_on(sampled, value):
+    assert judged(overlong.reward, "", sampled=sampled, limit=100, buffer=20) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_overlong_refuses_a_buffer_that_does_not_fit(buffer):
+    with pytest.raises(SlimxError, match=f"buffer is {buffer} and limit 100"):
+        judged(overlong.reward, "", limit=100, buffer=buffer)
+
+
+# Over HTTP ------------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Answers every POST with the next of `answers` (the last for ever): a status and a body."""
+
+    def __init__(self, *answers: tuple[int, Any]):
+        self.answers, self.asked = list(answers), []
+
+    async def __aenter__(self) -> Server:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", self._answer)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.asked.append((request.path, await request.json()))
+        status, body = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return web.Response(status=status, text=body if isinstance(body, str) else json.dumps(body))
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.01)
+
+
+async def test_a_remote_reward_is_asked_again_while_its_server_is_busy():
+    async with Server((503, "busy"), (429, "slower"), (200, {"reward": 0.5})) as server:
+        assert await remote.reward(context("hi", "4", level=2), trajectory(), url=server.url) == 0.5
+    assert len(server.asked) == 3
+    messages = [{"role": "user", "content": "Why?"}]
+    asked = {"id": "t", "prompt": messages, "text": "hi", "answer": "4", "metadata": {"level": 2}}
+    assert server.asked[-1][1] == asked
+
+
+async def test_a_remote_reward_may_have_parts():
+    async with Server((200, {"form": 1, "value": 0.25})) as server:
+        assert await remote.reward(context(), trajectory(), url=server.url) == {"form": 1, "value": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked", "text"),
+    [
+        ((404, "who?"), 1, "gave no reward after 1 requests, last status 404: who?"),
+        ((500, "oh"), 3, "gave no reward after 3 requests, last status 500: oh"),
+        ((200, "<html>"), 1, "answered no JSON"),
+        ((200, {"reward": "high"}), 1, "a reward is a number or an object of numbers"),
+        ((200, {}), 1, "a reward is a number or an object of numbers"),
+        ((200, True), 1, "a reward is a number or an object of numbers"),
+    ],
+)
+async def test_a_remote_reward_that_gives_none_is_named_with_what_it_said(answer, asked, text):
+    async with Server(answer) as server:
+        with pytest.raises(SlimxError) as refused:
+            await remote.reward(context(), trajectory(), url=server.url, retries=2)
+    assert text in str(refused.value) and server.url in str(refused.value) and len(server.asked) == asked
+
+
+async def test_a_server_that_is_not_there_is_named():
+    with pytest.raises(SlimxError, match=r"http://127.0.0.1:9 gave no reward after 2 requests, last ClientConnector"):
+        await remote.reward(context(), trajectory(), url="http://127.0.0.1:9", retries=1)
+
+
+def chat(text: str) -> tuple[int, Any]:
+    return 200, {"choices": [{"message": {"content": text}}]}
+
+
+async def test_a_judge_reads_question_answer_and_response_and_its_last_score_counts():
+    async with Server(chat("Score: 3? No. Score: 7.5")) as server:
+        value = await judge.reward(context("{answer} is {x}", "4"), trajectory(), url=server.url)
+    assert value == 0.75
+    path, body = server.asked[0]
+    assert path == "/v1/chat/completions" and body["temperature"] == 0.0
+    said = body["messages"][0]["content"]
+    assert "Why?" in said and "Reference answer:\n4\n" in said and "judged:\n{answer} is {x}\n" in said
+
+
+async def test_a_judge_without_a_score_is_an_error_and_not_a_zero():
+    async with Server(chat("I like it")) as server:
+        with pytest.raises(SlimxError, match="wrote no score that .* finds, but 'I like it'"):
+            await judge.reward(context("x"), trajectory(), url=server.url)
+
+
+async def test_a_reward_model_scores_the_whole_conversation():
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return " ".join(map(str, ids))
+
+    ctx = context("x")
+    object.__setattr__(ctx, "tokenizer", Tokenizer())
+    async with Server((200, [{"embedding": [1.25]}])) as server:
+        assert await judge.score(ctx, trajectory(2), url=server.url) == 1.25
+    assert server.asked == [("/classify", {"text": ["1 2 3"]})]
+    async with Server((200, [{"embedding": [1.0, 2.0]}])) as server:
+        with pytest.raises(SlimxError, match="a reward model gives one number"):
+            await judge.score(ctx, trajectory(), url=server.url)
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def hooks_of(**reward: Any) -> Any:
+    sections = {"run": {"dir": "d"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
+    return load_hooks(Config.model_validate({**sections, "reward": reward}))
+
+
+PARTS = [
+    {"name": "right", "function": "slimx.rewards.exact.reward", "where": {"dataset": "sums"}},
+    {"name": "words", "function": "slimx.rewards.f1.reward", "where": {"dataset": "trivia"}, "weight": 2.0},
+    {
+        "name": "length",
+        "function": "slimx.rewards.overlong.reward",
+        "weight": 0.5,
+        "options": {"limit": 4, "buffer": 2},
+    },
+]
+
+
+async def test_each_prompt_gets_the_weighted_parts_that_fit_it():
+    reward = hooks_of(parts=PARTS).reward
+    assert await reward(context("4", "4", dataset="sums"), trajectory(3)) == {"right": 1.0, "length": -0.25}
+    trivia = await reward(context("big apple", "The Apple", dataset="trivia"), trajectory(1))
+    assert trivia == {"words": pytest.approx(4 / 3), "length": 0.0}
+    assert await reward(context("4", "4"), trajectory(1)) == {"length": 0.0}
+
+
+def test_a_prompt_that_no_part_fits_is_named_before_the_run():
+    reward = hooks_of(parts=PARTS[:2]).reward
+    reward.check([context(dataset="sums").prompt])
+    with pytest.raises(SlimxError, match="prompt 'p7' with metadata {'dataset': 'maps'} fits no entry of reward.parts"):
+        reward.check([context(dataset="sums").prompt, context(dataset="maps").prompt])
+
+
+async def test_a_hook_with_several_numbers_keeps_their_names_inside_its_part():
+    part = {"name": "server", "function": "slimx.rewards.remote.reward", "weight": 0.5}
+    async with Server((200, {"form": 1, "value": 3})) as server:
+        reward = hooks_of(parts=[{**part, "options": {"url": server.url}}]).reward
+        assert await reward(context(), trajectory()) == {"server/form": 0.5, "server/value": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        (
+            {"function": "slimx.rewards.pattern.reward"},
+            "missing a required argument: 'pattern'); write async def reward",
+        ),
+        ({"function": "slimx.rewards.pattern.reward"}, "or give what is missing in reward.options"),
+        ({"options": {"weight": 2}}, "reward.options: slimx.rewards.exact.reward(ctx"),
+        (
+            {"parts": [{"name": "a", "function": "slimx.rewards.maths.reward"}]},
+            "reward.parts.0.function: slimx.rewards",
+        ),
+        ({"function": "slimx.rewards.math.reward", "isolation": "thread"}, "set reward.isolation=auto"),
+        ({"parts": PARTS, "function": "a.b"}, "make the function one of the parts"),
+        ({"parts": [PARTS[0], PARTS[0]]}, "reward.parts names a part twice"),
+        ({"function": None, "options": {"a": 1}}, "reward.options is given but reward.function is null"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_refused_before_the_run(reward, text):
+    with pytest.raises((SlimxError, ValueError)) as refused:
+        hooks_of(**reward)
+    assert text in str(refused.value)

@@ -1,0 +1,112 @@
+"""What the tests of rollouts share: a manager over an engine in this process, with the quickstart's own tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimx.config.schema import Config
+from slimx.data.prompts import PromptSource
+from slimx.data.records import Group, Prompt, Trajectory
+from slimx.rollout import single_turn
+from slimx.rollout.client.generation import Completion
+from slimx.rollout.flow.manager import RolloutManager
+from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.rollout.flow.tickets import Batch
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "quickstart" / "make_model.py"
+
+
+@functools.cache
+def the_tokenizer() -> Any:
+    return runpy.run_path(str(TOOL))["make_tokenizer"]()
+
+
+def config_of(**rollout: Any) -> Config:
+    """4 groups of 2 a step; keys with a section (`reward__deadline`) go there, the others to `rollout`."""
+    sections: dict[str, dict[str, Any]] = {"rollout": {"prompts": "p", "prompts_per_step": 4, "group_size": 2}}
+    for key, value in rollout.items():
+        section, _, name = key.rpartition("__")
+        sections.setdefault(section or "rollout", {})[name] = value
+    return Config.model_validate({"run": {"dir": "d"}, "model": {"path": "m"}, **sections})
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(id=f"p{n}", messages=[{"role": "user", "content": f"{n}+1="}], answer=str(n + 1)) for n in range(64)]
+
+
+class FakeEngine:
+    """Three tokens that depend on the seed alone; one by the version at the start, two by the version at the end."""
+
+    def __init__(self, delay: float = 0.0, seed: int = 0) -> None:
+        self.version, self.delay, self.random = 0, delay, np.random.default_rng(seed)
+        self.seeds: list[int] = []
+        self.samplings: list[dict[str, Any]] = []
+        self.busy = self.busiest = 0
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
+    ) -> Completion:
+        self.seeds.append(seed)
+        self.samplings.append(sampling)
+        self.busy += 1
+        self.busiest = max(self.busiest, self.busy)
+        began = self.version
+        try:
+            await asyncio.sleep(self.random.uniform(0, self.delay) if self.delay else 0)
+        finally:
+            self.busy -= 1
+        ids = np.random.default_rng(seed).integers(4, 100, 3).astype(np.int32)
+        spans = [(0, 3, began)] if began == self.version else [(0, 1, began), (1, 3, self.version)]
+        return Completion(ids, np.full(3, -1.0, np.float32), spans, "stop", None, 0, 0.01)
+
+
+class Stand:
+    """A manager with what it works on, stopped at the end of `async with`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokenizer: Any = None,
+        generate: Generate = single_turn.generate,
+        reward: Reward | None = None,
+        keep: Keep | None = None,
+        engine: FakeEngine | None = None,
+    ) -> None:
+        self.engine = engine or FakeEngine()
+        self.maker = GroupMaker(config, Hooks(generate, reward, keep), tokenizer or the_tokenizer(), self.engine)
+        self.dropped: list[Outcome] = []
+        self.manager = RolloutManager(config, PromptSource(prompts(), 1), self.maker, self.dropped.append)
+
+    def publish(self, version: int) -> None:
+        self.engine.version = self.maker.version = version
+
+    async def next_batch(self) -> Batch:
+        return await self.manager.next_batch()
+
+    async def __aenter__(self) -> Stand:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.manager.stop()
+
+
+def ids_of(batches: Sequence[Batch]) -> list[str]:
+    return [group.id for batch in batches for group in batch.groups]
+
+
+def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
+    return [trajectory.token_ids.tolist() for group in groups for trajectory in group.trajectories]
+
+
+async def one(ctx: RewardContext, trajectory: Trajectory) -> float:
+    return 1.0

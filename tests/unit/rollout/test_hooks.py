@@ -1,0 +1,298 @@
+"""What a hook author works with: drafts that keep the provenance of every token, and checks before a run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slimx.data.records import Prompt, Span
+from slimx.errors import SlimxError
+from slimx.rollout import demonstrations, single_turn
+from slimx.rollout.client.generation import Completion
+from slimx.rollout.draft import Draft
+from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.hooks import RolloutContext, RolloutEngine
+from tests.unit.rollout.rollout_stand import FakeEngine, config_of, the_tokenizer
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+def draft_of(prompt: list[int]) -> Draft:
+    return Draft(prompt, id="g/0", rollout_id="g/0", group_id="g", index=0, seed=7, sampling={"temperature": 0.7})
+
+
+def completion(ids: list[int], versions: list[tuple[int, int, int]], *, before: int | None = None, **changes: Any):
+    """Log-prob of token i is -i / 8. `before`: tokens before it, for routes of all input positions."""
+    routes = None if before is None else np.arange(before + len(ids) - 1, dtype=np.uint8)[:, None, None]
+    fields = {
+        "token_ids": np.array(ids, np.int32),
+        "logprobs": -np.array(ids, np.float32) / 8,
+        "versions": versions,
+        "finish_reason": "stop",
+        "routed_experts": routes,
+        "cached_tokens": 0,
+        "seconds": 0.5,
+        "temperature": 0.7,
+    }
+    return Completion(**{**fields, **changes})
+
+
+def logprobs_of(trajectory: Any) -> list[float | None]:
+    return [None if np.isnan(x) else x for x in trajectory.logprobs.tolist()]
+
+
+def test_one_turn_keeps_prompt_and_sampled_tokens_apart():
+    draft = draft_of([1, 20, 21])
+    draft.add_sampled(completion([4, 6, 3], [(0, 1, 7), (1, 3, 8)], before=3))
+    t = draft.finish(metadata={"kept": True})
+    assert t.token_ids.tolist() == [1, 20, 21, 4, 6, 3] and t.token_ids.dtype == np.int32
+    assert t.loss_mask.tolist() == [0, 0, 0, 1, 1, 1]
+    assert logprobs_of(t) == [None, None, None, -0.5, -0.75, -0.375]
+    assert t.versions().tolist() == [-1, -1, -1, 7, 8, 8] and t.oldest_version == 7
+    assert t.spans == [
+        Span(start=0, stop=3, source="prompt"),
+        Span(start=3, stop=4, source="sampled", version=7),
+        Span(start=4, stop=6, source="sampled", version=8),
+    ]
+    assert t.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4]
+    assert t.sampling == {"temperature": 0.7, "seed": 7}
+    assert (t.id, t.rollout_id, t.group_id, t.index) == ("g/0", "g/0", "g", 0)
+    assert (t.status, t.finish_reason, t.timings, t.metadata) == (
+        "completed",
+        "stop",
+        {"generate": 0.5},
+        {"kept": True},
+    )
+
+
+def test_the_temperature_is_what_the_hook_asked_for_and_one_for_all_turns():
+    draft = draft_of([1, 20])
+    draft.add_sampled(completion([4], [(0, 1, 7)], temperature=0.25))
+    assert draft.sampling["temperature"] == 0.25
+    with pytest.raises(SlimxError, match=r"g/0 was sampled at temperatures 0\.25 and 0\.5; use one"):
+        draft.add_sampled(completion([4], [(0, 1, 7)], temperature=0.5))
+
+
+def test_two_turns_with_an_inserted_answer_between_them():
+    draft = draft_of([1, 20])
+    draft.add_sampled(completion([4, 6], [(0, 2, 7)], before=2))
+    assert draft.token_ids == [1, 20, 4, 6]
+    draft.add_inserted([30, 31])
+    draft.add_sampled(completion([8, 3], [(0, 2, 9)], before=6, finish_reason="length"))
+    t = draft.finish()
+    assert t.token_ids.tolist() == [1, 20, 4, 6, 30, 31, 8, 3]
+    assert t.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert logprobs_of(t) == [None, None, -0.5, -0.75, None, None, -1.0, -0.375]
+    assert t.versions().tolist() == [-1, -1, 7, 7, -1, -1, 9, 9] and t.oldest_version == 7
+    assert [(s.source, s.turn, s.start, s.stop) for s in t.spans] == [
+        ("prompt", 0, 0, 2),
+        ("sampled", 0, 2, 4),
+        ("inserted", 1, 4, 6),
+        ("sampled", 1, 6, 8),
+    ]
+    assert t.sampled_ids().tolist() == [4, 6, 8, 3]
+    # The last request saw the whole sequence, so that its routes cover the first turn and the insertion too.
+    assert t.routed_experts[:, 0, 0].tolist() == list(range(7))
+    assert t.status == "truncated" and t.timings == {"generate": 1.0}
+
+
+def test_an_inserted_tail_is_left_off_since_nothing_is_learnt_from_it():
+    draft = draft_of([1, 20])
+    draft.add_sampled(completion([4, 6], [(0, 2, 7)], before=2))
+    draft.add_inserted([30, 31])
+    draft.add_inserted([32])
+    t = draft.finish()
+    assert t.token_ids.tolist() == [1, 20, 4, 6] and len(t.loss_mask) == len(t.logprobs) == 4
+    assert [span.source for span in t.spans] == ["prompt", "sampled"] and len(t.routed_experts) == 3
+
+
+def test_sampled_tokens_kept_out_of_the_loss_keep_their_provenance():
+    draft = draft_of([1])
+    draft.add_sampled(completion([4], [(0, 1, 7)]), train=True)
+    draft.add_inserted([])
+    draft.add_sampled(completion([6, 3], [(0, 2, 8)]), train=False)
+    t = draft.finish()
+    assert t.loss_mask.tolist() == [0, 1, 0, 0] and t.versions().tolist() == [-1, 7, 8, 8]
+    assert [span.turn for span in t.spans] == [0, 0, 1]
+
+
+def test_a_demonstration_is_trained_and_has_no_version():
+    draft = draft_of([1, 20])
+    draft.add_inserted([8, 3], train=True)
+    draft.add_inserted([40])
+    t = draft.finish()
+    assert t.token_ids.tolist() == [1, 20, 8, 3] and t.loss_mask.tolist() == [0, 0, 1, 1]
+    assert logprobs_of(t) == [None] * 4 and t.oldest_version is None and t.routed_experts is None
+    assert t.status == "completed" and t.finish_reason is None
+
+
+@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")])
+def test_the_status_follows_the_last_completion(reason, status):
+    draft = draft_of([1])
+    draft.add_sampled(completion([4], [(0, 1, 7)], finish_reason=reason))
+    assert (draft.finish().status, draft.finish().finish_reason) == (status, reason)
+
+
+def test_a_draft_without_a_sampled_or_trained_token_is_refused():
+    draft = draft_of([1, 2])
+    draft.add_inserted([5])
+    with pytest.raises(SlimxError, match="trajectory g/0 has neither a sampled nor a trained token"):
+        draft.finish()
+
+
+def test_routes_that_do_not_cover_the_trajectory_are_refused():
+    """A trained insertion after the last completion: no engine has seen its tokens."""
+    draft = draft_of([1, 2])
+    draft.add_sampled(completion([4], [(0, 1, 7)], before=2))
+    draft.add_inserted([5], train=True)
+    with pytest.raises(SlimxError, match="routed experts of 2 positions for 4 tokens"):
+        draft.finish()
+
+
+def test_versions_that_do_not_cover_a_completion_are_refused():
+    draft = draft_of([1, 2])
+    draft.add_sampled(completion([4, 5, 6], [(0, 2, 7)]))
+    with pytest.raises(ValueError, match="spans cover 4 of 5 tokens"):
+        draft.finish()
+
+
+# The engine and the context of a rollout ------------------------------------------------------------------------------
+
+
+def context(engine: FakeEngine | None, **sampling: Any) -> RolloutContext:
+    return RolloutContext(
+        engine=RolloutEngine(engine, sampling, 5, routed_experts=False),
+        tokenizer=the_tokenizer(),
+        version=0,
+        evaluation=False,
+        seed=5,
+        group_id="g3",
+        index=1,
+    )
+
+
+async def test_turns_have_different_seeds_and_may_override_single_sampling_parameters():
+    engine = FakeEngine()
+    ctx = context(engine, temperature=0.7, max_new_tokens=4)
+    await ctx.engine.generate([1], turn=0)
+    await ctx.engine.generate([1], {"max_new_tokens": 9}, turn=1)
+    await ctx.engine.generate([1], turn=0)
+    assert engine.seeds[0] == engine.seeds[2] != engine.seeds[1]
+    assert engine.samplings == [{"temperature": 0.7, "max_new_tokens": n} for n in (4, 9, 4)]
+
+
+async def test_a_hook_that_asks_for_an_engine_in_a_run_without_one_is_told_so():
+    with pytest.raises(SlimxError, match=r"rollout\.engines is empty"):
+        await context(None).engine.generate([1])
+
+
+async def test_single_turn_continues_the_chat_template_of_its_prompt():
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "1+1="}])
+    t = await single_turn.generate(context(FakeEngine()), prompt)
+    assert the_tokenizer().decode(t.token_ids[:-3].tolist()) == "<user>1+1=<assistant>"
+    assert t.loss_mask.tolist() == [0] * 6 + [1] * 3 and (t.id, t.group_id, t.index) == ("g3/1", "g3", 1)
+
+
+async def test_demonstrations_train_the_answer_and_the_end_token():
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "1+1="}], answer="2")
+    t = await demonstrations.generate(context(None), prompt)
+    assert the_tokenizer().decode(t.token_ids.tolist()) == "<user>1+1=<assistant>2<end>"
+    assert t.loss_mask.tolist() == [0] * 6 + [1, 1]
+    with pytest.raises(SlimxError, match="prompt q has no answer"):
+        await demonstrations.generate(context(None), Prompt(id="q", messages=prompt.messages))
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+MODULE = """
+import functools
+
+async def generate(ctx, prompt): ...
+async def generate_with_options(ctx, prompt, *, retries=3): ...
+async def generate_one(ctx): ...
+def generate_blocking(ctx, prompt): ...
+async def reward(ctx, trajectory): ...
+def reward_blocking(ctx, trajectory): ...
+async def needs_more(ctx, trajectory, judge): ...
+judged = functools.partial(needs_more, judge=1)
+def keep(group): ...
+async def keep_async(group): ...
+limit = 3
+
+class Judge:
+    async def __call__(self, ctx, trajectory): ...
+
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def hooks_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_hooks.py").write_text(MODULE)
+    (tmp_path / "my_broken_hooks.py").write_text("raise ValueError('no judge configured')\n")
+    (tmp_path / "my_syntax.py").write_text("def reward(ctx trajectory):\n")
+    (tmp_path / "my_needy_hooks.py").write_text("import a_package_that_nobody_has\n")
+    (tmp_path / "my_script.py").write_text("import sys\nsys.exit(2)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("generate", "reward", "keep"),
+    [
+        ("generate", "reward", "keep"),
+        ("generate_with_options", "judge", "keep"),
+        ("generate", "judged", "keep"),
+    ],
+)
+def test_hooks_of_the_right_shape_are_loaded(hooks_on_path, generate, reward, keep):
+    hooks = load_hooks(
+        config_of(generate=f"my_hooks.{generate}", keep=f"my_hooks.{keep}", reward__function=f"my_hooks.{reward}")
+    )
+    import my_hooks
+
+    assert hooks.generate is getattr(my_hooks, generate)
+    assert hooks.reward is getattr(my_hooks, reward) and hooks.keep is my_hooks.keep
+
+
+def test_hooks_that_are_not_configured_are_none(hooks_on_path):
+    hooks = load_hooks(config_of(engines=[], algorithm__name="sft", reward__function=None))
+    assert hooks.generate is single_turn.generate and hooks.reward is None and hooks.keep is None
+
+
+REFUSED = [
+    ("generate", "generate", "rollout.generate is 'generate': give a dotted path"),
+    ("generate", "my_hooks:generate.now", "rollout.generate is 'my_hooks:generate.now': give a dotted path"),
+    ("generate", "no_such_package.hooks.generate", "No module named 'no_such_package'); is its folder on PYTHONPATH?"),
+    ("generate", "my_hooks.generat", "rollout.generate: module my_hooks has no generat"),
+    ("generate", "my_hooks.limit", "my_hooks.limit is a int; write async def limit(ctx, prompt)"),
+    (
+        "generate",
+        "my_hooks.generate_one",
+        "my_hooks.generate_one(ctx) cannot be called (too many",
+    ),
+    ("generate", "my_hooks.generate_blocking", "must be async; write async def generate_blocking(ctx, prompt)"),
+    ("reward__function", "my_hooks.reward_blocking", "must be async; write async def reward_blocking(ctx, trajectory)"),
+    ("reward__function", "my_hooks.needs_more", "reward.function: my_hooks.needs_more(ctx, trajectory, judge) cannot"),
+    ("reward__function", "my_broken_hooks.reward", "importing my_broken_hooks raised ValueError: no judge configured"),
+    ("reward__function", "my_syntax.reward", "importing my_syntax raised SyntaxError"),
+    ("reward__function", "my_needy_hooks.reward", "No module named 'a_package_that_nobody_has'"),
+    ("keep", "my_hooks.keep_async", "rollout.keep: my_hooks.keep_async must not be async; write def keep_async(group)"),
+    ("keep", "my_hooks.generate_blocking", "write def generate_blocking(group)"),
+]
+
+
+@pytest.mark.parametrize(("key", "path", "text"), REFUSED, ids=[f"{path}" for _, path, _ in REFUSED])
+def test_a_hook_that_cannot_work_is_refused_with_its_key_and_what_is_wrong(hooks_on_path, key, path, text):
+    with pytest.raises(SlimxError) as caught:
+        load_hooks(config_of(**{key: path}))
+    assert text in str(caught.value) and key.replace("__", ".") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_script_in_place_of_a_module_is_refused_with_its_key(hooks_on_path):
+    with pytest.raises(SlimxError, match=r"reward\.function: importing my_script raised SystemExit"):
+        load_hooks(config_of(reward__function="my_script.reward"))

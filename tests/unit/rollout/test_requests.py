@@ -1,0 +1,192 @@
+"""A request that is lost with its engine is sent again, the same request, a bounded number of times."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp.web
+import pytest
+
+from slimx.engines.outage import Outage
+from slimx.engines.server.keys import Keys
+from slimx.errors import DeadlineError, SlimxError
+from slimx.orchestration.service import prober
+from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.requests import KEY_HEADER, AnswerError
+from slimx.runtime.ports import free_port
+from tests.unit.rollout.rollout_stand import config_of
+
+GOOD = (
+    200,
+    {
+        "meta_info": {
+            "output_token_logprobs": [[-1.5, 4, None]],
+            "finish_reason": {"type": "stop"},
+            "weight_version": "6",
+            "cached_tokens": 0,
+        }
+    },
+)
+LOST = 500, {"error": {"code": "call_upstream_request_error", "message": "error sending request"}}
+NO_ENGINE = 503, {"error": {"message": "no available workers"}}
+REFUSAL = 400, {"error": {"message": "the prompt is too long"}}
+FAULT = 500, {"error": {"message": "the server's own mistake"}}
+
+
+async def _nothing() -> None: ...
+
+
+@asynccontextmanager
+async def client_of(
+    *answers: tuple[int, dict], on_lost: Callable[[], Awaitable[None]] = _nothing, **options: Any
+) -> AsyncIterator[tuple[GenerationClient, list[dict]]]:
+    """A client of a fake router that gives `answers` in turn, and its last one for ever; and the bodies it got."""
+    bodies: list[dict] = []
+
+    async def generate(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        bodies.append(await request.json())
+        if (key := request.headers.get(KEY_HEADER)) is not None:
+            bodies[-1]["key"] = key
+        status, answer = answers[min(len(bodies), len(answers)) - 1]
+        return aiohttp.web.json_response(answer, status=status)
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/generate", generate)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    try:
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with GenerationClient(url, ModelShape(10), on_lost=on_lost, **options) as client:
+            yield client, bodies
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("retries", [0, 1, 2])
+async def test_a_lost_request_is_sent_again_as_often_as_allowed_with_the_same_seed(retries):
+    for lost in range(retries + 2):
+        looks: list[int] = []
+
+        async def look(looks: list[int] = looks) -> None:
+            looks.append(1)
+
+        async with client_of(*[LOST] * lost, GOOD, retries=retries, on_lost=look) as (client, bodies):
+            if lost <= retries:
+                assert (await client.generate([1, 2], {"max_new_tokens": 3}, seed=9)).token_ids.tolist() == [4]
+            else:
+                with pytest.raises(SlimxError, match="answered 500: error sending request"):
+                    await client.generate([1, 2], {"max_new_tokens": 3}, seed=9)
+            assert len(bodies) == 1 + min(lost, retries) and all(body == bodies[0] for body in bodies)
+            assert bodies[0]["sampling_params"]["sampling_seed"] == 9
+            assert client.retried == len(looks) == min(lost, retries)
+
+
+async def test_a_request_that_finds_no_engine_waits_for_one_and_that_is_no_retry():
+    async with client_of(NO_ENGINE, LOST, NO_ENGINE, NO_ENGINE, GOOD, retries=1) as (client, bodies):
+        await client.generate([1], {}, seed=1)
+        assert (len(bodies), client.retried) == (5, 1)
+    async with client_of(NO_ENGINE, retry_s=0.2) as (client, bodies):
+        with pytest.raises(SlimxError, match="answered 503: no available workers"):
+            await client.generate([1], {}, seed=1)
+        assert client.retried == 0
+
+
+async def test_a_request_that_an_engine_refuses_is_final_and_one_that_it_fails_is_sent_again_after_a_look():
+    """Another engine may answer what this one fails; the look finds out whether this one fails everything."""
+    for answer, sent in (REFUSAL, 1), (FAULT, 3):
+        looks: list[int] = []
+
+        async def look(looks: list[int] = looks) -> None:
+            looks.append(1)
+
+        async with client_of(answer, on_lost=look) as (client, bodies):
+            with pytest.raises(AnswerError) as told:
+                await client.generate([1], {}, seed=1)
+            assert (told.value.status, told.value.code) == (answer[0], "request.refused")
+            assert len(bodies) == sent and len(looks) == sent - 1
+
+
+async def test_while_no_engine_serves_a_request_waits_and_neither_its_deadline_nor_its_retries_pass():
+    outage = Outage()
+    outage.begin()
+    async with client_of(LOST, GOOD, outage=outage, deadline_s=0.5, retry_s=0.1, retries=1) as (client, bodies):
+        asking = asyncio.create_task(client.generate([1], {}, seed=1))
+        await asyncio.sleep(0.8)
+        assert not asking.done() and not bodies, "longer than its deadline"
+        outage.end()
+        await asking
+        assert client.retried == 1
+
+
+async def test_a_stream_that_waits_for_an_engine_has_its_deadline_left():
+    outage = Outage()
+    outage.begin()
+    async with client_of(NO_ENGINE, outage=outage, deadline_s=0.4) as (client, bodies):
+
+        async def read() -> None:
+            async with client.stream([1], {}, 1) as stream:
+                async for _ in stream:
+                    pass
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.6)
+        assert not reading.done() and not bodies
+        outage.end()
+        with pytest.raises(DeadlineError):
+            await asyncio.wait_for(reading, 60)
+        assert bodies
+
+
+async def test_a_router_that_does_not_listen_is_waited_for_and_that_is_no_retry():
+    port = free_port()
+    async with GenerationClient(f"http://127.0.0.1:{port}", ModelShape(10), retry_s=20, retries=0) as client:
+        asking = asyncio.create_task(client.generate([1], {}, seed=1))
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+
+        async def generate(request: aiohttp.web.Request) -> aiohttp.web.Response:
+            return aiohttp.web.json_response(GOOD[1])
+
+        app = aiohttp.web.Application()
+        app.router.add_post("/generate", generate)
+        runner = aiohttp.web.AppRunner(app)
+        await runner.setup()
+        try:
+            await aiohttp.web.TCPSite(runner, "127.0.0.1", port).start()
+            await asyncio.wait_for(asking, 10)
+        finally:
+            await runner.cleanup()
+        assert client.retried == 0
+
+
+async def test_a_probe_asks_the_server_itself_once_for_what_rollouts_ask_for():
+    shape = ModelShape(10, layers=1, top_k=1, experts=4)
+    probe = prober(shape, config_of())
+    async with client_of(FAULT) as (broken, bodies), client_of(GOOD) as (without_experts, _):
+        with pytest.raises(AnswerError):
+            await probe(SimpleNamespace(url=broken.url, keys=Keys("key")))
+        assert (
+            len(bodies) == 1 and bodies[0]["return_logprob"] and "routed_experts" in bodies[0]["custom_labels"]["slimx"]
+        )
+        with pytest.raises(SlimxError, match="0 expert ids"):
+            await probe(SimpleNamespace(url=without_experts.url, keys=Keys("key")))
+
+
+async def test_the_deadline_of_a_request_covers_all_its_attempts():
+    async with client_of(NO_ENGINE, deadline_s=0.3) as (client, _), asyncio.timeout(60):
+        with pytest.raises(DeadlineError, match="a generation request"):
+            await client.generate([1], {}, seed=1)
+
+
+async def test_a_request_with_a_key_takes_another_one_when_it_was_lost():
+    """An engine that loses requests, but is not taken out of the router, must not hold them by their key."""
+    async with client_of(LOST, LOST, GOOD, GOOD) as (client, bodies):
+        for _ in range(2):
+            await client.sticky("g7").generate([1], {}, seed=1)
+        await client.generate([1], {}, seed=1)
+        assert [body.get("key") for body in bodies] == ["g7", "g7~1", "g7~2", "g7", None]

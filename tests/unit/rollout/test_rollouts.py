@@ -1,0 +1,390 @@
+"""A group whose rollout, reward or filter breaks is dropped with its reason, replaced, and takes no other along."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slimx.data.prompts import PromptSource
+from slimx.data.records import Group, Prompt, Trajectory
+from slimx.errors import DeadlineError, SlimxError
+from slimx.rollout import single_turn
+from slimx.rollout.flow.reward_pool import RewardPool
+from slimx.rollout.hooks import Generate, Reward, RewardContext, RolloutContext
+from tests.unit.rollout.rollout_stand import Stand, config_of, ids_of, one, prompts, the_tokenizer
+
+
+def second_prompt() -> str:
+    """Id of the prompt that ticket 1 gets."""
+    source = PromptSource(prompts(), 1)
+    return [source.next().id for _ in range(2)][1]
+
+
+# Rewards that break ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Set when the test ends, so that no hook hangs longer."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def poisoned(prompt_id: str, index: int, what: Any, released: threading.Event) -> Reward:
+    """A reward of 0.5, except for one rollout of one prompt."""
+
+    async def reward(ctx: RewardContext, trajectory: Trajectory) -> Any:
+        if (ctx.prompt.id, trajectory.index) != (prompt_id, index):
+            return 0.5
+        if what == "hangs":
+            while not released.is_set():
+                await asyncio.sleep(0.005)
+            return 0.5
+        if what == "blocks":
+            while not released.is_set():
+                time.sleep(0.005)
+            return 0.5
+        if isinstance(what, BaseException):
+            raise what
+        return what
+
+    return reward
+
+
+BROKEN = {
+    "raises": (ValueError("no verdict on 1+1"), "reward failed", "raised ValueError: no verdict on 1+1"),
+    "exits": (SystemExit(3), "reward failed", "SystemExit(3)"),
+    "hangs in await": ("hangs", "reward deadline", "waited 3 s for the reward of trajectory g1/1"),
+    "hangs in a blocking call": ("blocks", "reward deadline", "waited 3 s for the reward of trajectory g1/1"),
+    "returns NaN": (float("nan"), "reward failed", "returned nan for 'reward'"),
+    "returns infinity": (-math.inf, "reward failed", "returned -inf for 'reward'"),
+    "returns a bool": (True, "reward failed", "returned True for 'reward'"),
+    "returns a string": ("1.0", "reward failed", "returned '1.0' for 'reward'"),
+    "returns None": (None, "reward failed", "returned None for 'reward'"),
+    "returns no parts": ({}, "reward failed", "returned an empty dict"),
+    "returns a part that is NaN": ({"a": 1.0, "b": float("nan")}, "reward failed", "returned nan for 'b'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+async def test_a_broken_reward_fails_its_trajectory_and_drops_its_group_only(released, case):
+    what, reason, text = BROKEN[case]
+    config = config_of(max_failed_share=1.0, reward__deadline=3, reward__workers=1)
+    reward = poisoned(second_prompt(), 1, what, released)
+    async with Stand(config, reward=reward) as stand:
+        batch = await stand.next_batch()
+        assert ids_of([batch]) == ["g0", "g2", "g3", "g4"], "ticket 1 must be replaced by a new one at the end"
+        assert batch.dropped == Counter({reason: 1})
+        for group in batch.groups:
+            assert [(t.status, t.reward) for t in group.trajectories] == [("completed", 0.5)] * 2
+        (outcome,) = stand.dropped
+        assert outcome.failed and outcome.reason == reason and text in outcome.detail
+        good, bad = outcome.group.trajectories
+        assert (good.status, good.reward) == ("completed", 0.5)
+        assert bad.status == "failed" and bad.reward is None and text in bad.finish_reason
+        released.set()
+        await asyncio.sleep(0.05)
+        assert bad.status == "failed" and bad.reward is None, "a verdict after the deadline must not count"
+
+
+async def test_a_timeout_inside_a_reward_is_told_as_what_the_hook_raised(released):
+    config = config_of(max_failed_share=1.0, reward__deadline=30)
+    reward = poisoned(second_prompt(), 0, TimeoutError("sandbox did not answer"), released)
+    async with Stand(config, reward=reward) as stand:
+        batch = await stand.next_batch()
+        assert batch.dropped == Counter({"reward failed": 1})
+        assert "raised TimeoutError: sandbox did not answer" in stand.dropped[0].detail
+
+
+async def test_parts_of_a_reward_are_kept_and_add_up():
+    async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
+        return {"right": 1, "short": -0.25}
+
+    async with Stand(config_of(), reward=reward) as stand:
+        for group in (await stand.next_batch()).groups:
+            for trajectory in group.trajectories:
+                assert trajectory.reward == 0.75 and trajectory.reward_parts == {"right": 1.0, "short": -0.25}
+
+
+@pytest.mark.parametrize("value", [1, 1.0, np.float32(1), np.int64(1)])
+async def test_a_reward_may_be_any_real_number(value):
+    async def reward(ctx: RewardContext, trajectory: Trajectory) -> Any:
+        return value
+
+    async with Stand(config_of(), reward=reward) as stand:
+        rewards = [t.reward for group in (await stand.next_batch()).groups for t in group.trajectories]
+    assert rewards == [1.0] * 8 and {type(r) for r in rewards} == {float}
+
+
+async def test_a_reward_sees_the_sampled_text_of_its_own_prompt():
+    seen = {}
+
+    async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
+        seen[trajectory.id] = (ctx.prompt.answer, ctx.text)
+        return 0.0
+
+    async with Stand(config_of(), reward=reward) as stand:
+        for group in (await stand.next_batch()).groups:
+            for t in group.trajectories:
+                assert seen[t.id] == (group.prompt.answer, the_tokenizer().decode(t.token_ids[-3:].tolist()))
+
+
+async def test_waiting_for_a_free_worker_does_not_count_against_the_deadline():
+    async def slow(ctx: RewardContext, trajectory: Trajectory) -> float:
+        time.sleep(0.25)
+        return 1.0
+
+    config = config_of(reward__workers=1, reward__deadline=1.5)
+    async with Stand(config, reward=slow) as stand:
+        batch = await stand.next_batch()  # 8 calls of 0.25 s in one thread: the last one waits for 1.75 s
+        assert not batch.dropped
+
+
+def reward_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "slimx-reward"]
+
+
+async def test_a_hanging_reward_is_replaced_by_one_thread_and_all_end_with_the_manager(released):
+    before = set(reward_threads())
+
+    def started() -> set[threading.Thread]:
+        return set(reward_threads()) - before
+
+    async def until(count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(started()) != count:
+                await asyncio.sleep(0.005)
+
+    config = config_of(max_failed_share=1.0, reward__deadline=3, reward__workers=2)
+    async with Stand(config, reward=poisoned(second_prompt(), 0, "blocks", released)) as stand:
+        await stand.next_batch()
+        assert len(started()) == 3, "2 workers and the one that hangs"
+        released.set()
+        await until(2)
+    await until(0)
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_for_a_worker_costs_no_worker(released):
+    async def reward(ctx: Any, trajectory: Any) -> float:
+        while not released.is_set():
+            await asyncio.sleep(0.005)
+        return 1.0
+
+    pool = RewardPool(reward, workers=1, deadline_s=10)
+    try:
+        running = asyncio.create_task(pool.judge(None, None))
+        queued = asyncio.create_task(pool.judge(None, None))
+        await asyncio.sleep(0.05)
+        queued.cancel()
+        released.set()
+        assert await running == (1.0, {})
+        async with asyncio.timeout(60):
+            assert await pool.judge(None, None) == (1.0, {})
+    finally:
+        pool.close()
+
+
+async def test_each_reward_has_its_own_deadline_however_late_it_begins(released):
+    """Three that hang, one after the other on one worker: the deadlines of those that begin late are looked at too."""
+
+    async def reward(ctx: Any, trajectory: Any) -> float:
+        if trajectory.id != "right":
+            released.wait(30)
+        return 1.0
+
+    pool = RewardPool(reward, workers=1, deadline_s=0.05)
+    try:
+        async with asyncio.timeout(60):
+            said = await asyncio.gather(
+                *(pool.judge(None, SimpleNamespace(id=name)) for name in "abc"), return_exceptions=True
+            )
+            assert [type(each) for each in said] == [DeadlineError] * 3
+            assert all(f"trajectory {name}" in str(error) for name, error in zip("abc", said, strict=True))
+            pool.deadline_s = 20
+            assert await pool.judge(None, SimpleNamespace(id="right")) == (1.0, {})
+        assert pool.abandoned == 3
+    finally:
+        pool.close()
+
+
+async def test_a_reward_that_is_asked_for_after_the_end_is_an_error_and_no_wait():
+    async def reward(ctx: Any, trajectory: Any) -> float:
+        return 1.0
+
+    pool = RewardPool(reward, workers=1, deadline_s=10)
+    pool.close()
+    with pytest.raises(SlimxError, match="the reward of trajectory t was asked for after"):
+        async with asyncio.timeout(60):
+            await pool.judge(None, SimpleNamespace(id="t"))
+
+
+def test_a_reward_that_ends_after_the_run_raises_nothing_in_its_thread(released, monkeypatch):
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    before = set(reward_threads())
+
+    async def interrupted() -> None:
+        async with Stand(config_of(), reward=poisoned(second_prompt(), 0, "blocks", released)) as stand:
+            waiting = asyncio.create_task(stand.next_batch())
+            await asyncio.sleep(0.1)
+            waiting.cancel()
+
+    asyncio.run(interrupted())
+    released.set()
+    for thread in set(reward_threads()) - before:
+        thread.join(60)
+    assert not raised
+
+
+# Rollouts that break --------------------------------------------------------------------------------------------------
+
+
+def generating(prompt_id: str, what: Any) -> Generate:
+    """single_turn, except for rollout 1 of one prompt."""
+
+    async def generate(ctx: RolloutContext, prompt: Prompt) -> Any:
+        trajectory = await single_turn.generate(ctx, prompt)
+        if (prompt.id, ctx.index) != (prompt_id, 1):
+            return trajectory
+        if what == "hangs":
+            await asyncio.sleep(30)
+        if what in ("aborted", "failed"):
+            trajectory.status = what
+            return trajectory
+        if what == "nan":
+            trajectory.logprobs[-1] = np.nan
+            return trajectory
+        if isinstance(what, Exception):
+            raise what
+        return what
+
+    return generate
+
+
+BROKEN_ROLLOUTS = {
+    "raises": (KeyError("tool"), "generate failed", "single_turn.generate raised KeyError: 'tool'"),
+    "is refused by the engine": (SlimxError("no engine answers"), "generate failed", "no engine answers"),
+    "hangs": ("hangs", "generate deadline", "rollout g1/1"),
+    "returns something else": ({"text": "2"}, "generate failed", "returned a dict; return a Trajectory"),
+    "returns nothing": ([], "generate failed", "returned no trajectory for g1/1"),
+    "is aborted": ("aborted", "generate failed", "rollout g1/1 was aborted"),
+    "has a token without log-prob": ("nan", "generate failed", "g1/1 has a sampled token without a finite log-prob"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_ROLLOUTS)
+async def test_a_broken_rollout_drops_its_group_only(case):
+    what, reason, text = BROKEN_ROLLOUTS[case]
+    config = config_of(max_failed_share=1.0, rollout_deadline=3)
+    async with Stand(config, generate=generating(second_prompt(), what), reward=one) as stand:
+        batch = await stand.next_batch()
+        assert ids_of([batch]) == ["g0", "g2", "g3", "g4"]
+        assert batch.dropped == Counter({reason: 1})
+        (outcome,) = stand.dropped
+        assert outcome.failed and outcome.reason == reason and text in outcome.detail
+        assert outcome.group.prompt.id == second_prompt()
+
+
+async def test_a_hook_may_give_up_a_rollout_by_its_status():
+    config = config_of(max_failed_share=1.0)
+    async with Stand(config, generate=generating(second_prompt(), "failed")) as stand:
+        batch = await stand.next_batch()
+        assert batch.dropped == Counter({"generate failed": 1})
+
+
+async def test_a_timeout_inside_a_rollout_is_told_as_what_the_hook_raised():
+    config = config_of(max_failed_share=1.0)
+    hook = generating(second_prompt(), TimeoutError("tool did not answer"))
+    async with Stand(config, generate=hook) as stand:
+        batch = await stand.next_batch()
+        assert batch.dropped == Counter({"generate failed": 1})
+        assert "raised TimeoutError: tool did not answer" in stand.dropped[0].detail
+
+
+async def test_a_mistake_of_our_own_reaches_the_loop():
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(the_tokenizer(), name)
+
+        def decode(self, *_: Any, **__: Any) -> str:
+            raise RuntimeError("tokenizer out of order")
+
+    async with Stand(config_of(), tokenizer=Broken(), reward=one) as stand:
+        with pytest.raises(RuntimeError, match="tokenizer out of order"):
+            await stand.next_batch()
+
+
+# Shares and filters ---------------------------------------------------------------------------------------------------
+
+
+def failing(*tickets: int) -> Generate:
+    """single_turn, except that the groups of some tickets raise."""
+
+    async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+        if int(ctx.group_id[1:]) in tickets:
+            raise ValueError(f"ticket {ctx.group_id} is unlucky")
+        return await single_turn.generate(ctx, prompt)
+
+    return generate
+
+
+async def test_more_failures_than_the_share_stop_the_run_with_the_numbers_and_the_last_text():
+    async with Stand(config_of(max_failed_share=0.25), generate=failing(1, 2)) as stand:
+        with pytest.raises(SlimxError) as caught:
+            await stand.next_batch()
+    text = str(caught.value)
+    assert "2 groups of this step failed, more than rollout.max_failed_share=0.25 of 4 allows" in text
+    assert "generate failed: slimx.rollout.single_turn.generate raised ValueError: ticket g2 is unlucky" in text
+
+
+async def test_failures_within_the_share_of_each_step_do_not_add_up_over_steps():
+    async with Stand(config_of(max_failed_share=0.25), generate=failing(1, 6, 11)) as stand:
+        batches = [await stand.next_batch() for _ in range(3)]
+    assert [batch.dropped.total() for batch in batches] == [1, 1, 1]
+    assert ids_of(batches) == [f"g{n}" for n in range(15) if n not in (1, 6, 11)]
+
+
+async def test_filtered_groups_are_counted_by_reason_replaced_and_no_failure():
+    def keep(group: Group) -> bool | str:
+        number = int(group.id[1:])
+        return {1: "too easy", 2: False, 5: "too easy"}.get(number, True)
+
+    config = config_of(max_failed_share=0.0)
+    async with Stand(config, reward=one, keep=keep) as stand:
+        first, second = await stand.next_batch(), await stand.next_batch()
+    assert ids_of([first]) == ["g0", "g3", "g4", "g6"]
+    assert first.dropped == Counter({"filter: too easy": 2, "filter": 1})
+    assert ids_of([second]) == ["g7", "g8", "g9", "g10"] and not second.dropped
+    assert not any(outcome.failed for outcome in stand.dropped)
+
+
+async def test_a_filter_that_raises_is_a_failure_with_its_text():
+    def keep(group: Group) -> bool:
+        raise ZeroDivisionError("no spread")
+
+    async with Stand(config_of(max_failed_share=0.0), reward=one, keep=keep) as stand:
+        with pytest.raises(SlimxError, match="keep failed: ZeroDivisionError: no spread"):
+            await stand.next_batch()
+
+
+async def test_a_filter_may_answer_with_a_numpy_bool():
+    """The filter of dynamic sampling as everybody writes it."""
+
+    async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
+        return float(trajectory.index)
+
+    def keep(group: Group) -> Any:
+        return np.std([t.reward for t in group.trajectories]) > 0
+
+    async with Stand(config_of(schedule__step_deadline=60), reward=reward, keep=keep) as stand:
+        assert not (await stand.next_batch()).dropped

@@ -1,0 +1,298 @@
+"""A teacher that an engine serves scores finished rollouts: for which tokens it is asked, what becomes of a rollout
+that it cannot score, and what is refused before a run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from pydantic import ValidationError
+from tokenizers import Tokenizer
+
+from slimx.config.engines import Engines
+from slimx.data.batch import make_rows
+from slimx.data.codec import decode_groups, encode_groups
+from slimx.data.packing import pack
+from slimx.data.records import Prompt, Span, Trajectory
+from slimx.data.tokens import load_tokenizer
+from slimx.data.weights import loss_weights
+from slimx.errors import DeadlineError, SlimxError
+from slimx.preflight.checks.teacher import check_served_teacher
+from slimx.preflight.effects.effects import effects
+from slimx.rollout import single_turn
+from slimx.rollout.client.frozen import FrozenEngine
+from slimx.rollout.client.teacher import Teacher, check_vocabulary, make_teacher
+from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.hooks import Generate, RolloutContext
+from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
+
+ACTOR, TEACHER = {"name": "actor"}, {"name": "wise", "frozen": True, "model": "t"}
+SERVED = {"algorithm__name": "distillation", "algorithm__teacher_engine": "wise", "engines": [ACTOR, TEACHER]}
+
+
+class FakeTeacher:
+    """Each token's log-prob is its position over -8."""
+
+    def __init__(self, error: SlimxError | None = None) -> None:
+        self.error = error
+        self.asked: list[tuple[list[int], int]] = []
+
+    async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
+        self.asked.append(([int(token) for token in token_ids], start))
+        if self.error is not None:
+            raise self.error
+        return [-position / 8 for position in range(start, len(token_ids))]
+
+
+def maker(teacher: FakeTeacher, generate: Generate = single_turn.generate, **changes: Any) -> GroupMaker:
+    config = config_of(**{**SERVED, "reward__function": None, **changes})
+    return GroupMaker(config, Hooks(generate, one, None), the_tokenizer(), FakeEngine(), {"wise": teacher})
+
+
+def trajectory(mask: Sequence[int], **changes: Any) -> Trajectory:
+    """A prompt token, then sampled ones."""
+    length = len(mask)
+    fields = {
+        "id": "g/0",
+        "rollout_id": "g/0",
+        "group_id": "g",
+        "index": 0,
+        "token_ids": np.arange(10, 10 + length, dtype=np.int32),
+        "loss_mask": np.array(mask, np.uint8),
+        "logprobs": np.array([np.nan] + [-1.0] * (length - 1), np.float32),
+        "spans": [Span(start=0, stop=1, source="prompt"), Span(start=1, stop=length, source="sampled", version=0)],
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+# In the flow ----------------------------------------------------------------------------------------------------------
+
+
+async def test_each_rollout_is_scored_from_its_first_trained_token_on_and_the_scores_survive_a_checkpoint():
+    teacher = FakeTeacher()
+    outcome = await maker(teacher).make(prompts()[0], group_id="g", number=0)
+    assert outcome.reason is None and len(teacher.asked) == 2
+    for scored in decode_groups(encode_groups([outcome.group]))[0].trajectories:
+        (asked,) = [start for ids, start in teacher.asked if ids == scored.token_ids.tolist()]
+        first = int(np.flatnonzero(scored.loss_mask)[0])
+        assert asked == first and np.isnan(scored.teacher_logprobs[:first]).all()
+        assert scored.teacher_logprobs[first:].tolist() == [-n / 8 for n in range(first, len(scored.token_ids))]
+        assert scored.timings["teacher"] >= 0
+
+
+async def test_what_is_not_trained_is_not_scored():
+    """Answers of an evaluation, and the greedy rollout that is a baseline."""
+    teacher = FakeTeacher()
+    await maker(teacher).make(prompts()[0], group_id="g", number=0, evaluation=True)
+    assert not teacher.asked
+    remax = {"algorithm__name": "remax", "algorithm__teacher_coef": 0.1, "reward__function": "slimx.rewards.exact"}
+    outcome = await maker(teacher, **remax).make(prompts()[0], group_id="g", number=0)
+    assert outcome.group.baseline == 1.0 and len(teacher.asked) == 2
+    untrained = trajectory([0, 0, 0])
+    await Teacher(teacher, 1).score(untrained)
+    assert len(teacher.asked) == 2 and np.isnan(untrained.teacher_logprobs).all()
+
+
+async def test_no_more_requests_are_sent_at_once_than_the_run_allows():
+    class Slow(FakeTeacher):
+        busy = busiest = 0
+
+        async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
+            self.busy += 1
+            self.busiest = max(self.busiest, self.busy)
+            await asyncio.sleep(0.01)
+            self.busy -= 1
+            return await super().logprobs(token_ids, start=start)
+
+    teacher = Slow()
+    outcome = await maker(teacher, group_size=8, concurrency=3).make(prompts()[0], group_id="g", number=0)
+    assert outcome.reason is None and len(teacher.asked) == 8 and teacher.busiest == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SlimxError("frozen engines wise: no engine is left"), "teacher failed"),
+        (DeadlineError("a generation request", 600, "http://router"), "teacher deadline"),
+    ],
+)
+async def test_a_teacher_that_does_not_answer_fails_the_group_with_its_reason(error, reason):
+    outcome = await maker(FakeTeacher(error)).make(prompts()[0], group_id="g", number=0)
+    assert outcome.failed and outcome.reason == reason and outcome.detail == str(error)
+
+
+class Unable(FakeTeacher):
+    """A teacher that cannot say the token before the last one at all."""
+
+    name = "wise"
+
+    async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
+        said = await super().logprobs(token_ids, start=start)
+        return [-math.inf if position == len(token_ids) - 2 else value for position, value in enumerate(said, start)]
+
+
+async def test_a_trained_token_that_the_teacher_cannot_say_fails_its_rollout_alone():
+    teacher = Teacher(Unable(), 1)
+    tool = trajectory([0, 1, 0, 1])
+    await teacher.score(tool)
+    assert tool.teacher_logprobs[[1, 3]].tolist() == [-1 / 8, -3 / 8], "what a tool said is not trained"
+    with pytest.raises(SlimxError) as refused:
+        await teacher.score(trajectory([0, 1, 1, 1]))
+    assert (refused.value.code, refused.value.about) == ("teacher.logprob", "g/0")
+    outcome = await maker(Unable()).make(prompts()[0], group_id="g0", number=0)
+    assert outcome.reason == "teacher failed"
+
+
+async def test_a_rollout_that_its_hook_sampled_otherwise_is_not_scored():
+    async def cooler(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+        draft = ctx.draft(prompt)
+        completion = await ctx.engine.generate(draft.token_ids, {"temperature": 0.5})
+        draft.add_sampled(replace(completion, temperature=0.5))
+        return draft.finish()
+
+    teacher = FakeTeacher()
+    outcome = await maker(teacher, cooler).make(prompts()[0], group_id="g", number=0)
+    assert outcome.reason == "teacher failed" and not teacher.asked
+    assert "rollout g/0 was sampled at temperature 0.5 by its hook" in outcome.detail
+
+
+# To the trainers ------------------------------------------------------------------------------------------------------
+
+
+def test_scores_reach_the_trainers_where_tokens_are_predicted_and_are_demanded_of_every_rollout():
+    given = trajectory([0, 1, 0, 1], teacher_logprobs=np.array([np.nan, -1, np.nan, -3], np.float32))
+    weights = loss_weights([given], "token")
+    (row,) = make_rows([given], [0.0], weights, taught=True)
+    assert row.teacher_logprobs.tolist() == [-1, 0, -3] and row.teacher_logprobs.dtype == np.float32
+    assert make_rows([given], [0.0], weights)[0].teacher_logprobs is None
+    ((batch,),) = pack([row], data_size=1, max_tokens=8, multiple_of=4).shards
+    assert batch.teacher_logprobs.tolist() == [-1, 0, -3, 0]
+    for lost in (None, np.array([np.nan, -1, -2, np.nan], np.float32)):
+        given.teacher_logprobs = lost
+        with pytest.raises(SlimxError, match="trajectory g/0 has trained tokens without teacher_logprobs"):
+            make_rows([given], [0.0], weights, taught=True)
+    with pytest.raises(ValueError, match="teacher_logprobs has 2 entries for 4 tokens"):
+        trajectory([0, 1, 1, 1], teacher_logprobs=np.zeros(2, np.float32))
+
+
+def test_its_term_is_looked_at_by_the_effect_check():
+    shares = {effect.key: effect.share for effect in effects(config_of(**SERVED, reward__function=None))}
+    assert shares["algorithm.teacher_coef"] == 1.0, "there is no other advantage"
+
+
+def test_rollouts_that_are_replayed_have_their_scores():
+    assert make_teacher(config_of(**SERVED), {"wise": FakeTeacher()}) is not None
+    assert make_teacher(config_of(**SERVED, replay="runs/before"), {}) is None
+    assert make_teacher(config_of(), {}) is None
+
+
+# The request ----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def server(texts: Sequence[str] = ()) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+    """Answers as SGLang does; the bodies of what it was asked."""
+    bodies: list[dict[str, Any]] = []
+
+    async def generate(request: web.Request) -> web.Response:
+        bodies.append(body := await request.json())
+        ids = body["input_ids"][body["logprob_start_len"] :]
+        scored = [[None if not n else -float(token), token, None] for n, token in enumerate(ids)]
+        return web.json_response({"meta_info": {"input_token_logprobs": scored}})
+
+    async def detokenize(request: web.Request) -> web.Response:
+        bodies.append(body := await request.json())
+        return web.json_response({"text": [texts[token] for (token,) in body["tokens"]]})
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", generate), web.post("/v1/detokenize", detokenize)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", bodies
+    finally:
+        await runner.cleanup()
+
+
+async def test_logits_of_tokens_before_the_first_one_asked_for_are_not_computed():
+    async with server() as (url, bodies):
+        engine = FrozenEngine("wise", url, deadline_s=10, retries=0)
+        assert await engine.logprobs([5, 6, 7, 8], start=3) == [-8.0]
+        assert await engine.logprobs([5, 6, 7, 8]) == [-6.0, -7.0, -8.0]
+    assert [body["logprob_start_len"] for body in bodies] == [2, 0]
+    assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in bodies)
+
+
+# Refused before a run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"engines": [ACTOR]}, "algorithm.teacher_engine is wise, and no group is frozen"),
+        ({"engines": [ACTOR, TEACHER | {"name": "judge"}]}, "and the frozen groups of rollout.engines are judge"),
+        ({"algorithm__teacher_engine": "actor"}, "algorithm.teacher_engine is actor, and the frozen groups"),
+        ({"sampling": {"temperature": 0.7}}, "with rollout.sampling.temperature=0.7: SGLang scores given tokens at"),
+        ({"sampling": {"top_p": 0.9}}, "with rollout.sampling.top_p=0.9: SGLang scores given tokens"),
+        ({"sampling": {"top_k": 20}}, "with rollout.sampling.top_k=20: SGLang scores given tokens"),
+        ({"algorithm__teacher": "t"}, "algorithm.teacher and algorithm.teacher_engine name a teacher each"),
+        ({"algorithm__name": "sft"}, "algorithm.teacher_engine is compared with a policy's rollouts"),
+    ],
+)
+def test_a_teacher_that_cannot_score_what_is_sampled_is_refused_in_one_sentence(changes, told):
+    config_of(**SERVED)
+    with pytest.raises(ValidationError) as caught:
+        config_of(**{**SERVED, **changes})
+    (error,) = caught.value.errors()
+    assert told in error["msg"] and "\n" not in error["msg"]
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Directories of the quickstart's tokenizer, and of one in which a token has another id."""
+    own, other = (tmp_path_factory.mktemp(name) for name in ("own", "other"))
+    the_tokenizer().save_pretrained(own)
+    shutil.copytree(own, other, dirs_exist_ok=True)
+    text = Tokenizer.from_file(str(own / "tokenizer.json")).to_str()
+    swapped = text.replace('"7":', '"seven":')
+    assert swapped != text
+    (other / "tokenizer.json").write_text(swapped)
+    return own, other
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_by_the_token_that_differs(vocabularies):
+    own, other = vocabularies
+    tokenizer = load_tokenizer(own)
+    check_served_teacher(Engines(name="wise", frozen=True, model=str(own)), tokenizer)
+    with pytest.raises(SlimxError) as refused:
+        check_served_teacher(Engines(name="wise", frozen=True, model=str(other)), tokenizer)
+    assert f"algorithm.teacher_engine wise: {other} has another vocabulary" in str(refused.value)
+    assert "'7' is token None there and" in str(refused.value)
+
+
+async def test_servers_that_run_already_are_asked_what_their_tokens_are(vocabularies):
+    tokenizer = load_tokenizer(vocabularies[0])
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    for wrong in (None, 9):
+        told = [f"{text}?" if token == wrong else text for token, text in enumerate(texts)]
+        async with server(told) as (url, bodies):
+            checking = check_vocabulary(FrozenEngine("wise", url, deadline_s=10, retries=0), tokenizer)
+            if wrong is None:
+                await checking
+            else:
+                with pytest.raises(SlimxError, match=re.escape(f"token 9 is {told[9]!r} there and {texts[9]!r} here")):
+                    await checking
+        assert bodies[0]["skip_special_tokens"] is False
