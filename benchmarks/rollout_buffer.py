@@ -16,7 +16,6 @@ import multiprocessing
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from slimx.errors import SlimxError
 from slimx.orchestration.batches import make_update_rows
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
@@ -59,8 +59,8 @@ class Instant:
         self.asked: Counter[int] = Counter()
         """Requests by prompt."""
 
-    async def generate(self, token_ids: Sequence[int], *arguments: Any, **options: Any) -> Completion:
-        number = prompt_number(token_ids)
+    async def generate(self, request: GenerationRequest) -> Completion:
+        number = prompt_number(request.token_ids)
         index = self.asked[number] % GROUP_SIZE
         self.asked[number] += 1
         await asyncio.sleep(0)

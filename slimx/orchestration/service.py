@@ -25,6 +25,7 @@ from slimx.orchestration.lifetime.lifetime import stopping
 from slimx.orchestration.prepare import Sources
 from slimx.orchestration.waits import while_served
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.proxy.server import ChatProxy
 
@@ -142,6 +143,6 @@ def prober(shape: ModelShape, config: Config) -> Callable[[EngineHandle], Awaita
             engine.url, shape, rollout.health.timeout, retry_s=0, retries=0, api_key=engine.keys.api_key
         )
         async with asked as client:
-            await client.generate([0], {"max_new_tokens": 1}, 0, rollout.routed_experts)
+            await client.generate(GenerationRequest([0], {"max_new_tokens": 1}, 0, rollout.routed_experts))
 
     return probe

@@ -23,7 +23,7 @@ from slimx.environments.processes import Environments
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.frozen import FrozenEngine
-from slimx.rollout.client.sampling import checked_sampling
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.stream import TokenStream
 from slimx.rollout.draft import Draft
 
@@ -48,15 +48,11 @@ class GivenUp(SlimxError):
 
 
 class Generator(Protocol):
-    """What a rollout needs of an engine."""
+    """A source of completions: the client, or one rollout's way to it."""
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> Completion: ...
+    async def generate(self, request: GenerationRequest) -> Completion: ...
 
-    def stream(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> AbstractAsyncContextManager[TokenStream]: ...
+    def stream(self, request: GenerationRequest) -> AbstractAsyncContextManager[TokenStream]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +63,15 @@ class RolloutEngine:
     sampling: dict[str, Any]
     seed: int
     routed_experts: bool
+    affinity: str | None = None
+    """As in `GenerationRequest`."""
 
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any] | None = None, *, turn: int = 0
     ) -> Completion:
         """Continue `token_ids`. `sampling` overrides single parameters; give each turn its number, so that its seed
         differs."""
-        return await self._client().generate(token_ids, *self._request(sampling, turn))
+        return await self._client().generate(self._request(token_ids, sampling, turn))
 
     def stream(
         self, token_ids: Sequence[int], sampling: dict[str, Any] | None = None, *, turn: int = 0
@@ -85,16 +83,18 @@ class RolloutEngine:
                 ...
         draft.add_sampled(stream.completion)
         """
-        return self._client().stream(token_ids, *self._request(sampling, turn))
+        return self._client().stream(self._request(token_ids, sampling, turn))
 
-    def _request(self, sampling: dict[str, Any] | None, turn: int) -> tuple[dict[str, Any], int, bool]:
-        own = checked_sampling(sampling) if sampling else {}
-        return {**self.sampling, **own}, seed_of(self.seed, turn), self.routed_experts
+    def _request(self, token_ids: Sequence[int], sampling: dict[str, Any] | None, turn: int) -> GenerationRequest:
+        merged, seed = {**self.sampling, **(sampling or {})}, seed_of(self.seed, turn)
+        return GenerationRequest(token_ids, merged, seed, self.routed_experts, self.affinity)
 
     def _client(self) -> Generator:
         if self.client is None:
             raise SlimxError(
-                "this run has no engines (rollout.engines is empty), but its generate hook asked for a completion"
+                "this run has no engines (rollout.engines is empty), but its generate hook asked for a completion",
+                code="hooks.no_engines",
+                about="rollout.engines",
             )
         return self.client
 

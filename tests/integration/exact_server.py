@@ -20,6 +20,7 @@ from slimx.engines.server.spec import EngineSpec
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 
@@ -85,7 +86,7 @@ async def completions(engine: Engine, model: Path) -> Completions:
 
     async def sample(client: GenerationClient, prompt: list[int], temperature: float, cached: int = 0) -> None:
         sampling = {"temperature": temperature, "max_new_tokens": 6, "ignore_eos": True}
-        done = await client.generate(prompt, sampling, seed=len(out))
+        done = await client.generate(GenerationRequest(prompt, sampling, seed=len(out)))
         assert done.cached_tokens >= cached
         one = {"tokens": done.token_ids.tolist(), "logprobs": done.logprobs.tolist()}
         out.append({"prompt": prompt, "temperature": temperature, **one})
@@ -113,7 +114,7 @@ async def retracted(engine: Engine, client: GenerationClient, prompts: list[list
         async with aiohttp.ClientSession(engine.spec.url, headers=bearer(engine.spec.keys.api_key)) as session:
             asked = [asyncio.ensure_future(ask(session, each, number, longest)) for number, each in enumerate(prompts)]
             sampling = {"temperature": 1.0, "max_new_tokens": longest, "ignore_eos": True}
-            async with client.stream(prompts[0], sampling, seed=99) as stream:
+            async with client.stream(GenerationRequest(prompts[0], sampling, seed=99)) as stream:
                 await anext(aiter(stream))  # the others came before it, and run as well
                 await engine.pause("retract")
                 await engine.resume()

@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp.web
 import pytest
 
 from slimx.engines.server.router import Router
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port
 
 pytestmark = pytest.mark.integration
@@ -87,9 +87,9 @@ async def ask(router: Router, workers: list[Worker], *, keyed: bool) -> None:
     async with GenerationClient(router.url, ModelShape(1000), api_key=key) as client, asyncio.TaskGroup() as rollouts:
 
         async def rollout(group: int, index: int) -> None:
-            engine: Any = client.sticky(f"g{group}") if keyed else client
             for turn in range(2):
-                await engine.generate([7] * 200 + [100 + group] * 4 + [5] * turn, TOKENS, seed=index)
+                ids, key = [7] * 200 + [100 + group] * 4 + [5] * turn, f"g{group}" if keyed else None
+                await client.generate(GenerationRequest(ids, TOKENS, seed=index, affinity=key))
 
         for group in range(8):
             for index in range(4):
@@ -121,11 +121,10 @@ async def test_keys_keep_groups_together_until_their_engine_is_lost(tmp_path: Pa
             await router.remove(next(worker for worker in workers if worker.dropping).url)
 
         async with GenerationClient(router.url, ModelShape(1000), on_lost=look, api_key=router.keys.api_key) as client:
-            engine = client.sticky("later")
-            await engine.generate([1, 2], TOKENS, seed=1)
+            await client.generate(GenerationRequest([1, 2], TOKENS, seed=1, affinity="later"))
             first, other = sorted(workers, key=lambda worker: worker.prompts[-1] != [1, 2])
             first.dropping = True
-            await engine.generate([1, 2, 3], TOKENS, seed=1)
+            await client.generate(GenerationRequest([1, 2, 3], TOKENS, seed=1, affinity="later"))
             assert other.prompts[-1] == [1, 2, 3] and client.retried == 1
 
 

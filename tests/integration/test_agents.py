@@ -23,6 +23,7 @@ from slimx.models.families import read_model
 from slimx.rollout import agent
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
 from slimx.rollout.proxy.server import ChatProxy
 from slimx.rollout.proxy.tool_calls import find_parser
@@ -206,12 +207,12 @@ async def test_a_stream_samples_what_a_request_does_whole_broken_and_left(
     prompt, sampling = [1, 20, 21, 15, 22, 23, 33, 2], {"temperature": 0.7, "max_new_tokens": 60, "ignore_eos": True}
     shape = ModelShape.of(read_model(tiny_model))
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
-        expected = await client.generate(prompt, sampling, 5, return_routed_experts=True)
-        async with client.stream(prompt, sampling, 5, return_routed_experts=True) as stream:
+        expected = await client.generate(GenerationRequest(prompt, sampling, 5, routed_experts=True))
+        async with client.stream(GenerationRequest(prompt, sampling, 5, routed_experts=True)) as stream:
             sizes = [len(piece.token_ids) async for piece in stream]
             assert len(sizes) > 10 and sum(sizes) == 60
             assert_same(stream.completion, expected)
-        async with client.stream(prompt, sampling, 5, return_routed_experts=True) as stream:
+        async with client.stream(GenerationRequest(prompt, sampling, 5, routed_experts=True)) as stream:
             async for _ in stream:
                 if len(stream.completion.token_ids) >= 20:
                     break
@@ -224,7 +225,7 @@ async def test_a_stream_samples_what_a_request_does_whole_broken_and_left(
         GenerationClient(relay.url, shape, api_key=key) as client,
     ):
         pieces: list[int] = []
-        async with client.stream(prompt, sampling, 5, return_routed_experts=True) as stream:
+        async with client.stream(GenerationRequest(prompt, sampling, 5, routed_experts=True)) as stream:
             async for piece in stream:
                 pieces += piece.token_ids.tolist()
                 if client.retried == 1 and stream.completion.versions[-1][2] == 4:

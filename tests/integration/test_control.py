@@ -21,6 +21,7 @@ from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from tests.integration.conftest import Bucket, Weights, manifest, perturbed, publish
 
 pytestmark = pytest.mark.integration
@@ -88,14 +89,14 @@ async def test_a_strangers_control_calls_are_refused_and_change_nothing(
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
     save_file(perturbed(tiny_weights, 8), tmp_path / "model.safetensors")
     async with GenerationClient(engine.spec.url, shape, api_key=keys.api_key) as client:
-        expected = await client.generate(PROMPT, SAMPLING, seed=3)
+        expected = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=3))
         with Bucket(tiny_weights) as bucket:
             for key in (None, "wrong", keys.api_key):
                 async with aiohttp.ClientSession(engine.spec.url, headers=bearer(key)) as stranger:
                     for path, body in attacks(tmp_path, bucket):
                         async with stranger.post(path, json=body) as answer:
                             assert answer.status in (401, 403), (path, key)
-        found = await client.generate(PROMPT, SAMPLING, seed=3)
+        found = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=3))
     assert found.token_ids.tolist() == expected.token_ids.tolist() and found.versions == [(0, 12, 9)]
     assert await engine.control.status() == [before]
     await publish(engine, tiny_weights, 10)  # of epoch 0: one of epoch 10**6 has never begun

@@ -25,6 +25,7 @@ from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, publish
 
@@ -119,9 +120,9 @@ async def test_tokens_come_with_logprobs_versions_and_experts(
 ) -> None:
     await publish(engine, tiny_weights, 4)
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
-        completion = await client.generate(PROMPT, SAMPLING, seed=3, return_routed_experts=True)
+        completion = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=3, routed_experts=True))
         ids = [*PROMPT, *completion.token_ids.tolist()]
-        scores = await client.score(ids, return_routed_experts=True)
+        scores = await client.score(ids, routed_experts=True)
     assert completion.versions == [(0, 12, 4)] and completion.finish_reason == "length" and scores.version == 4
     tempered = logprobs_of(oracle, tiny_weights, ids, SAMPLING["temperature"])[len(PROMPT) - 1 :]
     np.testing.assert_allclose(completion.logprobs, tempered, atol=1e-4)
@@ -138,7 +139,7 @@ async def test_under_top_k_and_top_p_the_kept_tokens_come_back_and_logprobs_are_
     weights = perturbed(tiny_weights, 5)  # far from uniform
     await publish(engine, weights, 5)
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
-        completion = await client.generate(PROMPT, {**SAMPLING, **cut}, seed=3, return_routed_experts=True)
+        completion = await client.generate(GenerationRequest(PROMPT, {**SAMPLING, **cut}, seed=3, routed_experts=True))
     ids = [*PROMPT, *completion.token_ids.tolist()]
     oracle.load_state_dict(fused(oracle, weights))
     with torch.no_grad():
@@ -159,8 +160,10 @@ async def test_under_top_k_and_top_p_the_kept_tokens_come_back_and_logprobs_are_
 async def test_a_seed_repeats_its_tokens(engine: Engine, tiny_weights: Weights, shape: ModelShape) -> None:
     await publish(engine, tiny_weights, 1)
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
-        runs = await asyncio.gather(*[client.generate(PROMPT, SAMPLING, seed) for seed in (1, 1, 2, 1)])
-        alone = await client.generate(PROMPT, SAMPLING, 1)
+        runs = await asyncio.gather(
+            *[client.generate(GenerationRequest(PROMPT, SAMPLING, seed)) for seed in (1, 1, 2, 1)]
+        )
+        alone = await client.generate(GenerationRequest(PROMPT, SAMPLING, 1))
     first, second, other, third = (run.token_ids.tolist() for run in runs)
     assert first == second == third == alone.token_ids.tolist() != other
 
@@ -168,11 +171,11 @@ async def test_a_seed_repeats_its_tokens(engine: Engine, tiny_weights: Weights, 
 async def test_requests_that_would_end_the_scheduler_are_refused(engine: Engine, shape: ModelShape) -> None:
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         with pytest.raises(SlimxError, match="min_p cannot be combined with a seed"):
-            await client.generate(PROMPT, {**SAMPLING, "min_p": 0.1}, 1)
+            await client.generate(GenerationRequest(PROMPT, {**SAMPLING, "min_p": 0.1}, 1))
         with pytest.raises(SlimxError, match="token id 128 cannot be generated from; ids are 0 to 127"):
-            await client.generate([1, 128], SAMPLING, 1)
+            await client.generate(GenerationRequest([1, 128], SAMPLING, 1))
         with pytest.raises(SlimxError, match="a prompt without tokens"):
-            await client.generate([], SAMPLING, 1)
+            await client.generate(GenerationRequest([], SAMPLING, 1))
     await engine.control.health()
 
 
@@ -266,7 +269,7 @@ async def test_tokens_across_a_publication_carry_both_versions(
     await publish(engine, tiny_weights, 20)
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         sampling = {**SAMPLING, "max_new_tokens": 400}
-        running = asyncio.create_task(client.generate(PROMPT, sampling, 1, return_routed_experts=True))
+        running = asyncio.create_task(client.generate(GenerationRequest(PROMPT, sampling, 1, routed_experts=True)))
         await asyncio.sleep(0.5)
         await publish(engine, perturbed(tiny_weights, 2), 21)
         completion = await running
@@ -278,7 +281,9 @@ async def test_tokens_across_a_publication_carry_both_versions(
 async def test_aborted_requests_return_what_they_have(engine: Engine, tiny_weights: Weights, shape: ModelShape) -> None:
     await publish(engine, tiny_weights, 1)
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
-        running = asyncio.create_task(client.generate(PROMPT, {**SAMPLING, "max_new_tokens": 1500}, 1))
+        running = asyncio.create_task(
+            client.generate(GenerationRequest(PROMPT, {**SAMPLING, "max_new_tokens": 1500}, 1))
+        )
         await asyncio.sleep(0.5)
         await engine.control.abort_all()
         completion = await running
@@ -305,7 +310,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
     await engine.wake()
     await engine.resume()
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
-        assert (await client.generate(PROMPT, SAMPLING, 1)).versions == [(0, 12, 30)]
+        assert (await client.generate(GenerationRequest(PROMPT, SAMPLING, 1))).versions == [(0, 12, 30)]
 
 
 async def test_the_router_sends_to_registered_engines_only(
@@ -318,17 +323,19 @@ async def test_the_router_sends_to_registered_engines_only(
         await router.wait_ready(30)
         async with GenerationClient(router.url, shape, retry_s=0.5, api_key=router.keys.api_key) as client:
             with pytest.raises(SlimxError, match=f"POST {router.url}/generate answered 503"):
-                await client.generate(PROMPT, SAMPLING, 1)
+                await client.generate(GenerationRequest(PROMPT, SAMPLING, 1))
             await router.add(engine.spec.url)
-            completion = await client.generate(PROMPT, {**SAMPLING, "top_k": 5}, 1, True)
+            completion = await client.generate(GenerationRequest(PROMPT, {**SAMPLING, "top_k": 5}, 1, True))
             assert completion.routed_experts is not None and completion.support is not None
             # A request in flight survives the removal of its worker.
-            running = asyncio.create_task(client.generate(PROMPT, {**SAMPLING, "max_new_tokens": 200}, 1))
+            running = asyncio.create_task(
+                client.generate(GenerationRequest(PROMPT, {**SAMPLING, "max_new_tokens": 200}, 1))
+            )
             await asyncio.sleep(0.2)
             await router.remove(engine.spec.url)
             assert len((await running).token_ids) == 200
             with pytest.raises(SlimxError, match="answered 503"):
-                await client.generate(PROMPT, SAMPLING, 1)
+                await client.generate(GenerationRequest(PROMPT, SAMPLING, 1))
     finally:
         await router.stop()
 

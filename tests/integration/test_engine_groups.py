@@ -28,6 +28,7 @@ from slimx.orchestration.frozen import FrozenEngines
 from slimx.reshard.publish import Publisher
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.teacher import check_vocabulary
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 from tests.integration.test_engine import PROMPT, logprobs_of
@@ -97,7 +98,7 @@ async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_ei
         assert not done.lost and engine.standing is Standing.MEMBER
         shape = ModelShape.of(read_model(tiny_model))
         async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:
-            completion = await client.generate(PROMPT, SAMPLING, seed=1, return_routed_experts=True)
+            completion = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=1, routed_experts=True))
         ids = [*PROMPT, *completion.token_ids.tolist()]
         assert completion.versions == [(0, 8, 3)]
         wanted = wanted_logprobs(tiny_model, trainers.weights(3), ids)[len(PROMPT) - 1 :]
@@ -142,7 +143,7 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         await Publisher(trainers, group.members, deadline_s=600, step_deadline_s=300).publish(5, trainer_step=5)
         shape = ModelShape.of(read_model(tiny_model))
         async with GenerationClient(group.router.url, shape, api_key=group.keys.api_key) as client:
-            completion = await client.generate(PROMPT, SAMPLING, seed=2)
+            completion = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=2))
         assert completion.versions == [(0, 8, 5)]
         ids = [*PROMPT, *completion.token_ids.tolist()]
         wanted = wanted_logprobs(tiny_model, perturbed(tiny_weights, seed=5), ids)

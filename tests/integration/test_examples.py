@@ -147,7 +147,7 @@ async def test_hooks_of_slimes_form_bring_what_the_engine_sampled(
         sampled = trajectory.versions() >= 0
         assert {span.version for span in trajectory.spans} == {None, 1} and sampled.sum() > 3
         assert (trajectory.loss_mask.astype(bool) == sampled).all() and trajectory.reward in (0.0, 1.0)
-        scores = await client.score(trajectory.token_ids.tolist(), return_routed_experts=True)
+        scores = await client.score(trajectory.token_ids.tolist(), routed_experts=True)
         assert np.abs(trajectory.logprobs[1:] - scores.logprobs)[sampled[1:]].max() < 1e-4
         assert (trajectory.routed_experts == scores.routed_experts).all()
     turns = max(span.turn for trajectory in outcome.group.trajectories for span in trajectory.spans)

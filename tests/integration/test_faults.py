@@ -32,6 +32,7 @@ from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.reshard.publish import Publication, Publisher, Staging
 from slimx.reshard.transports.memory import MemoryFile
 from slimx.rollout.client.generation import Completion, GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from tests.integration.conftest import Bucket, Weights, perturbed
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.test_engine import PROMPT, fused
@@ -111,7 +112,7 @@ class Stand:
     async def keep_asking(self, seed: int) -> None:
         while True:
             seed += 1000
-            self.completions.append(await self.client.generate(PROMPT, SAMPLING, seed))
+            self.completions.append(await self.client.generate(GenerationRequest(PROMPT, SAMPLING, seed)))
             await asyncio.sleep(0.05)  # the servers that start meanwhile need the cores too
 
 
@@ -254,7 +255,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             assert (await stand.publish(5)).lost == [] and courier.incarnation == 2
             for engine in (first, second):
                 async with GenerationClient(engine.url, stand.client.shape, api_key=engine.keys.api_key) as client:
-                    stand.completions.append(await client.generate(PROMPT, SAMPLING, 1))
+                    stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))
                 assert stand.completions[-1].versions == [(0, 8, 5)]
         finally:
             for one in asking:

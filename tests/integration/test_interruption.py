@@ -13,6 +13,7 @@ from slimx.engines.server.engine import Engine
 from slimx.models.families import read_model
 from slimx.rollout.client.completion import Completion, ModelShape
 from slimx.rollout.client.generation import GenerationClient
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import Journal
@@ -46,10 +47,15 @@ async def test_interrupted_requests_bring_the_tokens_of_uninterrupted_ones(
     await publish(engine, tiny_weights, 1)
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         seeds = range(20)
-        whole = await asyncio.gather(*(client.generate(PROMPT, SAMPLING, seed, True) for seed in seeds))
+        whole = await asyncio.gather(
+            *(client.generate(GenerationRequest(PROMPT, SAMPLING, seed, True)) for seed in seeds)
+        )
         stand = Stand(client)
         # More than the server runs at once: some are still in its queue when they are interrupted.
-        requests = [asyncio.ensure_future(stand.engines.generate(PROMPT, SAMPLING, seed, True)) for seed in seeds]
+        requests = [
+            asyncio.ensure_future(stand.engines.generate(GenerationRequest(PROMPT, SAMPLING, seed, True)))
+            for seed in seeds
+        ]
         read = asyncio.ensure_future(streamed(stand, seed=3))
         for _ in range(3):
             await asyncio.sleep(0.3)
@@ -72,7 +78,7 @@ async def test_interrupted_requests_bring_the_tokens_of_uninterrupted_ones(
 
 async def streamed(stand: Stand, seed: int) -> tuple[list[int], Completion]:
     pieces: list[int] = []
-    async with stand.engines.stream(PROMPT, SAMPLING, seed, True) as stream:
+    async with stand.engines.stream(GenerationRequest(PROMPT, SAMPLING, seed, True)) as stream:
         async for piece in stream:
             pieces += piece.token_ids.tolist()
     return pieces, stream.completion
@@ -84,7 +90,7 @@ async def test_each_token_keeps_the_version_and_the_log_prob_of_the_request_that
     await publish(engine, tiny_weights, 1)
     async with GenerationClient(engine.spec.url, shape, api_key=engine.spec.keys.api_key) as client:
         stand, sampling = Stand(client), SAMPLING | {"temperature": 1.0}
-        request = asyncio.ensure_future(stand.engines.generate(PROMPT, sampling, 7, True))
+        request = asyncio.ensure_future(stand.engines.generate(GenerationRequest(PROMPT, sampling, 7, True)))
         while not stand.journal.entries():  # again if it had not left the server's queue
             stand.gate.open()
             await asyncio.sleep(0.3)
@@ -98,7 +104,9 @@ async def test_each_token_keeps_the_version_and_the_log_prob_of_the_request_that
         resumed = Stand(client)
         resumed.engines = Interruptible(client, Slots(100), Clock(600), resumed.gate, Journal([entry]))
         stand.gate.open()
-        whole, again = await asyncio.gather(request, resumed.engines.generate(PROMPT, sampling, 7, True))
+        whole, again = await asyncio.gather(
+            request, resumed.engines.generate(GenerationRequest(PROMPT, sampling, 7, True))
+        )
         new = (await client.score([*PROMPT, *whole.token_ids.tolist()])).logprobs
     assert whole.versions == again.versions == [(0, cut, 1), (cut, TOKENS, 2)]
     assert whole.token_ids.tolist() == again.token_ids.tolist()

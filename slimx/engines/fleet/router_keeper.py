@@ -1,7 +1,7 @@
 """Keeps the router in front of engines alive: it holds nothing that cannot be told to another one.
 
 A router that ends or does not answer is started again at the same address and told the members. Requests that were in
-it break off and are sent again by their clients; those that find it gone wait (slimx/rollout/client/requests.py).
+it break off and are sent again by their clients; those that find it gone wait (slimx/rollout/client/sending.py).
 """
 
 from __future__ import annotations

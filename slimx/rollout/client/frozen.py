@@ -15,7 +15,7 @@ from slimx.engines.outage import Elsewhere, Outage
 from slimx.engines.server.control import message_of, parse_body
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
-from slimx.rollout.client.requests import Answer, failed, input_logprobs, send
+from slimx.rollout.client.sending import Answer, failed, input_logprobs, send
 
 
 class FrozenEngine:
@@ -62,7 +62,7 @@ class FrozenEngine:
 
             async def attempt() -> Answer:
                 if (failure := self._failure()) is not None:
-                    raise SlimxError(f"frozen engines {self.name}: {failure}")
+                    raise SlimxError(f"frozen engines {self.name}: {failure}", code="frozen.lost", about=self.name)
                 try:
                     async with session.post(url, json=body) as response:
                         return response.status, _body(await response.text())
@@ -85,7 +85,11 @@ class FrozenEngine:
         try:
             return answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
-            raise SlimxError(f"frozen engines {self.name} gave no chat answer: {message_of(answer)}") from None
+            raise SlimxError(
+                f"frozen engines {self.name} gave no chat answer: {message_of(answer)}",
+                code="frozen.answer",
+                about=self.name,
+            ) from None
 
     async def logprobs(self, token_ids: Sequence[int], *, start: int = 1) -> list[float]:
         """Log-probs of `token_ids` [L] under this model at temperature 1: of the tokens `start` to L - 1, [L - start].

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -22,9 +21,10 @@ from slimx.engines.outage import Outage
 from slimx.engines.server.control import message_of
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
-from slimx.rollout.client.completion import Asked, Completion, ModelShape, Reader, Scores, restricts
-from slimx.rollout.client.requests import Sender, input_logprobs
-from slimx.rollout.client.sampling import checked_sampling
+from slimx.rollout.client.completion import Completion, ModelShape, Scores
+from slimx.rollout.client.reader import Reader
+from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.client.sending import Sender, input_logprobs
 from slimx.rollout.client.stream import TokenStream
 
 
@@ -73,71 +73,45 @@ class GenerationClient:
             await self._session.close()
             self._session = None
 
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling: dict[str, Any],
-        seed: int,
-        return_routed_experts: bool = False,
-        *,
-        key: str | None = None,
-    ) -> Completion:
-        """Sample a continuation of `token_ids` [prompt]. The same seed and weights give the same tokens.
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample a continuation of the request's tokens.
 
-        `sampling`: temperature, top_p, top_k, max_new_tokens, stop_token_ids, ... (`slimx.rollout.client.sampling`).
         Under top-p alone at most `MAX_SUPPORT` candidates are sampled from: what the engine kept comes back as
-        `support`, and must be bounded. `key`: requests of one key go to one engine, if the router goes by keys
-        (`rollout.affinity`).
+        `support`, and must be bounded.
         """
         start = time.monotonic()
-        body, asked = self._request(token_ids, sampling, seed, return_routed_experts)
-        return self._reader.completion(await self._post(body, key), asked, time.monotonic() - start)
+        meta = await self._post(self._request_body(request), request.affinity)
+        return self._reader.completion(meta, request, time.monotonic() - start)
 
-    def stream(
-        self,
-        token_ids: Sequence[int],
-        sampling: dict[str, Any],
-        seed: int,
-        return_routed_experts: bool = False,
-        *,
-        key: str | None = None,
-    ) -> TokenStream:
+    def stream(self, request: GenerationRequest) -> TokenStream:
         """As `generate`, but the tokens can be read while they are sampled."""
-        body, asked = self._request(token_ids, sampling, seed, return_routed_experts)
-        score = partial(self.score, return_routed_experts=True)
-        return TokenStream(self._sender(key), self._reader, body, asked, self.deadline_s, score)
+        score = partial(self.score, routed_experts=True)
+        sender = self._sender(request.affinity)
+        return TokenStream(request, sender, self._reader, self._request_body, self.deadline_s, score)
 
-    def sticky(self, key: str) -> StickyClient:
-        """This client, all of whose requests go to one engine."""
-        return StickyClient(self, key)
-
-    async def score(self, token_ids: Sequence[int], return_routed_experts: bool = False) -> Scores:
+    async def score(self, token_ids: Sequence[int], routed_experts: bool = False) -> Scores:
         """Log-probs of `token_ids` [L] themselves; nothing is sampled. A dense model has no routes to return."""
-        return_routed_experts = return_routed_experts and self.shape.experts > 0
-        fields = {"return_routed_experts": True} if return_routed_experts else {}
+        routed = routed_experts and self.shape.experts > 0
+        fields = {"return_routed_experts": True} if routed else {}
         body = self._body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, fields)
         meta = await self._post(body | {"logprob_start_len": 0}, None)
         return Scores(
             logprobs=np.array(input_logprobs(meta, token_ids, self.url), np.float32),
             version=self._reader.version(meta["weight_version"]),
-            routed_experts=self._reader.experts(meta, len(token_ids) - 1) if return_routed_experts else None,
+            routed_experts=self._reader.experts(meta, len(token_ids) - 1) if routed else None,
         )
 
-    def _request(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool
-    ) -> tuple[dict[str, Any], Asked]:
-        """The body of a request that samples, and how its answer is read."""
-        sampling = checked_sampling(sampling)
-        parameters, fields = {**sampling, "sampling_seed": seed}, {}
-        if restricted := restricts(sampling):
+    def _request_body(self, request: GenerationRequest) -> dict[str, Any]:
+        """The body of a request that samples."""
+        parameters, fields = {**request.sampling, "sampling_seed": request.seed}, {}
+        if request.restricted:
             # SGLang's own log-probs are over the whole vocabulary, whatever top-k and top-p cut away.
             fields["return_sampling_mask"] = True
             if parameters.get("top_k", -1) < 1:
                 parameters["top_k"] = min(MAX_SUPPORT, self.shape.vocab_size)
-        if routed := return_routed_experts and self.shape.experts > 0:
+        if self._reader.routed(request):
             fields["return_routed_experts"] = True
-        asked = Asked(len(token_ids), float(sampling.get("temperature", 1.0)), restricted, routed)
-        return self._body(token_ids, parameters, fields), asked
+        return self._body(request.token_ids, parameters, fields)
 
     def _body(self, token_ids: Sequence[int], parameters: dict[str, Any], fields: dict[str, bool]) -> dict[str, Any]:
         """`fields`: of the request, which the router would drop."""
@@ -146,7 +120,9 @@ class GenerationClient:
             wrong = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
             what = "a prompt without tokens" if wrong is None else f"token id {wrong}"
             raise SlimxError(
-                f"{what} cannot be generated from; ids are 0 to {self.shape.vocab_size - 1}: check the tokenizer"
+                f"{what} cannot be generated from; ids are 0 to {self.shape.vocab_size - 1}: check the tokenizer",
+                code="request.token_ids",
+                about=what,
             )
         body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": False}
         # As a label, because the router drops the fields themselves; the slimx plugin in the server sets them again.
@@ -156,35 +132,17 @@ class GenerationClient:
         """The `meta_info` of one /generate request. It may be sent several times: the seed gives the same tokens."""
         answer = await self._sender(key).answer(body, self.deadline_s)
         if "meta_info" not in answer:
-            raise SlimxError(f"POST {self.url}/generate answered 200: {message_of(answer)}")
+            raise SlimxError(
+                f"POST {self.url}/generate answered 200: {message_of(answer)}", code="answer.empty", about=self.url
+            )
         return answer["meta_info"]
 
     def _sender(self, key: str | None) -> Sender:
         if self._session is None:
-            raise SlimxError("the generation client is closed; use it inside `async with`")
+            raise SlimxError("the generation client is closed; use it inside `async with`", code="request.closed")
         limits = {"retry_s": self.retry_s, "retries": self.retries, "on_lost": self._lost, "outage": self.outage}
         return Sender(self._session, f"{self.url}/generate", key, **limits)
 
     async def _lost(self) -> None:
         self.retried += 1
         await self.on_lost()
-
-
-@dataclass(frozen=True, slots=True)
-class StickyClient:
-    """A client whose requests all have one key."""
-
-    client: GenerationClient
-    key: str
-
-    async def generate(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> Completion:
-        """As `GenerationClient.generate`."""
-        return await self.client.generate(token_ids, sampling, seed, return_routed_experts, key=self.key)
-
-    def stream(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> TokenStream:
-        """As `GenerationClient.stream`."""
-        return self.client.stream(token_ids, sampling, seed, return_routed_experts, key=self.key)

@@ -18,7 +18,7 @@ from slimx.errors import SlimxError
 from slimx.rollout.client.frozen import FrozenEngine
 
 PIECE = 8192
-"""Token ids of one question for their texts."""
+"""Token ids whose texts are asked for at once."""
 
 
 class Teacher:
@@ -39,7 +39,9 @@ class Teacher:
             how = f"at temperature {temperature:g}" if temperature != 1.0 else "under top-k or top-p"
             raise SlimxError(
                 f"rollout {trajectory.id} was sampled {how} by its hook, and algorithm.teacher_engine scores at "
-                "temperature 1 over the whole vocabulary; sample so, or set algorithm.teacher"
+                "temperature 1 over the whole vocabulary; sample so, or set algorithm.teacher",
+                code="teacher.sampling",
+                about=trajectory.id,
             )
         began = time.monotonic()
         values = np.full(len(trajectory.token_ids), np.nan, np.float32)
@@ -74,10 +76,16 @@ async def check_vocabulary(server: FrozenEngine, tokenizer: Any) -> None:
         answer = await server.post("/v1/detokenize", {"tokens": ids, "skip_special_tokens": False})
         texts = answer.get("text")
         if not isinstance(texts, list) or len(texts) != len(ids):
-            raise SlimxError(f"the teacher at {server.url} does not say what its tokens are: {str(answer)[:200]}")
+            raise SlimxError(
+                f"the teacher at {server.url} does not say what its tokens are: {str(answer)[:200]}",
+                code="teacher.tokens",
+                about=server.url,
+            )
         for (token,), own, other in zip(ids, tokenizer.batch_decode(ids), texts, strict=True):
             if own != other:
                 raise SlimxError(
                     f"the teacher at {server.url} has another vocabulary than the policy: token {token} is {other!r} "
-                    f"there and {own!r} here; algorithm.teacher_engine needs a model with the policy's tokenizer"
+                    f"there and {own!r} here; algorithm.teacher_engine needs a model with the policy's tokenizer",
+                    code="teacher.vocabulary",
+                    about=str(token),
                 )

@@ -60,8 +60,8 @@ class Gate:
             await asyncio.wait(waiting, timeout=ASK_AGAIN_S)
 
     @asynccontextmanager
-    async def letting_out(self, request: asyncio.Future[Any]) -> AsyncIterator[None]:
-        """`request` is out meanwhile; it may be cancelled."""
+    async def tracked(self, request: asyncio.Future[Any]) -> AsyncIterator[None]:
+        """Counts `request` as in flight inside the block; it may be cancelled."""
         self._out.add(request)
         try:
             yield

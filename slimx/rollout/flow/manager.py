@@ -75,8 +75,7 @@ class RolloutManager:
         return sum(ticket.running for ticket in self._tickets)
 
     @property
-    def _rollouts(self) -> int:
-        """Of a group."""
+    def _rollouts_per_group(self) -> int:
         return self.config.rollout.group_size + (self.config.algorithm.advantages == "remax")
 
     async def next_batch(self) -> Batch:
@@ -149,7 +148,7 @@ class RolloutManager:
             "version": ticket.born,
             "due": ticket.born + self.rules.staleness + 1,
             "done": len(ticket.progress.done),
-            "rollouts": self._rollouts,
+            "rollouts": self._rollouts_per_group,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -264,7 +263,7 @@ class RolloutManager:
     def _give_up(self, straggler: Ticket) -> None:
         """Drop a group that holds a batch up, unfinished as it is: the next one in order takes its place."""
         detail = (
-            f"{len(straggler.progress.done)} of {self._rollouts} rollouts were done "
+            f"{len(straggler.progress.done)} of {self._rollouts_per_group} rollouts were done "
             f"{time.time() - straggler.since:.0f} s after they were begun, and a batch waited for the others alone for "
             f"more than schedule.straggler_deadline={self.config.schedule.straggler_deadline:g} s"
         )

@@ -12,14 +12,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from slimx.data.records import Trajectory
-from slimx.data.support import Support
 from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +50,14 @@ class Journal:
         self._recorded = {entry.key: entry for entry in recorded}
         self._replayed = dict(self._recorded)
 
-    def replay(self, key: str) -> Completion | None:
-        """What an earlier run got for `key`. Within one run nothing is replayed: a request is made once."""
-        entry = self._replayed.get(key)
+    def replay(self, request: GenerationRequest) -> Completion | None:
+        """What an earlier run got for `request`. Within one run nothing is replayed: a request is made once."""
+        entry = self._replayed.get(key_of(request))
         return entry.completion if entry is not None else None
 
-    def record(self, key: str, token_ids: np.ndarray, completion: Completion) -> None:
-        """Keep what was sampled. `token_ids`: the tokens that it continues."""
+    def record(self, request: GenerationRequest, completion: Completion) -> None:
+        """Keep what was sampled for `request`."""
+        key, token_ids = key_of(request), np.array(request.token_ids, np.int32)
         for other, entry in self._recorded.items():
             whole = len(entry.token_ids) + len(entry.completion.token_ids)
             if other != key and entry.completion.routed_experts is not None and _begins(token_ids, entry, whole):
@@ -109,50 +109,10 @@ class Progress:
         return bool(self.done) or any(journal.entries() for journal in self.journals.values())
 
 
-def key_of(token_ids: np.ndarray, sampling: dict[str, Any], seed: int) -> str:
+def key_of(request: GenerationRequest) -> str:
     """The same for the same request, in any process."""
-    asked = msgspec.json.encode([sampling, seed], order="sorted")
-    return hashlib.blake2b(token_ids.tobytes() + asked, digest_size=16).hexdigest()
-
-
-def join(first: Completion, second: Completion, prompt: int) -> Completion:
-    """`first`, which was cut off after `prompt` tokens and its own, and `second`, which continued it.
-
-    Each token keeps the version, the log-prob and the routes of the request that sampled it."""
-    count = len(first.token_ids)
-    supports = [
-        part.support if part.support is not None else Support.everything(len(part.token_ids))
-        for part in (first, second)
-    ]
-    routes = None
-    if first.routed_experts is not None and second.routed_experts is not None:
-        # Rows go by input position: the first request's end before its own last token.
-        rows = prompt + count - 1
-        routes = np.concatenate([first.routed_experts[:rows], second.routed_experts[rows:]])
-    return Completion(
-        token_ids=np.concatenate([first.token_ids, second.token_ids]),
-        logprobs=np.concatenate([first.logprobs, second.logprobs]),
-        versions=_spans(first.versions, second.versions, count),
-        finish_reason=second.finish_reason,
-        routed_experts=routes,
-        cached_tokens=first.cached_tokens,
-        seconds=first.seconds + second.seconds,
-        temperature=second.temperature,
-        support=None if first.support is None and second.support is None else Support.join(supports),
-    )
-
-
-def _spans(
-    first: list[tuple[int, int, int]], second: list[tuple[int, int, int]], count: int
-) -> list[tuple[int, int, int]]:
-    """One after the other; neighbours of the same version become one."""
-    out = [tuple(span) for span in first]
-    for start, stop, version in second:
-        if out and out[-1][2] == version:
-            out[-1] = (out[-1][0], count + stop, version)
-        else:
-            out.append((count + start, count + stop, version))
-    return out
+    asked = msgspec.json.encode([request.sampling, request.seed], order="sorted")
+    return hashlib.blake2b(np.array(request.token_ids, np.int32).tobytes() + asked, digest_size=16).hexdigest()
 
 
 def _begins(token_ids: np.ndarray, entry: Recorded, whole: int) -> bool:

@@ -151,13 +151,13 @@ class GroupMaker:
         routed = self.config.rollout.routed_experts and not (evaluation or greedy)
         limit = self.config.rollout.rollout_deadline
         clock = Clock(limit)
-        client = self._client(group_id, index)
+        client = self.client
         if client is not None and evaluation:
             client = SlottedClient(client, self._slots, clock)
         elif client is not None:
             client = Interruptible(client, self._slots, clock, self.gate, progress.journal(index))
         ctx = RolloutContext(
-            engine=RolloutEngine(client, sampling, seed, routed),
+            engine=RolloutEngine(client, sampling, seed, routed, self._affinity(group_id, index)),
             tokenizer=self.tokenizer,
             version=self.version,
             evaluation=evaluation,
@@ -198,10 +198,9 @@ class GroupMaker:
         progress.finish(index, trajectories)
         return trajectories
 
-    def _client(self, group_id: str, index: int) -> Generator | None:
-        keys = {"group": group_id, "rollout": f"{group_id}/{index}"}
-        key = keys.get(self.config.rollout.affinity)
-        return self.client if self.client is None or key is None else self.client.sticky(key)
+    def _affinity(self, group_id: str, index: int) -> str | None:
+        """The key of requests that stay together; None where the router goes by their prefixes."""
+        return {"group": group_id, "rollout": f"{group_id}/{index}"}.get(self.config.rollout.affinity)
 
     def _sampling(self, *, evaluation: bool, greedy: bool) -> dict[str, Any]:
         options, held_out = self.config.rollout.sampling, self.config.eval

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
 
 from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.stream import TokenStream
 from slimx.rollout.hooks import Generator
 from slimx.runtime.standing_clock import Clock
@@ -64,20 +64,13 @@ class SlottedClient:
     def __init__(self, client: Generator, slots: Slots, clock: Clock) -> None:
         self._client, self._slots, self._clock = client, slots, clock
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> Completion:
+    async def generate(self, request: GenerationRequest) -> Completion:
         """As `GenerationClient.generate`."""
         async with self._slots.one(self._clock, first=True):
-            return await self._client.generate(token_ids, sampling, seed, return_routed_experts)
+            return await self._client.generate(request)
 
     @asynccontextmanager
-    async def stream(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> AsyncIterator[TokenStream]:
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenStream]:
         """As `GenerationClient.stream`; the place is held until the stream is left."""
-        async with (
-            self._slots.one(self._clock, first=True),
-            self._client.stream(token_ids, sampling, seed, return_routed_experts) as stream,
-        ):
+        async with self._slots.one(self._clock, first=True), self._client.stream(request) as stream:
             yield stream

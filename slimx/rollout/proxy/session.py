@@ -15,7 +15,7 @@ from aiohttp import web
 from slimx.data.records import Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.client.completion import Completion
-from slimx.rollout.client.requests import AnswerError
+from slimx.rollout.client.sending import AnswerError
 from slimx.rollout.proxy.answer import Reading, Reply, finish_reason, logprobs
 from slimx.rollout.proxy.conversations import Conversations, Place
 from slimx.rollout.proxy.request import ApiError, ChatRequest, Message, characters, read_message, read_request

@@ -18,7 +18,8 @@ from slimx.adapters.slime.scene import Call
 from slimx.data.codec import decode, encode
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.errors import SlimxError
-from slimx.rollout.client.generation import Completion
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
@@ -38,8 +39,9 @@ class Scripted:
         self.answers, self.finish_reason, self.count = list(answers), finish_reason, 0
         self.asked: list[tuple[list[int], dict[str, Any], int]] = []
 
-    async def generate(self, token_ids, sampling, seed, return_routed_experts=False) -> Completion:
-        self.asked.append((list(token_ids), sampling, seed))
+    async def generate(self, request: GenerationRequest) -> Completion:
+        token_ids = list(request.token_ids)
+        self.asked.append((token_ids, request.sampling, request.seed))
         answer = self.answers.pop(0)
         ids = ids_of(answer) + [END] * (self.finish_reason == "stop") if isinstance(answer, str) else answer
         logprobs = -(self.count + 1 + np.arange(len(ids), dtype=np.float32)) / 8
@@ -51,7 +53,7 @@ class Scripted:
             logprobs,
             versions,
             self.finish_reason,
-            routes if return_routed_experts else None,
+            routes if request.routed_experts else None,
             0,
             0.1,
         )

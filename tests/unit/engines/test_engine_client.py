@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +19,9 @@ from slimx.layout.ranks import EngineSizes
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.client.sending import UNREACHED, AnswerError
+from tests.refusals import refused
 
 
 async def serve(answers: list[tuple[int, dict]]):
@@ -53,13 +55,13 @@ async def test_versions_fall_back_to_one_span_and_must_be_numbers() -> None:
     )
     try:
         async with GenerationClient(url, ModelShape(10)) as client:
-            first = await client.generate([1], {"max_new_tokens": 2}, seed=9)
+            first = await client.generate(GenerationRequest([1], {"max_new_tokens": 2}, seed=9))
             assert (
                 first.versions == [(0, 2, 6)] and first.token_ids.tolist() == [4, 3] and first.finish_reason == "stop"
             )
-            assert (await client.generate([1], {}, seed=9)).versions == [(0, 1, 5), (1, 2, 6)]
-            with pytest.raises(SlimxError, match=r"version 'default': nothing was ever published to that server"):
-                await client.generate([1], {}, seed=9)
+            assert (await client.generate(GenerationRequest([1], {}, seed=9))).versions == [(0, 1, 5), (1, 2, 6)]
+            with refused("answer.version", about=url):
+                await client.generate(GenerationRequest([1], {}, seed=9))
         assert bodies[0]["sampling_params"] == {"max_new_tokens": 2, "sampling_seed": 9}
     finally:
         await runner.cleanup()
@@ -70,8 +72,10 @@ async def test_a_dense_model_is_asked_for_no_routes_whatever_the_run_wants() -> 
     runner, url, bodies = await serve([(200, meta()), (200, scored)])
     try:
         async with GenerationClient(url, ModelShape(10, layers=2)) as client:
-            assert (await client.generate([1], {}, seed=9, return_routed_experts=True)).routed_experts is None
-            assert (await client.score([1, 2], return_routed_experts=True)).routed_experts is None
+            assert (
+                await client.generate(GenerationRequest([1], {}, seed=9, routed_experts=True))
+            ).routed_experts is None
+            assert (await client.score([1, 2], routed_experts=True)).routed_experts is None
         assert not any("return_routed_experts" in body for body in bodies)
     finally:
         await runner.cleanup()
@@ -82,15 +86,17 @@ async def test_lost_requests_are_sent_again_and_mistakes_are_not() -> None:
     runner, url, bodies = await serve([lost, (503, {}), (200, meta()), (400, {"error": {"message": "too long"}})])
     try:
         async with GenerationClient(url, ModelShape(10)) as client:
-            assert (await client.generate([1], {}, seed=1)).versions and len(bodies) == 3
-            with pytest.raises(SlimxError, match=re.escape(f"POST {url}/generate answered 400: too long")):
-                await client.generate([1], {}, seed=1)
+            assert (await client.generate(GenerationRequest([1], {}, seed=1))).versions and len(bodies) == 3
+            with refused("request.refused", about=f"{url}/generate", kind=AnswerError) as told:
+                await client.generate(GenerationRequest([1], {}, seed=1))
+            assert (told.value.status, told.value.message) == (400, "too long")
             assert len(bodies) == 4
     finally:
         await runner.cleanup()
     async with GenerationClient(url, ModelShape(10), retry_s=0.2) as client:
-        with pytest.raises(SlimxError, match="was not answered: ClientConnectorError"):
-            await client.generate([1], {}, seed=1)
+        with refused("request.refused", kind=AnswerError) as told:
+            await client.generate(GenerationRequest([1], {}, seed=1))
+        assert told.value.status == UNREACHED and "ClientConnectorError" in told.value.message
 
 
 async def test_what_top_k_and_top_p_kept_is_asked_for_where_they_cut_and_must_cover_every_token() -> None:
@@ -99,7 +105,7 @@ async def test_what_top_k_and_top_p_kept_is_asked_for_where_they_cut_and_must_co
     try:
         async with GenerationClient(url, ModelShape(10)) as client:
             for number, cut in enumerate(({"top_k": 5}, {"top_p": 0.9, "temperature": 0.7})):
-                completion = await client.generate([1], cut, seed=1)
+                completion = await client.generate(GenerationRequest([1], cut, seed=1))
                 assert completion.support.counts.tolist() == [2, 1] and completion.support.ids.tolist() == [4, 7, 3]
                 assert completion.logprobs.tolist() == [-0.25, 0.0]
                 asked = json.loads(bodies[number]["custom_labels"]["slimx"])
@@ -107,11 +113,11 @@ async def test_what_top_k_and_top_p_kept_is_asked_for_where_they_cut_and_must_co
             # SGLang reports a bounded number only: under top-p alone the whole small vocabulary.
             assert [body["sampling_params"]["top_k"] for body in bodies] == [5, 10]
             for whole in ({}, {"top_k": -1, "top_p": 1.0}, {"top_k": 5, "top_p": 0.5, "temperature": 0.0}):
-                completion = await client.generate([1], whole, seed=1)
+                completion = await client.generate(GenerationRequest([1], whole, seed=1))
                 assert completion.support is None and completion.logprobs.tolist() == [-1.5, -0.5]
                 assert "custom_labels" not in bodies[-1]
-            with pytest.raises(SlimxError, match="kept by top-k and top-p for 0 of 2 sampled tokens"):
-                await client.generate([1], {"top_k": 5}, seed=1)
+            with refused("answer.support", about=url):
+                await client.generate(GenerationRequest([1], {"top_k": 5}, seed=1))
     finally:
         await runner.cleanup()
 

@@ -30,7 +30,7 @@ from slimx.preflight.checks.serving import check_devices, check_transfer, extern
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rewards import judge
 from slimx.rollout.client.frozen import FrozenEngine
-from slimx.rollout.client.requests import AnswerError, input_logprobs
+from slimx.rollout.client.sending import AnswerError, input_logprobs
 from slimx.runtime.ports import free_port, is_own
 from tests.unit.rewards.reward_stand import context, trajectory
 

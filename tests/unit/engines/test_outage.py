@@ -9,6 +9,7 @@ import pytest
 
 from slimx.engines.outage import Elsewhere, Outage
 from slimx.errors import DeadlineError
+from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.standing_clock import Clock
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of
 
@@ -20,9 +21,9 @@ class Away(FakeEngine):
         super().__init__()
         self.there = asyncio.Event()
 
-    async def generate(self, *arguments: Any) -> Any:
+    async def generate(self, request: GenerationRequest) -> Any:
         await self.there.wait()
-        return await super().generate(*arguments)
+        return await super().generate(request)
 
 
 @pytest.mark.parametrize("key", ["rollout_deadline", "schedule__step_deadline"])
@@ -55,11 +56,11 @@ async def test_a_straggler_is_not_given_up_because_no_engine_serves():
     engine = Away()
     asked: list[int] = []
 
-    async def generate(token_ids: Any, sampling: Any, seed: int, routed: bool = False) -> Any:
-        asked.append(seed)
+    async def generate(request: GenerationRequest) -> Any:
+        asked.append(request.seed)
         if len(asked) == 8:
             await engine.there.wait()
-        return await FakeEngine.generate(engine, token_ids, sampling, seed, routed)
+        return await FakeEngine.generate(engine, request)
 
     engine.generate = generate
     async with Stand(config_of(over_sampling=1.25, schedule__straggler_deadline=0.3), engine=engine) as stand:

@@ -16,6 +16,7 @@ from slimx.config.engines import Health
 from slimx.engines.fleet.membership import Membership
 from slimx.engines.server.router import Router
 from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port
 from tests.unit.engines.recovery_stand import FakeEngine
 
@@ -98,12 +99,12 @@ async def serving(directory: Path) -> AsyncIterator[Stand]:
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
 async def test_a_router_that_is_killed_or_stopped_comes_back_and_no_request_fails(signum, tmp_path):
     async with asyncio.timeout(120), serving(tmp_path) as stand:
-        asking = [asyncio.create_task(stand.client.generate([1], {}, seed)) for seed in range(6)]
+        asking = [asyncio.create_task(stand.client.generate(GenerationRequest([1], {}, seed))) for seed in range(6)]
         while sum(server.asked for server in stand.servers) < 6:
             await asyncio.sleep(0.01)
         before = stand.process
         before.send_signal(signum)
-        late = [asyncio.create_task(stand.client.generate([1], {}, seed)) for seed in range(6, 9)]
+        late = [asyncio.create_task(stand.client.generate(GenerationRequest([1], {}, seed))) for seed in range(6, 9)]
         while not stand.members.keeper.restarts.history:
             await asyncio.sleep(0.05)
         for server in stand.servers:

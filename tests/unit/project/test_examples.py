@@ -8,7 +8,8 @@ import pytest
 from examples import single_turn, two_turn
 from slimx.data.records import Prompt
 from slimx.data.tokens import encode_turn
-from slimx.rollout.client.generation import Completion
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
 from tools.quickstart.make_model import make_tokenizer
 
@@ -24,9 +25,9 @@ class ScriptedEngine:
         self.prompts: list[list[int]] = []
         self.seeds: list[int] = []
 
-    async def generate(self, token_ids, sampling, seed, return_routed_experts=False) -> Completion:
-        self.prompts.append(list(token_ids))
-        self.seeds.append(seed)
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.prompts.append(list(request.token_ids))
+        self.seeds.append(request.seed)
         ids = self.tokenizer(self.answers.pop(0), add_special_tokens=False).input_ids
         ids += [END] if self.finish_reason == "stop" else []
         return Completion(

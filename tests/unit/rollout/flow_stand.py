@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,8 @@ from slimx.config.schema import Config
 from slimx.data.codec import decode, encode
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.rollout.client.generation import Completion
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker, Outcome
 from slimx.rollout.flow.tickets import SavedTicket
@@ -62,12 +62,10 @@ class Engine:
         """Seed of a request that is not answered."""
         self._aborts = 0
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> Completion:
+    async def generate(self, request: GenerationRequest) -> Completion:
         self.out += 1
         try:
-            return await self._generate(len(token_ids), sampling["max_new_tokens"], seed)
+            return await self._generate(len(request.token_ids), request.sampling["max_new_tokens"], request.seed)
         finally:
             self.out -= 1
 

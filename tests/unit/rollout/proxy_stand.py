@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from slimx.data.records import Prompt, Trajectory
 from slimx.rollout import agent
 from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
 from slimx.rollout.proxy.server import ChatProxy
 from slimx.rollout.proxy.tool_calls import ToolCall
@@ -59,12 +60,11 @@ class Script:
         self.left = 0
         """Streams that were not read to their end."""
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> Completion:
+    async def generate(self, request: GenerationRequest) -> Completion:
         number = len(self.asked)
-        self.asked.append((tokenizer().decode(list(token_ids)), sampling, seed))
-        self.prompts.append(list(token_ids))
+        token_ids, sampling = list(request.token_ids), request.sampling
+        self.asked.append((tokenizer().decode(token_ids), sampling, request.seed))
+        self.prompts.append(token_ids)
         if self.gate is not None:
             await self.gate(number)
         text = self.texts[number]
@@ -88,10 +88,8 @@ class Script:
         return out
 
     @asynccontextmanager
-    async def stream(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> AsyncIterator[Any]:
-        stream = Stream(await self.generate(token_ids, sampling, seed, return_routed_experts), self.pause)
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Any]:
+        stream = Stream(await self.generate(request), self.pause)
         try:
             yield stream
         finally:

@@ -15,7 +15,8 @@ from slimx.config.schema import Config
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.rollout import single_turn
-from slimx.rollout.client.generation import Completion
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker, Outcome
 from slimx.rollout.flow.tickets import Batch
@@ -48,15 +49,11 @@ class FakeEngine:
 
     def __init__(self, delay: float = 0.0, seed: int = 0) -> None:
         self.version, self.delay, self.random = 0, delay, np.random.default_rng(seed)
-        self.seeds: list[int] = []
-        self.samplings: list[dict[str, Any]] = []
+        self.requests: list[GenerationRequest] = []
         self.busy = self.busiest = 0
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], seed: int, return_routed_experts: bool = False
-    ) -> Completion:
-        self.seeds.append(seed)
-        self.samplings.append(sampling)
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.requests.append(request)
         self.busy += 1
         self.busiest = max(self.busiest, self.busy)
         began = self.version
@@ -64,7 +61,7 @@ class FakeEngine:
             await asyncio.sleep(self.random.uniform(0, self.delay) if self.delay else 0)
         finally:
             self.busy -= 1
-        ids = np.random.default_rng(seed).integers(4, 100, 3).astype(np.int32)
+        ids = np.random.default_rng(request.seed).integers(4, 100, 3).astype(np.int32)
         spans = [(0, 3, began)] if began == self.version else [(0, 1, began), (1, 3, self.version)]
         return Completion(ids, np.full(3, -1.0, np.float32), spans, "stop", None, 0, 0.01)
 

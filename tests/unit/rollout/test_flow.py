@@ -21,8 +21,10 @@ from slimx.data.records import Group, Prompt, Span, Trajectory
 from slimx.errors import DeadlineError
 from slimx.orchestration.batches import make_update_rows
 from slimx.rollout.client.completion import Completion
-from slimx.rollout.flow.interruption import Pending
+from slimx.rollout.client.request import GenerationRequest, Pending
+from slimx.rollout.flow.progress import key_of
 from slimx.rollout.hooks import seed_of
+from tests.refusals import refused
 from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, expected_tokens, kept, run_virtually
 from tests.unit.rollout.rollout_stand import config_of
 
@@ -318,16 +320,28 @@ def test_engines_that_bring_nothing_back_are_not_waited_for_for_ever():
 
 def test_what_came_is_continued_with_what_is_left_of_the_limits_but_not_where_a_stop_string_may_have_begun():
     part = Completion(np.array([8, 9], np.int32), np.zeros(2, np.float32), [(0, 2, 4)], "abort", None, 0, 0.0)
-    pending = Pending(np.array([5, 6], np.int32), {"max_new_tokens": 5, "min_new_tokens": 1}, 3, False, None)
+    pending = Pending(GenerationRequest([5, 6], {"max_new_tokens": 5, "min_new_tokens": 1}, 3, affinity="g0"))
+    assert pending.came is None and pending.rest() is pending.request
     pending.add(part)
-    assert pending.rest() == ([5, 6, 8, 9], {"max_new_tokens": 3, "min_new_tokens": 0}, 3, False)
+    limits = {"max_new_tokens": 3, "min_new_tokens": 0}
+    assert pending.rest() == GenerationRequest([5, 6, 8, 9], limits, 3, affinity="g0")
     pending.add(replace(part, versions=[(0, 1, 4), (1, 2, 6)]))
-    assert pending.have.versions == [(0, 3, 4), (3, 4, 6)] and not pending.done
+    assert pending.came.versions == [(0, 3, 4), (3, 4, 6)] and not pending.done
     pending.add(replace(part, token_ids=np.array([7], np.int32), logprobs=np.zeros(1), versions=[(0, 1, 6)]))
-    assert pending.done and pending.have.finish_reason == "length", "cut off after the last token that there could be"
-    stopping = Pending(np.array([5, 6], np.int32), {"max_new_tokens": 5, "stop": ["</s>"]}, 3, False, None)
+    assert pending.done and pending.came.finish_reason == "length", "cut off after the last token that there could be"
+    stopping = Pending(GenerationRequest([5, 6], {"max_new_tokens": 5, "stop": ["</s>"]}, 3))
     stopping.add(part)
-    assert stopping.have is None
+    assert stopping.came is None, "to be sampled anew"
+    stopping.add(replace(part, finish_reason=""))
+    with refused("request.stop_string", about="stop"):  # it was shown already
+        stopping.rest()
+
+
+def test_a_saved_request_is_found_again_by_what_it_asked_for():
+    request = GenerationRequest([5, 6, 7], {"temperature": 0.8, "max_new_tokens": 12, "stop_token_ids": [3]}, 41)
+    assert key_of(request) == "a687d8d52aa7e95be3d308b008b04b08", "checkpoints hold it"
+    assert key_of(replace(request, affinity="g0", routed_experts=True)) == key_of(request)
+    assert key_of(replace(request, seed=42)) != key_of(request)
 
 
 # Tokens of older versions ---------------------------------------------------------------------------------------------

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow import gate, interruption
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
 from slimx.rollout.flow.progress import Journal
 from slimx.rollout.flow.slots import Slots
 from slimx.runtime.standing_clock import Clock
+from tests.refusals import refused
 
 SAMPLING = {"max_new_tokens": 4}
 
@@ -62,7 +63,7 @@ def behind(client: Any, closed: Gate, clock: Clock) -> Interruptible:
 
 async def test_a_request_that_will_not_be_cancelled_keeps_neither_the_gate_nor_its_rollout(stubborn):
     closed = Gate()
-    asking = asyncio.create_task(behind(stubborn, closed, Clock(600)).generate([1], SAMPLING, 0))
+    asking = asyncio.create_task(behind(stubborn, closed, Clock(600)).generate(GenerationRequest([1], SAMPLING, 0)))
     try:
         async with asyncio.timeout(10):
             await stubborn.out.wait()
@@ -80,7 +81,7 @@ async def test_a_rollouts_deadline_ends_it_whatever_its_request_does(stubborn):
         async with asyncio.timeout(10):
             with pytest.raises(TimeoutError):
                 async with Clock(0.1) as clock:
-                    await behind(stubborn, Gate(), clock).generate([1], SAMPLING, 0)
+                    await behind(stubborn, Gate(), clock).generate(GenerationRequest([1], SAMPLING, 0))
     finally:
         stubborn.ended.set()
 
@@ -89,7 +90,7 @@ async def test_a_stream_that_does_not_end_is_given_up_and_nobody_waits_for_it_ag
     closed, told, pieces = Gate(), [], []
 
     async def read() -> None:
-        async with behind(stubborn, closed, Clock(600)).stream([1], SAMPLING, 0) as stream:
+        async with behind(stubborn, closed, Clock(600)).stream(GenerationRequest([1], SAMPLING, 0)) as stream:
             async for piece in stream:
                 pieces.append(piece.token_ids.tolist())
 
@@ -100,7 +101,7 @@ async def test_a_stream_that_does_not_end_is_given_up_and_nobody_waits_for_it_ag
     async with asyncio.timeout(10):
         await stubborn.out.wait()
         await closed.close(counted, deadline_s=0.05)
-        with pytest.raises(SlimxError, match=r"did not end it within rollout\.interrupt_deadline"):
+        with refused("request.given_up", about="rollout.interrupt_deadline"):
             await reading
     assert pieces == [[5]] and closed.out == 0 and set(told) == {1}
 
@@ -109,7 +110,7 @@ async def test_a_stream_that_nobody_reads_is_asked_to_end_once_in_a_while_and_no
     closed, told, left = Gate(), [], asyncio.Event()
 
     async def hold() -> None:
-        async with closed.letting_out(asyncio.get_running_loop().create_future()):
+        async with closed.tracked(asyncio.get_running_loop().create_future()):
             await left.wait()
 
     async def counted() -> None:
@@ -140,7 +141,9 @@ async def test_a_gate_is_closed_when_what_streams_have_brought_is_kept(stubborn)
         aborted.set()
 
     async def read() -> None:
-        async with Interruptible(stubborn, Slots(4), Clock(600), closed, journal).stream([1], SAMPLING, 0) as stream:
+        async with Interruptible(stubborn, Slots(4), Clock(600), closed, journal).stream(
+            GenerationRequest([1], SAMPLING, 0)
+        ) as stream:
             async for _ in stream:
                 pass
 

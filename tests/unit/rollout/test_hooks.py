@@ -15,6 +15,7 @@ from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RolloutContext, RolloutEngine
+from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, the_tokenizer
 
 # Drafts ---------------------------------------------------------------------------------------------------------------
@@ -180,12 +181,13 @@ async def test_turns_have_different_seeds_and_may_override_single_sampling_param
     await ctx.engine.generate([1], turn=0)
     await ctx.engine.generate([1], {"max_new_tokens": 9}, turn=1)
     await ctx.engine.generate([1], turn=0)
-    assert engine.seeds[0] == engine.seeds[2] != engine.seeds[1]
-    assert engine.samplings == [{"temperature": 0.7, "max_new_tokens": n} for n in (4, 9, 4)]
+    first, second, third = engine.requests
+    assert first.seed == third.seed != second.seed
+    assert [each.sampling for each in engine.requests] == [{"temperature": 0.7, "max_new_tokens": n} for n in (4, 9, 4)]
 
 
 async def test_a_hook_that_asks_for_an_engine_in_a_run_without_one_is_told_so():
-    with pytest.raises(SlimxError, match=r"rollout\.engines is empty"):
+    with refused("hooks.no_engines", about="rollout.engines"):
         await context(None).engine.generate([1])
 
 

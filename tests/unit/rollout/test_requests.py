@@ -13,11 +13,13 @@ import pytest
 
 from slimx.engines.outage import Outage
 from slimx.engines.server.keys import Keys
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError
 from slimx.orchestration.service import prober
 from slimx.rollout.client.generation import GenerationClient, ModelShape
-from slimx.rollout.client.requests import KEY_HEADER, AnswerError
+from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.client.sending import KEY_HEADER, AnswerError
 from slimx.runtime.ports import free_port
+from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import config_of
 
 GOOD = (
@@ -77,10 +79,13 @@ async def test_a_lost_request_is_sent_again_as_often_as_allowed_with_the_same_se
 
         async with client_of(*[LOST] * lost, GOOD, retries=retries, on_lost=look) as (client, bodies):
             if lost <= retries:
-                assert (await client.generate([1, 2], {"max_new_tokens": 3}, seed=9)).token_ids.tolist() == [4]
+                assert (
+                    await client.generate(GenerationRequest([1, 2], {"max_new_tokens": 3}, seed=9))
+                ).token_ids.tolist() == [4]
             else:
-                with pytest.raises(SlimxError, match="answered 500: error sending request"):
-                    await client.generate([1, 2], {"max_new_tokens": 3}, seed=9)
+                with pytest.raises(AnswerError) as told:
+                    await client.generate(GenerationRequest([1, 2], {"max_new_tokens": 3}, seed=9))
+                assert (told.value.status, told.value.message) == (500, "error sending request")
             assert len(bodies) == 1 + min(lost, retries) and all(body == bodies[0] for body in bodies)
             assert bodies[0]["sampling_params"]["sampling_seed"] == 9
             assert client.retried == len(looks) == min(lost, retries)
@@ -88,11 +93,12 @@ async def test_a_lost_request_is_sent_again_as_often_as_allowed_with_the_same_se
 
 async def test_a_request_that_finds_no_engine_waits_for_one_and_that_is_no_retry():
     async with client_of(NO_ENGINE, LOST, NO_ENGINE, NO_ENGINE, GOOD, retries=1) as (client, bodies):
-        await client.generate([1], {}, seed=1)
+        await client.generate(GenerationRequest([1], {}, seed=1))
         assert (len(bodies), client.retried) == (5, 1)
     async with client_of(NO_ENGINE, retry_s=0.2) as (client, bodies):
-        with pytest.raises(SlimxError, match="answered 503: no available workers"):
-            await client.generate([1], {}, seed=1)
+        with pytest.raises(AnswerError) as told:
+            await client.generate(GenerationRequest([1], {}, seed=1))
+        assert (told.value.status, told.value.message) == (503, "no available workers")
         assert client.retried == 0
 
 
@@ -106,7 +112,7 @@ async def test_a_request_that_an_engine_refuses_is_final_and_one_that_it_fails_i
 
         async with client_of(answer, on_lost=look) as (client, bodies):
             with pytest.raises(AnswerError) as told:
-                await client.generate([1], {}, seed=1)
+                await client.generate(GenerationRequest([1], {}, seed=1))
             assert (told.value.status, told.value.code) == (answer[0], "request.refused")
             assert len(bodies) == sent and len(looks) == sent - 1
 
@@ -115,7 +121,7 @@ async def test_while_no_engine_serves_a_request_waits_and_neither_its_deadline_n
     outage = Outage()
     outage.begin()
     async with client_of(LOST, GOOD, outage=outage, deadline_s=0.5, retry_s=0.1, retries=1) as (client, bodies):
-        asking = asyncio.create_task(client.generate([1], {}, seed=1))
+        asking = asyncio.create_task(client.generate(GenerationRequest([1], {}, seed=1)))
         await asyncio.sleep(0.8)
         assert not asking.done() and not bodies, "longer than its deadline"
         outage.end()
@@ -129,7 +135,7 @@ async def test_a_stream_that_waits_for_an_engine_has_its_deadline_left():
     async with client_of(NO_ENGINE, outage=outage, deadline_s=0.4) as (client, bodies):
 
         async def read() -> None:
-            async with client.stream([1], {}, 1) as stream:
+            async with client.stream(GenerationRequest([1], {}, 1)) as stream:
                 async for _ in stream:
                     pass
 
@@ -145,7 +151,7 @@ async def test_a_stream_that_waits_for_an_engine_has_its_deadline_left():
 async def test_a_router_that_does_not_listen_is_waited_for_and_that_is_no_retry():
     port = free_port()
     async with GenerationClient(f"http://127.0.0.1:{port}", ModelShape(10), retry_s=20, retries=0) as client:
-        asking = asyncio.create_task(client.generate([1], {}, seed=1))
+        asking = asyncio.create_task(client.generate(GenerationRequest([1], {}, seed=1)))
         await asyncio.sleep(0.3)
         assert not asking.done()
 
@@ -173,20 +179,20 @@ async def test_a_probe_asks_the_server_itself_once_for_what_rollouts_ask_for():
         assert (
             len(bodies) == 1 and bodies[0]["return_logprob"] and "routed_experts" in bodies[0]["custom_labels"]["slimx"]
         )
-        with pytest.raises(SlimxError, match="0 expert ids"):
+        with refused("answer.experts", about=without_experts.url):
             await probe(SimpleNamespace(url=without_experts.url, keys=Keys("key")))
 
 
 async def test_the_deadline_of_a_request_covers_all_its_attempts():
     async with client_of(NO_ENGINE, deadline_s=0.3) as (client, _), asyncio.timeout(60):
-        with pytest.raises(DeadlineError, match="a generation request"):
-            await client.generate([1], {}, seed=1)
+        with refused("deadline", about="a generation request", kind=DeadlineError):
+            await client.generate(GenerationRequest([1], {}, seed=1))
 
 
 async def test_a_request_with_a_key_takes_another_one_when_it_was_lost():
     """An engine that loses requests, but is not taken out of the router, must not hold them by their key."""
     async with client_of(LOST, LOST, GOOD, GOOD) as (client, bodies):
         for _ in range(2):
-            await client.sticky("g7").generate([1], {}, seed=1)
-        await client.generate([1], {}, seed=1)
+            await client.generate(GenerationRequest([1], {}, seed=1, affinity="g7"))
+        await client.generate(GenerationRequest([1], {}, seed=1))
         assert [body.get("key") for body in bodies] == ["g7", "g7~1", "g7~2", "g7", None]

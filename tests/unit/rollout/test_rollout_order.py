@@ -85,7 +85,7 @@ async def test_one_step_off_generates_the_next_batch_meanwhile_and_no_more():
         for step in range(3):
             await stand.next_batch()
             await until(lambda: stand.manager.in_flight == 0)
-            assert len(stand.engine.seeds) == 2 * 4 * (step + 2)
+            assert len(stand.engine.requests) == 2 * 4 * (step + 2)
 
 
 async def test_requests_in_flight_are_bounded():
@@ -133,18 +133,21 @@ async def test_an_evaluation_is_greedy_takes_one_rollout_and_is_not_filtered():
     async with Stand(config, reward=one, keep=lambda group: False) as stand:
         outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)
         assert outcome.reason is None and [t.reward for t in outcome.group.trajectories] == [1.0]
-        assert stand.engine.samplings == [{"temperature": 0.0, "max_new_tokens": 5}]
+        assert [each.sampling for each in stand.engine.requests] == [{"temperature": 0.0, "max_new_tokens": 5}]
         dropped = await stand.maker.make(prompts()[0], group_id="g0", number=0)
         assert dropped.reason == "filter" and len(dropped.group.trajectories) == 2
-        assert stand.engine.samplings[1:] == [{"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 5}] * 2
+        trained = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 5}
+        assert [each.sampling for each in stand.engine.requests[1:]] == [trained] * 2
 
 
 async def test_an_evaluation_takes_as_many_answers_as_it_is_told_at_its_own_temperature():
     config = config_of(eval__samples=4, eval__temperature=0.6, eval__top_p=0.95, sampling={"max_new_tokens": 5})
     async with Stand(config, reward=one) as stand:
         outcome = await stand.maker.make(prompts()[0], group_id="e0", number=0, evaluation=True)
-        assert len(outcome.group.trajectories) == 4 and len(set(stand.engine.seeds)) == 4
-        assert stand.engine.samplings == [{"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 5}] * 4
+        assert len(outcome.group.trajectories) == 4 and len({each.seed for each in stand.engine.requests}) == 4
+        assert [each.sampling for each in stand.engine.requests] == [
+            {"temperature": 0.6, "top_p": 0.95, "max_new_tokens": 5}
+        ] * 4
 
 
 # Resume ---------------------------------------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ async def test_a_restored_manager_continues_as_the_uninterrupted_one_would_have(
     async with Stand(config, reward=one) as resumed:
         resumed.manager.restore(state)
         found = [(await resumed.next_batch()).groups for _ in range(3)]
-        asked = set(resumed.engine.seeds)
+        asked = {each.seed for each in resumed.engine.requests}
     for got, wanted in zip(found, expected[2:], strict=True):
         assert [(g.id, g.prompt.id) for g in got] == [(g.id, g.prompt.id) for g in wanted]
         assert tokens_of(got) == tokens_of(wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 
 import pytest
 
@@ -43,7 +42,7 @@ async def test_many_slow_tools_hold_no_place_at_the_engines():
     async with Stand(config_of(concurrency=1), generate=tools.generate) as stand:
         waiting = asyncio.create_task(stand.next_batch())
         await until(lambda: tools.running == 8)
-        assert stand.engine.busy == 0 and len(stand.engine.seeds) == 8, "all 8 rollouts are in their tool"
+        assert stand.engine.busy == 0 and len(stand.engine.requests) == 8, "all 8 rollouts are in their tool"
         tools.released.set()
         assert len((await waiting).groups) == 4
         assert stand.engine.busiest == 1
@@ -55,7 +54,7 @@ async def test_rollouts_in_flight_have_a_bound_of_their_own():
         waiting = asyncio.create_task(stand.next_batch())
         await until(lambda: tools.running == 3)
         await asyncio.sleep(0.02)
-        assert len(stand.engine.seeds) == 3
+        assert len(stand.engine.requests) == 3
         tools.released.set()
         await waiting
         assert tools.most == 3
@@ -163,22 +162,6 @@ async def test_a_request_that_is_cancelled_while_it_waits_takes_no_place():
     [("prefix", [None] * 4), ("group", ["g0", "g0", "g1", "g1"]), ("rollout", ["g0/0", "g0/1", "g1/0", "g1/1"])],
 )
 async def test_requests_carry_the_key_of_what_stays_together(affinity, keys):
-    class Keyed(FakeEngine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.keys: list[str | None] = []
-            self.key: str | None = None
-
-        def sticky(self, key: str) -> Keyed:
-            other = copy.copy(self)
-            other.key = key
-            return other
-
-        async def generate(self, *arguments: object) -> object:
-            self.keys.append(self.key)
-            return await super().generate(*arguments)
-
-    engine = Keyed()
-    async with Stand(config_of(affinity=affinity, prompts_per_step=2), engine=engine) as stand:
+    async with Stand(config_of(affinity=affinity, prompts_per_step=2)) as stand:
         await stand.next_batch()
-    assert sorted(engine.keys, key=str) == sorted(keys, key=str)
+        assert sorted((request.affinity for request in stand.engine.requests), key=str) == keys

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,8 @@ from slimx.orchestration.batches import make_update_rows
 from slimx.orchestration.step.advantages import estimate_advantages
 from slimx.orchestration.step.reference import refresh_reference, restore_reference
 from slimx.rollout import preferences, single_turn
+from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from slimx.trainer.context import ContextShard
 from slimx.trainer.step.metrics import mismatch_metrics, mismatch_sums
@@ -78,12 +81,8 @@ async def greedy_scores(ctx: RewardContext, trajectory: Trajectory) -> float:
 class ColdEngine(FakeEngine):
     """Says at which temperature it sampled, as the real client does."""
 
-    async def generate(self, token_ids, sampling, seed, return_routed_experts=False):
-        completion = await super().generate(token_ids, sampling, seed, return_routed_experts)
-        return completion.__class__(
-            **{name: getattr(completion, name) for name in completion.__slots__ if name != "temperature"},
-            temperature=sampling["temperature"],
-        )
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return replace(await super().generate(request), temperature=request.temperature)
 
 
 @pytest.mark.parametrize("name", ["remax", "grpo"])
@@ -91,7 +90,7 @@ async def test_remax_gets_the_reward_of_a_greedy_rollout_that_is_not_trained(nam
     async with Stand(config_of(algorithm__name=name), reward=greedy_scores, engine=ColdEngine()) as stand:
         groups = (await stand.next_batch()).groups
         evaluated = await stand.maker.make(groups[0].prompt, group_id="eval0", number=0, evaluation=True)
-        asked = [sampling["temperature"] for sampling in stand.engine.samplings]
+        asked = [request.temperature for request in stand.engine.requests]
     for made in groups:
         assert [trajectory.reward for trajectory in made.trajectories] == [1.0, 1.0]
         assert made.baseline == (7.0 if name == "remax" else None)

@@ -40,7 +40,7 @@ class AnswerError(SlimxError):
         self.url, self.status, self.message = url, status, message
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
-        """As of DeadlineError."""
+        """As for DeadlineError."""
         return type(self), (self.url, self.status, self.message)
 
 
@@ -66,7 +66,11 @@ def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> 
     if len(scored) != len(wanted) or any(
         entry[1] not in (token, 0) for entry, token in zip(scored, wanted, strict=True)
     ):
-        raise SlimxError(f"{who} scored {len(scored)} tokens that are not the {len(wanted)} asked for")
+        raise SlimxError(
+            f"{who} scored {len(scored)} tokens that are not the {len(wanted)} asked for",
+            code="answer.scores",
+            about=who,
+        )
     return [entry[0] for entry in scored[1:]]
 
 
@@ -176,7 +180,11 @@ class Sender:
         """An open answer broke off: have the engine looked for. Raises SlimxError, which says `what`, if that happened
         too often."""
         if self._losses >= self._retries:
-            raise SlimxError(f"POST {self.url}: {what}, and it was lost {self._losses} times before")
+            raise SlimxError(
+                f"POST {self.url}: {what}, and it was lost {self._losses} times before",
+                code="request.lost",
+                about=self.url,
+            )
         await self._count()
 
     @property
