@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from slimx.config.correction import Correction, Rejection, renamed
 from slimx.config.presets import PRESETS, Name
+from slimx.config.rule import Refusal
 from slimx.config.section import MOST, Count, Positive, Real, Section, Share, Weight
 
 ADVANTAGES = (
@@ -149,8 +150,10 @@ class Algorithm(Section):
         for key, known in (("advantages", ADVANTAGES), ("loss", LOSSES)):
             value = getattr(self, key)
             if value not in known and "." not in value:
-                raise ValueError(
-                    f"algorithm.{key} is {value}, which is none of {', '.join(known)}, and no dotted path of a hook"
+                raise Refusal(
+                    f"algorithm.{key} is {value}, which is none of {', '.join(known)}, and no dotted path of a hook",
+                    code="algorithm.unknown",
+                    about=f"algorithm.{key}",
                 )
         return self
 
@@ -158,47 +161,75 @@ class Algorithm(Section):
     def _used(self) -> Algorithm:
         for key, (used, where) in NEEDS.items():
             if getattr(self, key) != self.default(key) and not used(self):
-                raise ValueError(f"algorithm.{key} {where}, and {self.says()}; leave it out")
+                raise Refusal(
+                    f"algorithm.{key} {where}, and {self.says()}; leave it out",
+                    code="algorithm.unused",
+                    about=f"algorithm.{key}",
+                )
         return self
 
     @model_validator(mode="after")
     def _together(self) -> Algorithm:
         for key in ("kl_coef", "kl_reward_coef"):
             if getattr(self, key) > 0 and not self.reference:
-                raise ValueError(
-                    f"algorithm.{key} is positive but algorithm.reference is false; set algorithm.reference=true"
+                raise Refusal(
+                    f"algorithm.{key} is positive but algorithm.reference is false; set algorithm.reference=true",
+                    code="algorithm.reference",
+                    about=f"algorithm.{key}",
                 )
         if self.advantages == "dpo" and not self.reference:
-            raise ValueError("algorithm.advantages is dpo, which compares with a reference; set reference=true")
+            raise Refusal(
+                "algorithm.advantages is dpo, which compares with a reference; set reference=true",
+                code="algorithm.dpo_reference",
+                about="algorithm.reference",
+            )
         if self.advantages == "dpo" and (self.loss, self.aggregation) != ("plain", "sum"):
-            raise ValueError(
+            raise Refusal(
                 "dpo needs algorithm.advantages=dpo, loss=plain and aggregation=sum together, since its gradient is "
-                "that sum; set algorithm.name=dpo and leave these three out"
+                "that sum; set algorithm.name=dpo and leave these three out",
+                code="algorithm.dpo_loss",
+                about="algorithm.loss",
             )
         if self.loss == "sft" and self.advantages != "none":
-            raise ValueError("algorithm.loss=sft looks at no advantages; set algorithm.name=sft")
+            raise Refusal(
+                "algorithm.loss=sft looks at no advantages; set algorithm.name=sft",
+                code="algorithm.sft_advantages",
+                about="algorithm.advantages",
+            )
         if self.advantages == "none" and self.loss != "sft" and not self.teacher_coef:
-            raise ValueError(
+            raise Refusal(
                 "algorithm.advantages is none and algorithm.teacher_coef 0: every advantage would be 0; choose an "
-                "estimator, or algorithm.name=distillation"
+                "estimator, or algorithm.name=distillation",
+                code="algorithm.no_advantages",
+                about="algorithm.advantages",
             )
         if self.teacher is not None and self.teacher_engine is not None:
-            raise ValueError("algorithm.teacher and algorithm.teacher_engine name a teacher each; remove one of them")
+            raise Refusal(
+                "algorithm.teacher and algorithm.teacher_engine name a teacher each; remove one of them",
+                code="algorithm.two_teachers",
+                about="algorithm.teacher_engine",
+            )
         if self.teacher_coef and not self.taught:
-            raise ValueError(
+            raise Refusal(
                 "algorithm.teacher_coef is positive but there is no teacher; set algorithm.teacher or "
-                "algorithm.teacher_engine"
+                "algorithm.teacher_engine",
+                code="algorithm.no_teacher",
+                about="algorithm.teacher_coef",
             )
         for key in ("correction", "rejection"):
             if getattr(self, key).active and self.old_logprobs != "recompute":
-                raise ValueError(
+                raise Refusal(
                     f"algorithm.{key} compares the trainer's old log-probs with the engine's, and "
-                    "algorithm.old_logprobs is rollout: both would be the same; set algorithm.old_logprobs=recompute"
+                    "algorithm.old_logprobs is rollout: both would be the same; set algorithm.old_logprobs=recompute",
+                    code="algorithm.old_logprobs",
+                    about=f"algorithm.{key}",
                 )
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_unbiased:
-            raise ValueError(
+            raise Refusal(
                 "algorithm.kl_estimator is k1: in a loss its gradient has mean 0 whatever the reference; use k2 or k3, "
-                "or set algorithm.kl_unbiased=true"
+                "or set algorithm.kl_unbiased=true",
+                code="algorithm.kl_estimator",
+                about="algorithm.kl_estimator",
             )
         return self
 

@@ -7,14 +7,17 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from slimx.config.rule import Refusal
 from slimx.config.section import Positive, Section, Weight
 
 
 def _hold_one(key: str, low: float, high: float) -> None:
     if low >= high or not low <= 1 <= high:
-        raise ValueError(
+        raise Refusal(
             f"{key} keeps weights in [{low:g}, {high:g}], which does not hold 1, the weight of two sides that agree; "
-            "set low <= 1 <= high"
+            "set low <= 1 <= high",
+            code="correction.bounds",
+            about=key,
         )
 
 
@@ -37,8 +40,10 @@ class Correction(Section):
     @model_validator(mode="after")
     def _bounds(self) -> Correction:
         if self.kind == "none" and (self.level, self.low, self.high) != ("token", 0.0, 2.0):
-            raise ValueError(
-                "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind"
+            raise Refusal(
+                "algorithm.correction has bounds or a level but its kind is none; set algorithm.correction.kind",
+                code="correction.kind",
+                about="algorithm.correction.kind",
             )
         _hold_one("algorithm.correction", self.low, self.high)
         return self
@@ -68,9 +73,11 @@ class Rejection(Section):
     @model_validator(mode="after")
     def _bounds(self) -> Rejection:
         if self.level == "none" and (self.low, self.high) != (0.0, 2.0):
-            raise ValueError(
+            raise Refusal(
                 "algorithm.rejection has bounds but its level is none; set algorithm.rejection.level to say whose w "
-                "they are of"
+                "they are of",
+                code="rejection.level",
+                about="algorithm.rejection.level",
             )
         _hold_one("algorithm.rejection", self.low, self.high)
         return self

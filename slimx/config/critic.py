@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from slimx.config.rule import Refusal
 from slimx.config.section import Count, Positive, Section, Size, Weight
-from slimx.config.trainer import Optimizer
+from slimx.config.trainer import Optimizer, Trainer
 
 
 class CriticOptimizer(Optimizer):
@@ -59,8 +60,28 @@ class Critic(Section):
     @model_validator(mode="after")
     def _placement(self) -> Critic:
         if self.placement == "shared" and self.layout is not None:
-            raise ValueError(
+            raise Refusal(
                 "critic.layout is given but critic.placement is shared, where the critic is split as the trainer is; "
-                "set critic.placement=own or leave critic.layout out"
+                "set critic.placement=own or leave critic.layout out",
+                code="critic.placement",
+                about="critic.layout",
             )
         return self
+
+
+def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
+    """The `trainer` section that the critic's ranks follow. Raises SlimxError for a layout that does not fit them."""
+    changes: dict[str, Any] = {
+        "load": critic.load or trainer.load,
+        "optimizer": critic.optimizer,
+        "freeze": (),  # patterns for the policy
+        # Layers of multi-token prediction learn from labels; a critic has none.
+        "megatron": {key: value for key, value in trainer.megatron.items() if key != "mtp_num_layers"},
+    }
+    if critic.placement == "own":
+        changes |= dict(critic.layout or CriticLayout())
+    try:
+        return Trainer.model_validate({**dict(trainer), **changes})
+    except ValidationError as error:
+        told = error.errors()[0]["msg"].removeprefix("Value error, ").replace("trainer.", "critic.layout.")
+        raise Refusal(told, code="critic.layout", about="critic.layout") from None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from slimx.config.rule import Refusal
 from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, Seconds, Section, Size, shortened
 
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
@@ -70,6 +71,11 @@ class Engines(Section):
     )
 
     @property
+    def where(self) -> str:
+        """The group's name in a sentence."""
+        return f"rollout.engines group {self.name}"
+
+    @property
     def ranks(self) -> int:
         """Ranks of one server: a GPU each on CUDA."""
         return self.tensor * self.pipeline
@@ -86,31 +92,41 @@ class Engines(Section):
 
     @model_validator(mode="after")
     def _alone(self) -> Engines:
-        where = f"rollout.engines group {self.name}"
+        where = self.where
         if self.frozen and self.role != "regular":
-            raise ValueError(
+            raise Refusal(
                 f"{where} is frozen and has the role {self.role}; prefill and decode servers are the policy's: set "
-                "frozen=false or role=regular"
+                "frozen=false or role=regular",
+                code="engines.frozen_role",
+                about="rollout.engines",
             )
         if self.frozen and not self.urls and self.model is None:
-            raise ValueError(
+            raise Refusal(
                 f"{where} is frozen but names neither a model nor urls; name the directory of its model, which may be "
-                "model.path"
+                "model.path",
+                code="engines.frozen_model",
+                about="rollout.engines",
             )
         if self.ranks % self.nodes:
-            raise ValueError(
+            raise Refusal(
                 f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
-                "each machine has the same share of them"
+                "each machine has the same share of them",
+                code="engines.nodes",
+                about="rollout.engines",
             )
         if self.ranks > SERVER:
-            raise ValueError(
+            raise Refusal(
                 f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the {SERVER:,} that one may "
-                "have; lower tensor or pipeline"
+                "have; lower tensor or pipeline",
+                code="engines.server_ranks",
+                about="rollout.engines",
             )
         if self.started * self.ranks > GPUS:
-            raise ValueError(
+            raise Refusal(
                 f"{where} is {self.started} servers of {self.ranks} ranks, more than the {GPUS:,} ranks that a group "
-                "may have; lower count, tensor or pipeline"
+                "may have; lower count, tensor or pipeline",
+                code="engines.group_ranks",
+                about="rollout.engines",
             )
         for key, kind in _READ.items():
             if (value := self.sglang.get(key)) is None:
@@ -119,20 +135,26 @@ class Engines(Section):
                 kind.validate_python(value, strict=True)
             except ValidationError as error:
                 message = error.errors()[0]["msg"]
-                raise ValueError(
-                    f"{where}: sglang.{key} is {shortened(value)}: {message[0].lower()}{message[1:]}"
+                raise Refusal(
+                    f"{where}: sglang.{key} is {shortened(value)}: {message[0].lower()}{message[1:]}",
+                    code="engines.sglang_value",
+                    about=f"rollout.engines.sglang.{key}",
                 ) from None
         if self.urls:
             self._external(where)
         elif self.api_key_env or self.admin_api_key_env:
-            raise ValueError(
+            raise Refusal(
                 f"{where} names keys but no urls; slimx gives the servers that it starts random keys: remove "
-                "api_key_env and admin_api_key_env"
+                "api_key_env and admin_api_key_env",
+                code="engines.keys_without_urls",
+                about="rollout.engines",
             )
         if self.sglang.get("disaggregation_transfer_backend") == "fake":
-            raise ValueError(
+            raise Refusal(
                 f"{where}: disaggregation_transfer_backend fake moves no KV, so that decode servers would sample from "
-                "nothing; use mooncake or nixl"
+                "nothing; use mooncake or nixl",
+                code="engines.fake_transfer",
+                about="rollout.engines",
             )
         return self
 
@@ -140,40 +162,64 @@ class Engines(Section):
         """Refuse addresses that are none, and keys that cannot reach a server which runs already."""
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "sglang")
         if given := [key for key in idle if key in self.model_fields_set]:
-            raise ValueError(
-                f"{where} has urls, servers that run already, so that its {given[0]} would do nothing; remove it"
+            raise Refusal(
+                f"{where} has urls, servers that run already, so that its {given[0]} would do nothing; remove it",
+                code="engines.urls_idle_key",
+                about=f"rollout.engines.{given[0]}",
             )
         if self.role == "prefill":
-            raise ValueError(
+            raise Refusal(
                 f"{where} has urls and the role prefill, whose bootstrap port slimx chooses when it starts a server; "
-                "let slimx start prefill servers"
+                "let slimx start prefill servers",
+                code="engines.urls_prefill",
+                about="rollout.engines",
             )
         for url in self.urls:
             if not _ADDRESS.fullmatch(url):
-                raise ValueError(f"{where}: {url!r} in urls is not of the form http://HOST:PORT")
+                raise Refusal(
+                    f"{where}: {url!r} in urls is not of the form http://HOST:PORT", code="engines.url", about=url
+                )
         if len(set(self.urls)) < len(self.urls):
-            raise ValueError(f"{where} names an address twice in urls; name each server once")
+            raise Refusal(
+                f"{where} names an address twice in urls; name each server once",
+                code="engines.url_twice",
+                about="rollout.engines",
+            )
 
 
 def check_groups(groups: Sequence[Engines]) -> None:
     """Raise ValueError for groups that cannot serve together."""
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
-        raise ValueError(f"rollout.engines names a group twice in {names}; give each group its own name")
+        raise Refusal(
+            f"rollout.engines names a group twice in {names}; give each group its own name",
+            code="engines.name_twice",
+            about="rollout.engines",
+        )
     urls = [url for group in groups for url in group.urls]
     if len(set(urls)) < len(urls):
         twice = next(url for url in urls if urls.count(url) > 1)
-        raise ValueError(f"rollout.engines names {twice} in two groups; a server belongs to one")
+        raise Refusal(
+            f"rollout.engines names {twice} in two groups; a server belongs to one",
+            code="engines.url_in_two_groups",
+            about=twice,
+        )
     roles = {group.role for group in groups if not group.frozen}
     split = roles & {"prefill", "decode"}
     if len(split) == 1:
         (have,) = split
         missing = "decode" if have == "prefill" else "prefill"
-        raise ValueError(f"rollout.engines has a group with the role {have} but none with {missing}; add one")
+        raise Refusal(
+            f"rollout.engines has a group with the role {have} but none with {missing}; add one",
+            code="engines.role_missing",
+            about="rollout.engines",
+        )
     if split and "regular" in roles:
-        raise ValueError(
+        raise Refusal(
             "rollout.engines mixes the role regular with prefill and decode, and one router serves either; give all "
-            "groups of the policy roles of one kind"
+            "groups of the policy roles of one kind",
+            code="engines.roles_mixed",
+            about="rollout.engines",
         )
 
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
 from slimx.config.section import shortened
 from slimx.errors import SlimxError
@@ -25,28 +26,43 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     if not path.is_file():
-        raise SlimxError(f"{path}: no such configuration file; give the path of a YAML file")
+        raise SlimxError(
+            f"{path}: no such configuration file; give the path of a YAML file", code="config.no_file", about=str(path)
+        )
     try:
         tree = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise SlimxError(f"{path}: not readable as YAML ({_first_line(error)})") from error
+        raise SlimxError(
+            f"{path}: not readable as YAML ({_first_line(error)})", code="config.not_yaml", about=str(path)
+        ) from error
     if not OmegaConf.is_dict(tree):
-        raise SlimxError(f"{path}: holds no sections; a configuration is a mapping of sections such as `run:`")
+        raise SlimxError(
+            f"{path}: holds no sections; a configuration is a mapping of sections such as `run:`",
+            code="config.no_sections",
+            about=str(path),
+        )
     for override in overrides:
         if "=" not in override or override.startswith("="):
-            raise SlimxError(f"override {override!r} is not of the form section.key=value")
+            raise SlimxError(
+                f"override {override!r} is not of the form section.key=value", code="config.override", about=override
+            )
         try:
             tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
         except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-            raise SlimxError(f"override {override!r} cannot be applied ({_first_line(error)})") from error
+            raise SlimxError(
+                f"override {override!r} cannot be applied ({_first_line(error)})",
+                code="config.override",
+                about=override,
+            ) from error
     try:
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise SlimxError(f"{path}: {_first_line(error)}") from error
+        raise SlimxError(f"{path}: {_first_line(error)}", code="config.interpolation", about=str(path)) from error
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise SlimxError(f"{path}: {_explain(error)}") from error
+        problems = [problem for item in error.errors() for problem in _problems(item)]
+        refuse(problems, f"{path}: ", error)
     config._interpolated = dict(_interpolations(OmegaConf.to_container(tree, resolve=False)))
     return config
 
@@ -64,15 +80,13 @@ def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _explain(error: ValidationError) -> str:
-    """All problems of a configuration in one sentence."""
-    return "; ".join(dict.fromkeys(_problem(item) for item in error.errors()))
-
-
-def _problem(item: Any) -> str:
+def _problems(item: Any) -> Sequence[SlimxError]:
+    """Refusals behind one of pydantic's errors."""
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, Refusal):
+        return cause.problems or (cause,)
     where = ".".join(str(part) for part in item["loc"])
-    kind = item["type"]
-    if kind == "extra_forbidden":
+    if item["type"] == "extra_forbidden":
         known = _keys_at(item["loc"][:-1])
         near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
         hint = (
@@ -80,15 +94,13 @@ def _problem(item: Any) -> str:
             if near
             else f"known keys: {', '.join(known)}"
         )
-        return f"unknown key {where}; {hint}"
-    if kind == "missing":
-        return f"{where} is missing; set it in the file or with {where}=VALUE"
+        return (SlimxError(f"unknown key {where}; {hint}", code="config.unknown_key", about=where),)
+    if item["type"] == "missing":
+        told = f"{where} is missing; set it in the file or with {where}=VALUE"
+        return (SlimxError(told, code="config.missing_key", about=where),)
     message = item["msg"].removeprefix("Value error, ")
-    return (
-        message
-        if kind == "value_error"
-        else f"{where} is {shortened(item['input'])}: {message[0].lower()}{message[1:]}"
-    )
+    told = f"{where} is {shortened(item['input'])}: {message[0].lower()}{message[1:]}"
+    return (SlimxError(told, code="config.value", about=where),)
 
 
 def _keys_at(location: Sequence[Any]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from slimx.config.rule import Refusal
 from slimx.config.section import Label, Real, Seconds, Section, Size
 
 
@@ -50,14 +51,28 @@ class Reward(Section):
     def _parts(self) -> Reward:
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
-            raise ValueError(f"reward.parts names a part twice in {names}; give each its own name")
+            raise Refusal(
+                f"reward.parts names a part twice in {names}; give each its own name",
+                code="reward.name_twice",
+                about="reward.parts",
+            )
         if self.parts and (self.options or self.function not in (None, type(self).model_fields["function"].default)):
-            raise ValueError(
+            raise Refusal(
                 "reward.parts is given and so is reward.function (or reward.options), which parts replace; make the "
-                "function one of the parts"
+                "function one of the parts",
+                code="reward.parts_and_function",
+                about="reward.function",
             )
         if self.parts and self.scope == "group":
-            raise ValueError("reward.scope is group, but reward.parts judge one trajectory each; use reward.function")
+            raise Refusal(
+                "reward.scope is group, but reward.parts judge one trajectory each; use reward.function",
+                code="reward.parts_scope",
+                about="reward.scope",
+            )
         if self.options and self.function is None:
-            raise ValueError("reward.options is given but reward.function is null; name the function or leave it out")
+            raise Refusal(
+                "reward.options is given but reward.function is null; name the function or leave it out",
+                code="reward.options",
+                about="reward.options",
+            )
         return self

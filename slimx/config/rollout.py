@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slimx.config.engines import Engines, Health, check_groups
+from slimx.config.rule import Refusal
 from slimx.config.section import LARGEST, Amount, Count, Real, Seconds, Section, Share, Weight
 
 MAX_SUPPORT = 4096
@@ -25,13 +26,17 @@ class Sampling(Section):
     @model_validator(mode="after")
     def _supported(self) -> Sampling:
         if self.top_k == 0:
-            raise ValueError(
-                "rollout.sampling.top_k is 0, which keeps no candidate; use -1 for all or a positive count"
+            raise Refusal(
+                "rollout.sampling.top_k is 0, which keeps no candidate; use -1 for all or a positive count",
+                code="sampling.top_k",
+                about="rollout.sampling.top_k",
             )
         if self.top_k > MAX_SUPPORT:
-            raise ValueError(
+            raise Refusal(
                 f"rollout.sampling.top_k is {self.top_k}, but engines report at most {MAX_SUPPORT} kept candidates per "
-                "token, which the trainer needs; lower it or use -1 for all"
+                "token, which the trainer needs; lower it or use -1 for all",
+                code="sampling.top_k",
+                about="rollout.sampling.top_k",
             )
         return self
 
@@ -43,9 +48,11 @@ class Proxy(Section):
     @model_validator(mode="after")
     def _reachable(self) -> Proxy:
         if self.host in ("0.0.0.0", "::", ""):
-            raise ValueError(
+            raise Refusal(
                 f"rollout.proxy.host is {self.host!r}, which is no address that an agent could be told; give the "
-                "driver's own"
+                "driver's own",
+                code="proxy.host",
+                about="rollout.proxy.host",
             )
         return self
 
@@ -131,9 +138,11 @@ class Rollout(Section):
     def _groups(self) -> Rollout:
         check_groups(self.engines)
         if self.disaggregated and self.routed_experts:
-            raise ValueError(
+            raise Refusal(
                 "rollout.routed_experts with prefill and decode groups: the decode server, whose answer counts, never "
-                "computed the experts of the prompt; set rollout.routed_experts=false"
+                "computed the experts of the prompt; set rollout.routed_experts=false",
+                code="rollout.routed_experts",
+                about="rollout.routed_experts",
             )
         return self
 
@@ -160,12 +169,22 @@ class Eval(Section):
     @model_validator(mode="after")
     def _several(self) -> Eval:
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
+            raise Refusal(
                 f"eval.samples is {self.samples} but eval.temperature is 0: all answers to a prompt would be the same; "
-                "set a temperature, or eval.samples=1"
+                "set a temperature, or eval.samples=1",
+                code="eval.samples",
+                about="eval.samples",
             )
         if self.temperature == 0 and self.top_p < 1:
-            raise ValueError("eval.top_p cuts nothing where answers are greedy; set eval.temperature or leave it out")
+            raise Refusal(
+                "eval.top_p cuts nothing where answers are greedy; set eval.temperature or leave it out",
+                code="eval.top_p",
+                about="eval.top_p",
+            )
         if wrong := [name for name in self.files if "/" in name or (not name and len(self.files) > 1)]:
-            raise ValueError(f"eval.prompts has the name {wrong[0]!r}; names stand in metrics and have no slash")
+            raise Refusal(
+                f"eval.prompts has the name {wrong[0]!r}; names stand in metrics and have no slash",
+                code="eval.name",
+                about=wrong[0],
+            )
         return self

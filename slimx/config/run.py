@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from slimx.config.rule import Refusal
 from slimx.config.section import Amount, Count, Positive, Seconds, Section, Size
 from slimx.runtime.ports import LOOPBACK
 
@@ -47,6 +48,11 @@ class Numerics(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of parameters and activations")
     router_dtype: Literal["float32"] = Field("float32", description="dtype of the router's logits and softmax")
+
+    @property
+    def exact(self) -> bool:
+        """True if trainer and engines compute the same bits."""
+        return self.mode == "exact"
 
 
 class Cluster(Section):
@@ -96,8 +102,10 @@ class Cluster(Section):
             try:
                 ipaddress.ip_network(value, strict=False)
             except ValueError:
-                raise ValueError(
-                    f"cluster.trusted_network is {value!r}; give true or a network such as 10.0.0.0/16"
+                raise Refusal(
+                    f"cluster.trusted_network is {value!r}; give true or a network such as 10.0.0.0/16",
+                    code="cluster.trusted_network",
+                    about="cluster.trusted_network",
                 ) from None
         return value
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from slimx.config.rollout import Rollout
+from slimx.config.rule import Refusal
 from slimx.config.section import Amount, Count, Positive, Seconds, Section
 
 
@@ -115,9 +117,16 @@ class Checkpoint(Section):
     @model_validator(mode="after")
     def _kept(self) -> Checkpoint:
         if self.keep_every and (not self.every or self.keep_every % self.every):
-            raise ValueError(
+            raise Refusal(
                 f"checkpoint.keep_every is {self.keep_every}, but checkpoints are written "
                 + (f"every {self.every} steps" if self.every else "by time and at the end only (checkpoint.every is 0)")
-                + "; make it a multiple of checkpoint.every"
+                + "; make it a multiple of checkpoint.every",
+                code="checkpoint.keep_every",
+                about="checkpoint.keep_every",
             )
         return self
+
+
+def batches_in_flight(rollout: Rollout, schedule: Schedule) -> float:
+    """Groups that are open while a step waits for its own, over `rollout.prompts_per_step`."""
+    return rollout.over_sampling or float(max(1, schedule.max_staleness + 1 - schedule.window))

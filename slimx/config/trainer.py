@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from slimx.config.rule import Refusal, refuse
 from slimx.config.section import Amount, Count, Positive, Seconds, Section, Share, Size, Weight
+from slimx.errors import SlimxError
 
 
 class Optimizer(Section):
@@ -81,9 +83,11 @@ class Moe(Section):
     @model_validator(mode="after")
     def _balanced(self) -> Moe:
         if self.aux_loss_type != type(self).model_fields["aux_loss_type"].default and not self.aux_loss_coef:
-            raise ValueError(
+            raise Refusal(
                 f"trainer.moe.aux_loss_type is {self.aux_loss_type}, but trainer.moe.aux_loss_coef is 0 and nothing is "
-                "balanced; give the coefficient, or leave the type out"
+                "balanced; give the coefficient, or leave the type out",
+                code="routing.aux_loss_type",
+                about="trainer.moe.aux_loss_type",
             )
         return self
 
@@ -183,38 +187,44 @@ class Trainer(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Trainer:
-        if problems := [*self._routing_problems(), *self._layout_problems()]:
-            raise ValueError("; ".join(problems))
+        refuse([*self._routing_problems(), *self._layout_problems()])
         return self
 
-    def _routing_problems(self) -> Iterator[str]:
+    def _routing_problems(self) -> Iterator[SlimxError]:
         for key, instead in _ROUTING.items():
             if self.megatron.get(key) not in (None, False, 0, "none"):
-                yield f"trainer.megatron.{key} is not passed through; {instead}"
+                about = f"trainer.megatron.{key}"
+                yield SlimxError(f"{about} is not passed through; {instead}", code="trainer.megatron", about=about)
 
-    def _layout_problems(self) -> Iterator[str]:
+    def _layout_problems(self) -> Iterator[SlimxError]:
         product = self.tensor * self.pipeline * self.context * self.data_size
         if product != self.world_size:
-            yield (
+            yield SlimxError(
                 f"trainer.world_size is {self.world_size}, but tensor {self.tensor} x pipeline {self.pipeline} x "
                 f"context {self.context} x data {self.data_size} = {product}; set trainer.world_size={product} or "
-                "change one of the sizes"
+                "change one of the sizes",
+                code="trainer.world_size",
+                about="trainer.world_size",
             )
         experts = self.expert * self.expert_tensor_size
         stage = self.tensor * self.context * self.data_size
         if product == self.world_size and stage % experts:
             fitting = [n for n in range(1, stage + 1) if stage % (n * self.expert_tensor_size) == 0]
             nearest = min(fitting or [1], key=lambda n: (abs(n - self.expert), n))
-            yield (
+            yield SlimxError(
                 f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
                 f"divide the {stage} ranks of a pipeline stage (tensor x context x data); the nearest that does is "
-                f"trainer.expert={nearest}" + ("" if fitting else " with trainer.expert_tensor=1")
+                f"trainer.expert={nearest}" + ("" if fitting else " with trainer.expert_tensor=1"),
+                code="trainer.expert",
+                about="trainer.expert",
             )
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
             # megatron-core 0.16.1 marks expert weights for the expert groups only if EP > 1; otherwise their gradients
             # are summed over the dense DP ranks, which is wrong as soon as ETP differs from TP.
-            yield (
+            yield SlimxError(
                 f"trainer.expert is 1 but trainer.expert_tensor {self.expert_tensor_size} differs from trainer.tensor "
                 f"{self.tensor}; megatron-core would sum expert gradients over the wrong ranks: set "
-                "trainer.expert_tensor=null"
+                "trainer.expert_tensor=null",
+                code="trainer.expert_tensor",
+                about="trainer.expert_tensor",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from slimx.config.flow import batches_in_flight
+from slimx.config.schedule import batches_in_flight
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.preflight.record import BatchPlan

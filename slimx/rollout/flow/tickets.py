@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slimx.config.flow import batches_in_flight
+from slimx.config.schedule import batches_in_flight
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt
 from slimx.rollout.flow.progress import Progress, SavedRollout

@@ -21,7 +21,7 @@ from slimx.adapters.sglang.exact.blocks import LINEAR as BLOCK_LINEAR
 from slimx.adapters.sglang.exact.experts import BLOCKS, EXPERTS, GROUPED_TOP_K, TOP_K
 from slimx.adapters.sglang.exact.latent import CORE as LATENT_CORE
 from slimx.adapters.sglang.exact.numerics import ATTENTION, LINEAR, LOG_SOFTMAX, NORM, ROTARY, ExactServer, asked_leaves
-from slimx.config.exact import MEGATRON_FIELDS
+from slimx.config.rules.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
 from slimx.engines.server.control import PROTOCOL, EngineControl
 from slimx.engines.server.engine import Engine

@@ -1,0 +1,124 @@
+"""A rule between keys: written once, with a code, and asked as soon as everything that it needs is known.
+
+The parameters of a rule's function are the facts that it needs, by name (`FACTS`): sections of the configuration, the
+model, the machine. A moment (load, plan, doctor, start) brings facts, and `broken` asks every rule that these suffice
+for; nobody lists calls. The tables are `slimx.config.rules.RULES` (the configuration alone) and
+`slimx.preflight.checks.RULES` (everything else).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from slimx.errors import SlimxError
+
+SECTIONS = (
+    "run",
+    "model",
+    "numerics",
+    "cluster",
+    "trainer",
+    "rollout",
+    "reward",
+    "algorithm",
+    "critic",
+    "schedule",
+    "publish",
+    "checkpoint",
+    "eval",
+    "track",
+)
+"""Sections of a configuration: facts that are known when it is loaded."""
+FACTS = dict.fromkeys(SECTIONS, "configuration") | {
+    "device": "configuration",  # that the run is meant for: where it is left open, a plan's is cuda
+    "machine": "configuration",  # GPUs and nodes that `slimx plan` is told of
+    "spec": "model",
+    "sizes": "model",
+    "critic_view": "model",  # the `trainer` section that the critic's ranks follow; None without a critic, as are:
+    "critic_spec": "model",
+    "critic_sizes": "model",
+    "places": "model",
+    "trainer_memory": "model",
+    "engine_memory": "model",
+    "colocated": "model",
+    "local_device": "machine",  # device of the machine that asks
+    "weights": "weights",  # directory of the policy's
+    "critic_weights": "weights",
+    "tokenizer": "tokenizer",
+}
+"""Everything that a rule can ask for, and what must be at hand to know it."""
+NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
+"""What must be at hand, the cheapest first."""
+
+
+class Refusal(SlimxError, ValueError):
+    """A refusal that pydantic collects when it is raised in a validator; `problems` has those that it joins."""
+
+    problems: tuple[SlimxError, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule with the code of its refusals and the key that they are about. `ask` yields a sentence for each way in
+    which the rule is broken; a SlimxError that it raises counts as one, too."""
+
+    code: str
+    about: str
+    ask: Callable[..., Iterator[str]]
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Names of the facts that the rule needs."""
+        return tuple(inspect.signature(self.ask).parameters)
+
+    @property
+    def needs(self) -> str:
+        """The most expensive thing that must be at hand to ask: a value of `NEEDS`."""
+        return max((FACTS[name] for name in self.facts), key=NEEDS.index)
+
+    def problems(self, facts: Mapping[str, Any]) -> Iterator[SlimxError]:
+        """Refusals by this rule, given its facts."""
+        try:
+            for sentence in self.ask(**{name: facts[name] for name in self.facts}):
+                yield SlimxError(sentence, code=self.code, about=self.about)
+        except SlimxError as error:
+            yield error if error.code else SlimxError(str(error), code=self.code, about=self.about)
+
+
+def rule(code: str, *, about: str) -> Callable[[Callable[..., Iterator[str]]], Rule]:
+    """Make a rule of a generator function."""
+    return lambda ask: Rule(code, about, ask)
+
+
+def rules_in(*modules: ModuleType) -> tuple[Rule, ...]:
+    """Rules that the modules define, in the order of their definition."""
+    return tuple(
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, Rule) and value.ask.__module__ == module.__name__
+    )
+
+
+def broken(rules: Iterable[Rule], facts: Mapping[str, Any], *, before: Collection[str] = ()) -> list[SlimxError]:
+    """Refusals by all rules that `facts` suffice for, but for those that the facts `before` sufficed for."""
+    return [
+        problem
+        for each in rules
+        if facts.keys() >= {*each.facts} and not {*before} >= {*each.facts}
+        for problem in each.problems(facts)
+    ]
+
+
+def refuse(problems: Sequence[SlimxError], where: str = "", cause: Exception | None = None) -> None:
+    """Raise a Refusal with all sentences after `where`, and the code of the first; nothing without problems."""
+    if not problems:
+        return
+    sentences = "; ".join(dict.fromkeys(map(str, problems)))
+    error = Refusal(where + sentences, code=problems[0].code, about=problems[0].about)
+    error.problems = tuple(problems)
+    raise error from cause

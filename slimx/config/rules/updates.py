@@ -1,0 +1,54 @@
+"""Rules about what a step trains and evaluates, and the weights that it publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.config.rollout import Eval, Rollout
+from slimx.config.rule import rule
+from slimx.config.run import Numerics
+from slimx.config.schedule import Publish, Schedule
+from slimx.config.trainer import Trainer
+
+
+@rule("routes.engine", about="trainer.moe.replay")
+def routes_of_engines(trainer: Trainer, rollout: Rollout) -> Iterator[str]:
+    if trainer.moe.replay == "R3" and not (rollout.sampled and rollout.routed_experts):
+        missing = "rollout.routed_experts is false" if rollout.sampled else "rollout.engines is empty"
+        yield (
+            f"trainer.moe.replay is R3 but {missing}: there are no routes of an engine to replay; set "
+            "rollout.routed_experts=true, or trainer.moe.replay=none or R2"
+        )
+
+
+@rule("eval.engines", about="eval.prompts")
+def evaluated(eval: Eval, rollout: Rollout) -> Iterator[str]:
+    if eval.prompts and not rollout.sampled:
+        yield "eval.prompts is set but rollout.engines is empty; evaluation needs an engine"
+
+
+@rule("schedule.updates", about="schedule.updates_per_step")
+def whole_groups(schedule: Schedule, rollout: Rollout) -> Iterator[str]:
+    if rollout.prompts_per_step % schedule.updates_per_step:
+        yield (
+            f"schedule.updates_per_step {schedule.updates_per_step} does not divide rollout.prompts_per_step "
+            f"{rollout.prompts_per_step}: an update trains whole groups; change one of them"
+        )
+
+
+@rule("publish.nccl_colocated", about="publish.transport")
+def one_gpu(schedule: Schedule, publish: Publish) -> Iterator[str]:
+    if schedule.colocate and publish.transport == "nccl":
+        yield (
+            "schedule.colocate and publish.transport=nccl exclude each other: NCCL connects no GPU with itself; set "
+            "publish.transport=cuda_ipc"
+        )
+
+
+@rule("publish.triton_dtype", about="publish.quantise")
+def rounded_from(publish: Publish, numerics: Numerics) -> Iterator[str]:
+    if publish.quantise == "triton" and numerics.dtype == "float32":
+        yield (
+            "publish.quantise=triton is defined for bfloat16 weights, and numerics.dtype is float32; set it to "
+            "bfloat16, or publish.quantise=ieee"
+        )
