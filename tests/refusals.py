@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from pydantic import ValidationError
 
+from slimx.config.rule import Refusal
 from slimx.errors import SlimxError
 
 
@@ -20,3 +22,16 @@ def refused(
     assert caught.value.code == code, caught.value
     if about is not None:
         assert caught.value.about == about, caught.value
+
+
+@contextmanager
+def invalid(code: str, *, about: str | None = None) -> Iterator[pytest.ExceptionInfo]:
+    """Assert that the block validates a section, and is refused with `code` (perhaps among others), about `about`."""
+    with pytest.raises(ValidationError) as caught:
+        yield caught
+    causes = [item.get("ctx", {}).get("error") for item in caught.value.errors()]
+    found = [each for cause in causes if isinstance(cause, Refusal) for each in cause.problems or (cause,)]
+    assert code in [each.code for each in found], caught.value
+    assert all("\n" not in str(each) for each in found), caught.value
+    if about is not None:
+        assert about in [each.about for each in found if each.code == code], caught.value

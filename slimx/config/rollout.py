@@ -110,6 +110,11 @@ class Rollout(Section):
     health: Health = Health()
 
     @property
+    def longest(self) -> int:
+        """Tokens of a rollout of one turn, at most."""
+        return self.max_prompt_tokens + self.sampling.max_new_tokens
+
+    @property
     def served(self) -> tuple[Engines, ...]:
         """Groups that this run starts, or reaches: none where rollouts are replayed."""
         return () if self.replay else self.engines

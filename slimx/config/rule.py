@@ -48,11 +48,16 @@ FACTS = dict.fromkeys(SECTIONS, "configuration") | {
     "local_device": "machine",  # device of the machine that asks
     "weights": "weights",  # directory of the policy's
     "critic_weights": "weights",
+    "teacher_weights": "weights",
     "tokenizer": "tokenizer",
 }
 """Everything that a rule can ask for, and what must be at hand to know it."""
 NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
 """What must be at hand, the cheapest first."""
+
+
+Told = str | tuple[str, str]
+"""A sentence, or the key that it is about and the sentence."""
 
 
 class Refusal(SlimxError, ValueError):
@@ -64,11 +69,11 @@ class Refusal(SlimxError, ValueError):
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule with the code of its refusals and the key that they are about. `ask` yields a sentence for each way in
-    which the rule is broken; a SlimxError that it raises counts as one, too."""
+    which the rule is broken, with another key where it is about one; a SlimxError that it raises counts, too."""
 
     code: str
     about: str
-    ask: Callable[..., Iterator[str]]
+    ask: Callable[..., Iterator[Told]]
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -83,13 +88,14 @@ class Rule:
     def problems(self, facts: Mapping[str, Any]) -> Iterator[SlimxError]:
         """Refusals by this rule, given its facts."""
         try:
-            for sentence in self.ask(**{name: facts[name] for name in self.facts}):
-                yield SlimxError(sentence, code=self.code, about=self.about)
+            for told in self.ask(**{name: facts[name] for name in self.facts}):
+                about, sentence = (self.about, told) if isinstance(told, str) else told
+                yield SlimxError(sentence, code=self.code, about=about)
         except SlimxError as error:
-            yield error if error.code else SlimxError(str(error), code=self.code, about=self.about)
+            yield SlimxError(str(error), code=error.code or self.code, about=error.about or self.about)
 
 
-def rule(code: str, *, about: str) -> Callable[[Callable[..., Iterator[str]]], Rule]:
+def rule(code: str, *, about: str) -> Callable[[Callable[..., Iterator[Told]]], Rule]:
     """Make a rule of a generator function."""
     return lambda ask: Rule(code, about, ask)
 

@@ -36,23 +36,31 @@ class EngineLayout:
         if self.sizes.pipeline > self.table.layers:
             raise SlimxError(
                 f"an engine of {self.sizes.pipeline} pipeline stages has more of them than the model's "
-                f"{self.table.layers} layers; lower rollout.engines.pipeline"
+                f"{self.table.layers} layers; lower rollout.engines.pipeline",
+                code="engine_layout.pipeline",
+                about="rollout.engines.pipeline",
             )
         if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
             raise SlimxError(
                 f"an engine with expert parallel size {self.sizes.expert} and {self.sizes.redundant} redundant experts "
-                "serves a model without experts; set rollout.engines.expert=1 and leave ep_num_redundant_experts out"
+                "serves a model without experts; set rollout.engines.expert=1 and leave ep_num_redundant_experts out",
+                code="engine_layout.no_experts",
+                about="rollout.engines.expert",
             )
         if self.sizes.attention_data > 1 and not any(row.group == "attention" for row in self.table.rows):
             raise SlimxError(
                 f"rollout.engines.dp_attention={self.sizes.attention_data}, but SGLang 0.5.23 has no DP-attention for "
-                "this model; set it to 1"
+                "this model; set it to 1",
+                code="engine_layout.dp_attention",
+                about="rollout.engines.dp_attention",
             )
         physical = self.table.experts + self.sizes.redundant
         if physical % self.sizes.expert:
             raise SlimxError(
                 f"an engine with expert parallel size {self.sizes.expert} cannot share {physical} physical experts "
-                f"({self.table.experts} and {self.sizes.redundant} redundant); choose a size that divides them"
+                f"({self.table.experts} and {self.sizes.redundant} redundant); choose a size that divides them",
+                code="engine_layout.experts",
+                about="rollout.engines.expert",
             )
 
     def parts(self) -> Iterator[Part]:
@@ -146,7 +154,11 @@ class EngineLayout:
                 shape, inner = row.map.local([matrix(shape) for _, shape in sources], row.axis, shard, size)
             except SlimxError as error:
                 other = " or expert" if row.stacked else " or dp_attention" if row.group == "attention" else ""
-                raise SlimxError(f"engine tensor {row.name}: {error} (rollout.engines.tensor{other})") from None
+                raise SlimxError(
+                    f"engine tensor {row.name}: {error} (rollout.engines.tensor{other})",
+                    code="engine_layout.tensor",
+                    about=row.name,
+                ) from None
             rects += [replace(r, source=counted + r.source, local_row=at + r.local_row) for r in inner]
             at, counted = at + shape[0], counted + len(sources)
         vectors = all(len(s) == 1 for _, s in row.sources)

@@ -62,7 +62,11 @@ class IndexMap(Protocol):
 def share(length: int, rank: int, size: int, what: str = "a dimension") -> tuple[int, int]:
     """First element and length of rank `rank`'s share of `length`; SlimxError if `size` does not divide it."""
     if length % size:
-        raise SlimxError(f"{what} of {length} cannot be split over {size} ranks; choose a size that divides {length}")
+        raise SlimxError(
+            f"{what} of {length} cannot be split over {size} ranks; choose a size that divides {length}",
+            code="maps.share",
+            about=what,
+        )
     step = length // size
     return rank * step, step
 
@@ -87,7 +91,11 @@ class Concat:
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         if axis == 1:
-            raise SlimxError("a concatenation over rows cannot be split over columns; split it over axis 0")
+            raise SlimxError(
+                "a concatenation over rows cannot be split over columns; split it over axis 0",
+                code="maps.columns",
+                about="concatenation",
+            )
         rects, at = [], 0
         for source, (rows, cols) in enumerate(shapes):
             row = 0
@@ -153,7 +161,11 @@ class Deinterleave:
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         if axis == 1:
-            raise SlimxError("rows that alternate cannot be reordered in a split over columns; split over axis 0")
+            raise SlimxError(
+                "rows that alternate cannot be reordered in a split over columns; split over axis 0",
+                code="maps.columns",
+                about="alternating rows",
+            )
         ((rows, cols),) = shapes
         _, half = share(rows, 0, 2, "a number of rows that alternate")
         first, count = (0, half) if axis is None else share(half, rank, size)
@@ -181,7 +193,11 @@ class RotateHalf:
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         if axis == 1:
-            raise SlimxError("rotary rows cannot be reordered in a split over columns; split over axis 0")
+            raise SlimxError(
+                "rotary rows cannot be reordered in a split over columns; split over axis 0",
+                code="maps.columns",
+                about="rotary rows",
+            )
         ((rows, cols),) = shapes
         heads = rows // self.head_dim
         first, count = (0, heads) if axis is None else share(heads, rank, size, "the number of heads")

@@ -24,7 +24,9 @@ class MegatronLayout:
         if sizes.virtual > 1 and sizes.pipeline == 1:
             raise SlimxError(
                 f"trainer.virtual_pipeline={sizes.virtual} needs trainer.pipeline > 1 (one stage has nothing to "
-                "interleave); set trainer.virtual_pipeline=1"
+                "interleave); set trainer.virtual_pipeline=1",
+                code="layout.virtual_pipeline",
+                about="trainer.virtual_pipeline",
             )
         if sizes.split and (
             len(sizes.split) != sizes.stages or sum(sizes.split) != table.layers or min(sizes.split) < 0
@@ -32,28 +34,38 @@ class MegatronLayout:
             raise SlimxError(
                 f"trainer.layers_per_stage={list(sizes.split)} does not spread {table.layers} layers over "
                 f"{sizes.stages} stages (trainer.pipeline x trainer.virtual_pipeline); choose numbers such as "
-                f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}"
+                f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
+                code="layout.layers_per_stage",
+                about="trainer.layers_per_stage",
             )
         if not sizes.split and table.layers % sizes.stages:
             virtual = f" x trainer.virtual_pipeline={sizes.virtual}" if sizes.virtual > 1 else ""
             raise SlimxError(
                 f"trainer.pipeline={sizes.pipeline}{virtual} does not divide the model's {table.layers} layers; choose "
                 f"a divisor, or say how many each stage takes: "
-                f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}"
+                f"trainer.layers_per_stage={nearly_equal(table.layers, sizes.stages)}",
+                code="layout.pipeline",
+                about="trainer.pipeline",
             )
         if sizes.expert > 1 and not table.experts:
             raise SlimxError(
-                f"trainer.expert {sizes.expert} splits experts, and the model has none; set trainer.expert=1"
+                f"trainer.expert {sizes.expert} splits experts, and the model has none; set trainer.expert=1",
+                code="layout.experts",
+                about="trainer.expert",
             )
         if table.experts % sizes.expert:
             raise SlimxError(
                 f"trainer.expert {sizes.expert} does not divide the model's {table.experts} experts; "
-                f"choose a divisor of {table.experts}"
+                f"choose a divisor of {table.experts}",
+                code="layout.experts",
+                about="trainer.expert",
             )
         if sizes.stage % (sizes.expert * sizes.expert_tensor):
             raise SlimxError(
                 f"trainer.expert {sizes.expert} x trainer.expert_tensor {sizes.expert_tensor} does not divide the "
-                f"{sizes.stage} ranks of a pipeline stage; lower trainer.expert or raise trainer.data"
+                f"{sizes.stage} ranks of a pipeline stage; lower trainer.expert or raise trainer.data",
+                code="layout.expert_ranks",
+                about="trainer.expert",
             )
 
     def parts(self) -> Iterator[Part]:
@@ -145,6 +157,6 @@ class _Shards:
         try:
             shape, rects = row.map.local(shapes, row.axis, number or 0, size)
         except SlimxError as error:
-            raise SlimxError(f"trainer tensor {row.name}: {error}") from None
+            raise SlimxError(f"trainer tensor {row.name}: {error}", code="layout.tensor", about=row.name) from None
         vector = all(len(shape) == 1 for _, shape in row.sources)
         return number, shape[:1] if vector else shape, tuple(rects)

@@ -56,7 +56,11 @@ def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -
             for rect in part.rects:
                 name = part.sources[rect.source]
                 if name not in covered:
-                    raise SlimxError(f"weight table: {part.name} holds a part of {name}, which the checkpoint has not")
+                    raise SlimxError(
+                        f"weight table: {part.name} holds a part of {name}, which the checkpoint has not",
+                        code="table.unknown_tensor",
+                        about=name,
+                    )
                 covered[name].append(rect)
     proven: set[tuple[Shape, tuple[Rect, ...]]] = set()
     for name, shape in shapes.items():
@@ -86,7 +90,9 @@ def check_boxes(what: str, shape: Shape, boxes: np.ndarray) -> None:
     boxes = boxes[(boxes[:, 2] > 0) & (boxes[:, 3] > 0)]
     ends = boxes[:, :2] + boxes[:, 2:]
     if len(boxes) and (boxes.min() < 0 or (ends > shape).any()):
-        raise SlimxError(f"{what}: a rectangle reaches beyond its {shape[0]} x {shape[1]} elements")
+        raise SlimxError(
+            f"{what}: a rectangle reaches beyond its {shape[0]} x {shape[1]} elements", code="table.beyond", about=what
+        )
     rows, cols = (np.unique(np.concatenate([[0, shape[k]], boxes[:, k], ends[:, k]])) for k in (0, 1))
     # Each box adds 1 to its cells by four corners of a two-dimensional difference.
     count = np.zeros((len(rows), len(cols)), dtype=np.int32)
@@ -98,4 +104,6 @@ def check_boxes(what: str, shape: Shape, boxes: np.ndarray) -> None:
     for wrong, problem in ((count > 1, "covered twice"), (count == 0, "not covered")):
         if wrong.any():
             row, col = np.argwhere(wrong)[0]
-            raise SlimxError(f"{what} is {problem} at row {rows[row]}, column {cols[col]}")
+            raise SlimxError(
+                f"{what} is {problem} at row {rows[row]}, column {cols[col]}", code="table.coverage", about=what
+            )

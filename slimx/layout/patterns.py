@@ -34,12 +34,16 @@ def select(table: Table, patterns: Sequence[str], key: str) -> frozenset[Sources
             matched = next(source for source, matching in by_source.items() if matching)
             raise SlimxError(
                 f"{key} matches {matched} but not {missing[0]}, and both are one parameter, "
-                f"{megatron_name(table, entry)}; match all of {', '.join(entry.sources)} or none"
+                f"{megatron_name(table, entry)}; match all of {', '.join(entry.sources)} or none",
+                code="layout.pattern_part",
+                about=key,
             )
     for pattern in patterns:
         if pattern not in used:
             raise SlimxError(
-                f"{key} holds {pattern!r}, which matches no parameter of the model; {_near(table, pattern)}"
+                f"{key} holds {pattern!r}, which matches no parameter of the model; {_near(table, pattern)}",
+                code="layout.pattern",
+                about=key,
             )
     return frozenset(found)
 

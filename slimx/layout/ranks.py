@@ -125,7 +125,9 @@ class EngineSizes:
             if self.tensor % size:
                 raise SlimxError(
                     f"rollout.engines.{name}={size} does not divide the {self.tensor} tensor-parallel ranks of an "
-                    f"engine; choose a divisor of {self.tensor}"
+                    f"engine; choose a divisor of {self.tensor}",
+                    code="engines.divides",
+                    about=f"rollout.engines.{name}",
                 )
 
     @property
@@ -148,13 +150,17 @@ def engine_sizes(group: Engines) -> EngineSizes:
     if group.pipeline > 1 and not group.frozen:
         raise SlimxError(
             f"rollout.engines.pipeline={group.pipeline} of engine {group.name}: SGLang 0.5.23 brings back the answers "
-            "of the first stage only, so that weights of others could not be proven; use tensor and expert parallelism"
+            "of the first stage only, so that weights of others could not be proven; use tensor and expert parallelism",
+            code="engines.pipeline",
+            about="rollout.engines.pipeline",
         )
     redundant = group.sglang.get("ep_num_redundant_experts", 0)
     if type(redundant) is not int or redundant < 0:
         raise SlimxError(
             f"rollout.engines.sglang.ep_num_redundant_experts={redundant!r} of engine {group.name} counts no experts; "
-            "set an integer of 0 or more"
+            "set an integer of 0 or more",
+            code="engines.redundant_experts",
+            about="rollout.engines.sglang.ep_num_redundant_experts",
         )
     return EngineSizes(
         tensor=group.tensor,

@@ -130,7 +130,11 @@ class Table:
             out[place.name] = place.shape(shape, self.experts)
         for name, original in self.aliases.items():
             if name in out or original not in out:
-                raise SlimxError(f"weight table: {name} cannot repeat {original}; the original must be in the table")
+                raise SlimxError(
+                    f"weight table: {name} cannot repeat {original}; the original must be in the table",
+                    code="table.alias",
+                    about=name,
+                )
         return out
 
     def turned(self) -> frozenset[str]:
@@ -145,7 +149,11 @@ class Table:
         for entry in self.entries():
             for name, (_, shape) in zip(entry.sources, entry.row.sources, strict=True):
                 if owner.setdefault(name, entry.row) is not entry.row:
-                    raise SlimxError(f"weight table: {name} belongs to two rows; each checkpoint tensor has one place")
+                    raise SlimxError(
+                        f"weight table: {name} belongs to two rows; each checkpoint tensor has one place",
+                        code="table.two_rows",
+                        about=name,
+                    )
                 out[name] = shape
         return out
 
@@ -160,7 +168,9 @@ def check_row(row: Row, experts: int) -> None:
     element once."""
     if row.quantised and (row.dtype is not None or any(len(shape) == 1 for _, shape in row.sources)):
         raise SlimxError(
-            f"weight table: {row.name} is quantised, so it must hold matrices and have no dtype of its own"
+            f"weight table: {row.name} is quantised, so it must hold matrices and have no dtype of its own",
+            code="table.quantised",
+            about=row.name,
         )
     shared = row.per_expert and not any("{expert}" in name for name, _ in row.sources)
     used: list[list[Rect]] = [[] for _ in row.sources]

@@ -25,7 +25,9 @@ def zigzag(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
         if length % (2 * size):
             raise SlimxError(
                 f"a packed sequence of {length} tokens does not divide into {2 * size} pieces for trainer.context="
-                f"{size}; it must be padded before it is packed"
+                f"{size}; it must be padded before it is packed",
+                code="layout.zigzag",
+                about="trainer.context",
             )
         cut = np.arange(start, start + length).reshape(2 * size, -1)
         pieces += [cut[rank], cut[2 * size - 1 - rank]]

@@ -9,23 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from slimx.cluster.connection import device_of
+from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
 from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
 from slimx.data.tokens import check_prompts, load_tokenizer
 from slimx.engines.server.spec import EngineSpec, server_args
-from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
-from slimx.models.files.megatron_directory import check_fit, is_megatron
-from slimx.models.files.reader import CheckpointReader
-from slimx.preflight.checks.constraints import batch_problems
-from slimx.preflight.checks.exact import check_exact
-from slimx.preflight.checks.layout import check_critic_layout, check_layout, critic_keys
-from slimx.preflight.checks.serving import check_devices, check_transfer
-from slimx.preflight.checks.teacher import check_served_teacher, check_teacher
+from slimx.preflight.checks import RULES, model_facts, weight_facts
+from slimx.preflight.checks.layout import critic_keys
 from slimx.preflight.effects.probe import try_hooks
-from slimx.preflight.routing import check_routing
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan, publication_plan
@@ -64,62 +58,60 @@ class Prepared(Sources):
 
 
 def check_run(config: Config) -> Prepared:
-    """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first thing that cannot
-    work."""
+    """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first moment at which
+    something cannot work, with everything that cannot."""
     device = device_of(config)
     spec = configured_model(config)
-    sizes = check_layout(config, spec)
-    check_routing(config, spec)
-    check_exact(config, spec, device)
+    facts = model_facts(config, spec) | {"device": device, "local_device": device}
+    refuse(broken(RULES, facts))
     backends = choose_backends(config.trainer, device=device, packages=installed(), exact=config.exact)
     _check_transformer(config, spec, backends, device)
-    _check_weights(Path(config.initial_weights), spec)
-    critic = _check_critic(config, backends, device) if config.critic is not None else None
-    if config.algorithm.teacher:
-        check_teacher(config.algorithm.teacher, spec)
+    if config.critic is not None:
+        with critic_keys(config.critic):
+            _check_transformer(config.as_critic(), facts["critic_spec"], backends, device)
+    files = facts | weight_facts(config)
+    refuse(broken(RULES, files, before=facts))
     try_hooks(config)
-    sources = check_sources(config, spec, device)
-    if problems := list(batch_problems(config, spec, sizes, critic)):
-        raise SlimxError("; ".join(problems))
-    plans = {"export": export_plan(config, spec, sizes)}
-    published = publication_plan(config, spec, sizes, device)
+    sources = _sources(config, spec, device, files)
+    plans = {"export": export_plan(config, spec, facts["sizes"])}
+    published = publication_plan(config, spec, facts["sizes"], device)
     if published is not None:
         plans["publish"] = published.plan
     return Prepared(
         **{each.name: getattr(sources, each.name) for each in fields(sources)},
-        sizes=sizes,
+        sizes=facts["sizes"],
         plans=plans,
         backends=backends,
         encoding=published.encoding if published is not None else "hf",
-        critic=critic,
+        critic=facts["critic_sizes"],
     )
 
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
-    """What rollouts are made of: hooks, engines' arguments, tokenizer and prompts. Raises SlimxError for the first that
-    cannot work."""
+    """What rollouts are made of, for a command without trainers. Raises SlimxError as `check_run` does."""
+    facts = config.sections | {"device": device, "local_device": device}
+    refuse(broken(RULES, facts))
+    return _sources(config, spec, device, facts)
+
+
+def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]) -> Sources:
+    """Hooks, tokenizer and prompts, with engines whose arguments SGLang takes; `facts` have been asked for."""
     hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
-    check_devices(config, device)
     for group in config.rollout.served:
-        model, sizes_of_engine = group.model or config.model.path, engine_sizes(group)
         server_args(
             EngineSpec(
                 group.name,
-                model,
+                group.model or config.model.path,
                 config.numerics.dtype,
                 device,
                 port=0,
-                sizes=sizes_of_engine,
+                sizes=engine_sizes(group),
                 exact_leaves=None if group.frozen else config.leaves,
                 sglang=group.sglang,
             )
         )
-        if device == "cuda":
-            check_transfer(group)
     tokenizer = load_tokenizer(config.model.path)
-    for group in config.rollout.frozen_engines:
-        if group.name == config.algorithm.teacher_engine:
-            check_served_teacher(group, tokenizer)
+    refuse(broken(RULES, facts | {"tokenizer": tokenizer}, before=facts))
     prompts: list[Prompt] = []
     eval_prompts: dict[str, list[Prompt]] = {}
     if not config.rollout.replay:
@@ -128,31 +120,6 @@ def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
     if isinstance(hooks.reward, Mixture):
         hooks.reward.check([*prompts, *chain.from_iterable(eval_prompts.values())])
     return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
-
-
-def _check_critic(config: Config, backends: Backends, device: str) -> Sizes:
-    """The critic's sizes, if its model can be split like that and its weights fit."""
-    settings = config.as_critic()
-    spec, sizes = check_critic_layout(config)
-    with critic_keys(config):
-        _check_transformer(settings, spec, backends, device)
-    weights = Path(settings.initial_weights)
-    if is_megatron(weights):
-        raise SlimxError(
-            f"the critic cannot start from {weights}, which is Megatron-LM's; give a Hugging Face directory in "
-            "critic.load"
-        )
-    CheckpointReader(weights).check(spec.table)
-    return sizes
-
-
-def _check_weights(path: Path, spec: ModelSpec) -> None:
-    if is_megatron(path):
-        check_fit(path, spec.table, prediction=spec.prediction_layers)
-    else:
-        reader = CheckpointReader(path)
-        reader.check(spec.table)
-        reader.check_copies(spec.table)
 
 
 def _check_transformer(config: Config, spec: ModelSpec, backends: Backends, device: str) -> None:

@@ -23,7 +23,7 @@ async def check_reach(config: Config, trainers: RankGroup, engines: EngineGroup)
     """Raise SlimxError naming an engine on another machine than the publisher if the transport reaches one machine."""
     if not config.publish.one_machine:
         return
-    hosts, deadline_s = external_hosts(config), config.cluster.start_deadline
+    hosts, deadline_s = external_hosts(config.rollout), config.cluster.start_deadline
     started = [engine for engine in engines.engines if engine.name not in hosts]
     (publisher,) = await gather(
         [trainers.actors[PUBLISHER].__ray_call__.remote(_look, list(hosts.values()))],

@@ -163,7 +163,7 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fou
             "(rollout.max_prompt_tokens)"
         )
     try:
-        longest = longest_trajectory(config, spec, check_layout(config, spec))
+        longest = longest_trajectory(config, spec, check_layout(config.trainer, spec))
     except SlimxError:
         return  # the layout is no hook's fault; `slimx doctor FILE` says what is wrong with it
     length = max(len(trajectory.token_ids) for trajectory in trajectories)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from slimx.config.algorithm import Algorithm
 from slimx.config.critic import Critic
 from slimx.config.rollout import Rollout
-from slimx.config.rule import rule
+from slimx.config.rule import Told, rule
 from slimx.config.run import Numerics
 from slimx.config.schedule import Publish, Schedule
 from slimx.config.trainer import Trainer
@@ -108,10 +108,11 @@ def dispatched(numerics: Numerics, trainer: Trainer) -> Iterator[str]:
 
 
 @rule("exact.megatron", about="trainer.megatron")
-def computes_the_same(numerics: Numerics, trainer: Trainer) -> Iterator[str]:
+def computes_the_same(numerics: Numerics, trainer: Trainer) -> Iterator[Told]:
     field = next((name for name in trainer.megatron if name not in MEGATRON_FIELDS), None)
     if numerics.exact and field is not None:
-        yield f"{MODE}, and trainer.megatron.{field} may change what the trainer computes; leave it out"
+        about = f"trainer.megatron.{field}"
+        yield about, f"{MODE}, and {about} may change what the trainer computes; leave it out"
 
 
 @rule("exact.recompute", about="trainer.recompute.modules")
@@ -140,24 +141,28 @@ def probed(numerics: Numerics, rollout: Rollout, schedule: Schedule) -> Iterator
 
 
 @rule("exact.quantise", about="publish.quantise")
-def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Iterator[str]:
+def same_blocks(numerics: Numerics, rollout: Rollout, algorithm: Algorithm, publish: Publish) -> Iterator[Told]:
     if not numerics.exact or publish.quantise is None:
         return
     given = f"{MODE}, publish.quantise is {publish.quantise}"
     if numerics.dtype != "bfloat16":
-        yield f"{given}, and SGLang has fp8 weights beside bfloat16 only: set numerics.dtype=bfloat16"
+        yield "numerics.dtype", f"{given}, and SGLang has fp8 weights beside bfloat16 only: set numerics.dtype=bfloat16"
     if publish.encoding == "hf":
-        yield f"{given}, and the CPU's engines take codes and scales as they hold them: set publish.encoding=local"
+        told = "and the CPU's engines take codes and scales as they hold them: set publish.encoding=local"
+        yield "publish.encoding", f"{given}, {told}"
     if algorithm.teacher is not None:
         yield (
+            "algorithm.teacher",
             f"{given}, and the trainer would round the weights of algorithm.teacher as well; "
-            "serve it in a frozen group of rollout.engines and set algorithm.teacher_engine to the group's name instead"
+            "serve it in a frozen group of rollout.engines and set algorithm.teacher_engine to the group's name "
+            "instead",
         )
     for group in rollout.policy_engines:
         if group.model is None and not group.urls:
             yield (
+                "rollout.engines.model",
                 f"{given}, and {group.where} serves model.path itself: set its model to the directory that `slimx "
-                "convert hf-to-fp8` makes of it"
+                "convert hf-to-fp8` makes of it",
             )
 
 
@@ -168,15 +173,17 @@ def no_critic(numerics: Numerics, critic: Critic | None) -> Iterator[str]:
 
 
 @rule("exact.engines", about="rollout.engines")
-def serve_the_same(numerics: Numerics, rollout: Rollout) -> Iterator[str]:
+def serve_the_same(numerics: Numerics, rollout: Rollout) -> Iterator[Told]:
     for group in rollout.policy_engines if numerics.exact else ():
         for key in ("pipeline", "dp_attention"):
             if getattr(group, key) > 1:
-                yield f"{MODE}, which engines have for tensor and expert parallelism only: set {key}=1 in {group.where}"
+                told = f"which engines have for tensor and expert parallelism only: set {key}=1 in {group.where}"
+                yield f"rollout.engines.{key}", f"{MODE}, {told}"
         if group.role != "regular":
-            yield f"{MODE}, and {group.where} has the role {group.role}; set role=regular"
+            yield "rollout.engines.role", f"{MODE}, and {group.where} has the role {group.role}; set role=regular"
         if argument := next((name for name in SERVER_ARGUMENTS if group.sglang.get(name)), None):
             yield (
+                f"rollout.engines.sglang.{argument}",
                 f"{MODE}, and {group.where} sets sglang.{argument}, which would change what the engine computes; leave "
-                "it out"
+                "it out",
             )

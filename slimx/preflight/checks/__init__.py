@@ -1,1 +1,40 @@
-"""Checks of a configuration that need the model."""
+"""Rules that need more than the configuration: the model, a machine, weights or a tokenizer.
+
+`slimx plan`, `slimx doctor` and the start of a run ask those rules whose facts they have (`slimx.config.rule.broken`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slimx.config.rule import rules_in
+from slimx.config.schema import Config
+from slimx.layout.ranks import sizes_of
+from slimx.models.families import ModelSpec
+from slimx.models.trunk import read_trunk
+from slimx.preflight.checks import batch, exact, layout, machine, memory, routing, serving, teacher, weights
+
+RULES = rules_in(layout, routing, exact, batch, serving, machine, memory, weights, teacher)
+
+
+def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:
+    """Facts that the configuration and the model's config.json bring."""
+    view = None if config.critic is None else config.as_critic().trainer
+    return config.sections | {
+        "spec": spec,
+        "sizes": sizes_of(config.trainer),
+        "critic_view": view,
+        "critic_spec": None if view is None else read_trunk(config),
+        "critic_sizes": None if view is None else sizes_of(view),
+    }
+
+
+def weight_facts(config: Config) -> dict[str, Any]:
+    """Facts of the directories that initial weights are read from."""
+    teacher = config.algorithm.teacher
+    return {
+        "weights": Path(config.initial_weights),
+        "critic_weights": None if config.critic is None else Path(config.as_critic().initial_weights),
+        "teacher_weights": None if teacher is None else Path(teacher),
+    }

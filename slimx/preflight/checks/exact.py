@@ -1,11 +1,17 @@
-"""Whether a model and a machine can run with `numerics.mode: exact`."""
+"""Rules about a model and a machine that run with `numerics.mode: exact`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimx.config.schema import Config
+from slimx.config.rollout import Rollout
+from slimx.config.rule import rule
+from slimx.config.rules.exact import MODE, tree_leaves
+from slimx.config.run import Numerics
+from slimx.config.schedule import Publish
+from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.reshard.plan.precision import Quantisation
@@ -25,42 +31,89 @@ IN_BLOCKS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Those that were shown with weights in blocks of fp8, too."""
 
 
-def check_exact(config: Config, spec: ModelSpec, device: str) -> None:
-    """Raises SlimxError for what exact mode does not cover, on a GPU also where its kernels are not built; nothing in
-    fast mode."""
-    if not config.exact:
-        return
-    if config.served_rule is not None and device != "cpu":
-        raise SlimxError(
-            f"numerics.mode is exact, and publish.quantise={config.served_rule} is computed there on the CPU only; set "
+@rule("exact.quantise_device", about="publish.quantise")
+def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Iterator[str]:
+    if numerics.exact and publish.quantise is not None and local_device != "cpu":
+        yield (
+            f"{MODE}, and publish.quantise={publish.quantise} is computed there on the CPU only; set "
             "publish.quantise=null or numerics.mode=fast"
         )
-    if device == "cuda":
+
+
+@rule("exact.kernels", about="numerics.mode")
+def has_kernels(numerics: Numerics, local_device: str) -> Iterator[str]:
+    if numerics.exact and local_device == "cuda":
         from slimx.numerics.exact import kernel_cuda  # imports torch, which a plan does without
 
         kernel_cuda.load(kernel_cuda.LIBRARY)  # torch's own operations would take minutes for a token
-    covered = FAMILIES if device == "cpu" else ON_GPUS
-    if spec.family.ARCHITECTURE not in covered:
-        raise SlimxError(
-            f"numerics.mode is exact, which covers {' and '.join(covered)} on {device}; {spec.path} is a "
-            f"{spec.family.ARCHITECTURE}: set numerics.mode=fast"
-        )
-    if config.critic is not None:
-        raise SlimxError("numerics.mode is exact, and a critic has no engine to agree with; set numerics.mode=fast")
-    leaves = config.leaves
+    yield from ()
+
+
+@rule("exact.architecture", about="model.path")
+def covers_model(numerics: Numerics, spec: ModelSpec) -> Iterator[str]:
+    if numerics.exact and spec.family.ARCHITECTURE not in FAMILIES:
+        yield _uncovered(spec, FAMILIES, "cpu")
+
+
+@rule("exact.architecture_cuda", about="model.path")
+def covers_model_here(numerics: Numerics, spec: ModelSpec, local_device: str) -> Iterator[str]:
+    if numerics.exact and local_device == "cuda" and spec.family.ARCHITECTURE in {*FAMILIES} - {*ON_GPUS}:
+        yield _uncovered(spec, ON_GPUS, "cuda")
+
+
+def _uncovered(spec: ModelSpec, covered: tuple[str, ...], device: str) -> str:
+    return (
+        f"{MODE}, which covers {' and '.join(covered)} on {device}; {spec.path} is a {spec.family.ARCHITECTURE}: set "
+        "numerics.mode=fast"
+    )
+
+
+@rule("exact.leaves_width", about="numerics.leaves")
+def cuts_evenly(numerics: Numerics, trainer: Trainer, rollout: Rollout, spec: ModelSpec) -> Iterator[str]:
+    if not numerics.exact:
+        return
+    leaves = tree_leaves(numerics, trainer, rollout)
     for name, width in _row_parallel_widths(spec.transformer).items():
         if width % leaves:
-            raise SlimxError(
+            yield (
                 f"numerics.leaves {leaves} does not divide the {width} inputs of {name} of {spec.path}; use fewer, and "
                 "smaller tensor parallel sizes"
             )
-    if config.served_rule is not None:
-        if spec.family.ARCHITECTURE not in IN_BLOCKS:
-            raise SlimxError(
-                f"numerics.mode is exact, and publish.quantise covers {' and '.join(IN_BLOCKS)}; {spec.path} is a "
-                f"{spec.family.ARCHITECTURE}: set publish.quantise=null"
+
+
+@rule("exact.quantise_architecture", about="publish.quantise")
+def rounds_model(numerics: Numerics, publish: Publish, spec: ModelSpec) -> Iterator[str]:
+    if numerics.exact and publish.quantise is not None and spec.family.ARCHITECTURE not in IN_BLOCKS:
+        yield (
+            f"{MODE}, and publish.quantise covers {' and '.join(IN_BLOCKS)}; {spec.path} is a "
+            f"{spec.family.ARCHITECTURE}: set publish.quantise=null"
+        )
+
+
+@rule("exact.blocks", about="publish.quantise")
+def serves_blocks(numerics: Numerics, publish: Publish, rollout: Rollout, spec: ModelSpec) -> Iterator[str]:
+    if not numerics.exact or publish.quantise is None:
+        return
+    # They import torch, which a plan does without.
+    from slimx.models.files.block_fp8 import block_of
+    from slimx.reshard.kernels import cpu as kernel
+
+    quantisation = Quantisation(publish.quantise)
+    if quantisation.rule == "triton":
+        kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table that only a GPU can make
+    for group in rollout.policy_engines:
+        if group.model is None:  # somebody else's server, whose tensors are compared before anything is sent
+            continue
+        try:
+            found = block_of(Path(group.model))
+        except SlimxError:
+            found = None
+        if found != quantisation.block:
+            high, wide = quantisation.block
+            yield (
+                f"publish.quantise makes fp8 blocks of {high} x {wide}, and {group.model}, the model of {group.where}, "
+                f"has {'none' if found is None else f'{found[0]} x {found[1]}'}; make it with slimx convert hf-to-fp8"
             )
-        _check_blocks(config, Quantisation(config.served_rule))
 
 
 def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
@@ -76,27 +129,3 @@ def _row_parallel_widths(fields: dict[str, Any]) -> dict[str, int]:
         "the shared experts' down projection": fields.get("moe_shared_expert_intermediate_size"),
     }
     return {name: width for name, width in widths.items() if width}
-
-
-def _check_blocks(config: Config, quantisation: Quantisation) -> None:
-    """Whether engines hold weights in the blocks that a publication brings."""
-    # They import torch, which a plan does without.
-    from slimx.models.files.block_fp8 import block_of
-    from slimx.reshard.kernels import cpu as kernel
-
-    if quantisation.rule == "triton":
-        kernel.triton_scales(kernel.TRITON_SCALES)  # raises without the table that only a GPU can make
-    for group in config.rollout.policy_engines:
-        if group.model is None:  # somebody else's server, whose tensors are compared before anything is sent
-            continue
-        try:
-            found = block_of(Path(group.model))
-        except SlimxError:
-            found = None
-        if found != quantisation.block:
-            high, wide = quantisation.block
-            raise SlimxError(
-                f"publish.quantise makes fp8 blocks of {high} x {wide}, and {group.model}, the model of "
-                f"rollout.engines group {group.name}, has {'none' if found is None else f'{found[0]} x {found[1]}'}; "
-                "make it with slimx convert hf-to-fp8"
-            )

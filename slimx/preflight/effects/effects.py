@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from slimx.config.algorithm import NEEDS, Algorithm, Correction, Rejection
+from slimx.config.rule import broken, refuse, rules_in
 from slimx.config.schema import Config
 from slimx.models.families import configured_model
+from slimx.preflight.checks import routing
 from slimx.preflight.effects.probe import Probe, make_probe, policy_gradient, value_gradient
 from slimx.preflight.effects.router_probe import RouterSizes, router_gradient
-from slimx.preflight.routing import check_routing
 
 EXACT = 1e-12
 """Relative size below which a difference of two fp64 gradients is rounding."""
@@ -160,7 +161,7 @@ def _router_effects(config: Config, probe: Probe) -> Iterator[Effect]:
     if not (keys := [key for key in ROUTER_TERMS if getattr(moe, key)]):
         return
     spec = configured_model(config)
-    check_routing(config, spec)
+    refuse(broken(rules_in(routing), {"trainer": config.trainer, "spec": spec}))
     sizes = RouterSizes.of(spec)
     whole = router_gradient(config, probe, sizes)
     for key in keys:

@@ -127,7 +127,9 @@ def try_hooks(config: Config) -> None:
     except Exception as error:
         raise SlimxError(
             f"{' or '.join(own)} raised {type(error).__name__} on invented rollouts: {error}; run it by hand on such "
-            "a batch (slimx.preflight.effects.probe.make_probe)"
+            "a batch (slimx.preflight.effects.probe.make_probe)",
+            code="algorithm.hook",
+            about=" or ".join(own),
         ) from error
 
 

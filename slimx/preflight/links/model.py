@@ -234,7 +234,9 @@ def predict(traffic: Traffic, links: Links) -> Stages:
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
             f"{traffic.ranks} ranks ({traffic.sources} trainers, {traffic.engine_ranks} of engines) do not fit the "
-            f"{links.domain} of {links.name}; predict them on links that join more"
+            f"{links.domain} of {links.name}; predict them on links that join more",
+            code="links.ranks",
+            about=links.name,
         )
     packs = traffic.read / links.pack + (traffic.read > 0) * links.call
     checks = traffic.received / links.check + (traffic.received > 0) * links.call

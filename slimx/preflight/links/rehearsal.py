@@ -95,7 +95,11 @@ class EngineRank:
         kernel.checksum_rects(np.array(pieces, dtype=kernel.PIECE), sums)
         for name, found in zip(views, sums.tolist(), strict=True):
             if found != wanted[name]:
-                raise SlimxError(f"{where} tensor {name} has checksum {found:016x}, published was {wanted[name]:016x}")
+                raise SlimxError(
+                    f"{where} tensor {name} has checksum {found:016x}, published was {wanted[name]:016x}",
+                    code="links.checksum",
+                    about=name,
+                )
 
 
 class Rehearsal:

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from slimx.config.engines import Engines
+from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
-from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes, sizes_of
+from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
-from slimx.preflight.checks.constraints import batch_problems, machine_problems, machine_warnings, memory_problems
-from slimx.preflight.checks.exact import check_exact
-from slimx.preflight.checks.layout import check_critic_layout, layout_problems
-from slimx.preflight.checks.serving import check_devices, server_problems
+from slimx.preflight.checks import RULES, model_facts
+from slimx.preflight.checks.machine import machine_warnings
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of, wire_bytes
 from slimx.preflight.memory.batch_plan import batch_plan
@@ -34,11 +32,11 @@ from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.plan.link_bytes import link_bytes
 from slimx.preflight.plan.rank_map import rank_map
 from slimx.preflight.record import EngineGroup, PlanReport, Prediction, PublicationFigures, RankMap, TrainerMemory
-from slimx.preflight.routing import check_routing
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
-T = TypeVar("T")
+OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
+"""Rules that another layout of the trainer could satisfy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +48,8 @@ class Planned:
     published: PublicationPlan | None
     spec: ModelSpec
     machine: Machine
-
-
-@dataclass(slots=True)
-class Collector:
-    """What is wrong, one after another, instead of the first of it."""
-
-    problems: list[str]
-
-    def attempt(self, step: Callable[[], T]) -> T | None:
-        """The result of `step`; None if it refuses, for a reason that is then noted."""
-        try:
-            return step()
-        except SlimxError as error:
-            self.problems.append(str(error))
-            return None
+    problems: tuple[SlimxError, ...]
+    """The report's violations, with codes."""
 
 
 def plan_report(config: Config) -> Planned:
@@ -76,17 +61,11 @@ def plan_report(config: Config) -> Planned:
     machine = machine_of(config.cluster)
     # A plan is for the machine of the run, which this one need not be.
     device = "cuda" if config.cluster.device == "auto" else config.cluster.device
-    found = Collector(layout_problems(config, spec))
-    split = not found.problems
-    sizes = sizes_of(config.trainer)
-    critic = found.attempt(lambda: check_critic_layout(config)) if config.critic is not None else None
-    found.attempt(lambda: check_routing(config, spec))
-    found.attempt(lambda: check_exact(config, spec, "cpu"))  # the run's own machine decides where it says auto
-    found.problems += batch_problems(config, spec, sizes, critic[1] if critic else None)
-    groups = [(group, found.attempt(lambda group=group: engine_sizes(group))) for group in config.rollout.served]
-    found.attempt(lambda: check_devices(config, device))
-    if config.cluster.gpu or config.cluster.gpus_per_node:
-        found.problems += server_problems(config, machine.per_node)
+    facts = model_facts(config, spec) | {"device": device, "machine": machine}
+    problems = broken(RULES, facts)
+    sizes, critic = facts["sizes"], facts["critic_sizes"]
+    split = not any(problem.code.startswith("layout.") for problem in problems)
+    groups = [(group, _sizes(group)) for group in config.rollout.served]
     report = PlanReport(
         model=config.model.path,
         architecture=spec.hf["architectures"][0],
@@ -98,29 +77,39 @@ def plan_report(config: Config) -> Planned:
         engines=tuple(_group(group, own) for group, own in groups if own is not None and not group.frozen),
         frozen=tuple(_group(group, own) for group, own in groups if own is not None and group.frozen),
     )
-    if not split or any(own is None for _, own in groups) or (config.critic is not None and critic is None):
-        return Planned(
-            report.model_copy(update={"violations": tuple(found.problems), "refits": not split}), None, spec, machine
-        )
+    if not split or any(problem.code in ("engines.sizes", "critic.split") for problem in problems):
+        report = report.model_copy(update={"violations": tuple(map(str, problems)), "refits": not split})
+        return Planned(report, None, spec, machine, tuple(problems))
     began = time.perf_counter()
-    published = found.attempt(lambda: publication_plan(config, spec, sizes, device))
+    published = None
+    try:
+        published = publication_plan(config, spec, sizes, device)
+    except SlimxError as error:
+        problems.append(error)
     seconds = time.perf_counter() - began
     figures = _figures(config, published, sizes, report.engines, seconds) if published else None
-    known = _of_layout(config, spec, sizes, critic, device, machine, figures)
+    own = None if critic is None else (facts["critic_spec"], critic)
+    known = _of_layout(config, spec, sizes, own, device, machine, figures)
     places: RankMap = known["rank_map"]
-    found.problems += machine_problems(config, machine, places)
-    trainers, engines = known["trainer_memory"], known["engine_memory"]
-    found.problems += memory_problems(config, machine, trainers, engines, known["colocated"])
+    placed = facts | {"places": places} | {key: known[key] for key in ("trainer_memory", "engine_memory", "colocated")}
+    told = broken(RULES, placed, before=facts)
     links = link_bytes(published, places, report.engines, machine, config) if published else ()
     update = {
         **known,
         "publication": figures,
         "links": links,
-        "violations": tuple(found.problems),
-        "refits": any(memory_problems(config, machine, trainers, (), known["colocated"])),
-        "warnings": tuple(machine_warnings(config, machine)),
+        "violations": tuple(map(str, problems + told)),
+        "refits": any(problem.code in OF_LAYOUT for problem in told),
+        "warnings": tuple(machine_warnings(config.trainer, config.rollout, machine)),
     }
-    return Planned(report.model_copy(update=update), published, spec, machine)
+    return Planned(report.model_copy(update=update), published, spec, machine, tuple(problems + told))
+
+
+def _sizes(group: Engines) -> EngineSizes | None:
+    try:
+        return engine_sizes(group)
+    except SlimxError:
+        return None  # the rule "engines.sizes" has said why
 
 
 def _of_layout(

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
 from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
-from slimx.preflight.checks.constraints import batch_problems, memory_problems, together
-from slimx.preflight.checks.layout import divisor_problems
+from slimx.preflight.checks import batch, memory
+from slimx.preflight.checks.layout import sizes_divide
+from slimx.preflight.checks.memory import together
 from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.colocated import colocated_memory
 from slimx.preflight.memory.engine import engine_memory
@@ -35,6 +37,8 @@ from slimx.preflight.plan.splits import Fields, divides, sizes_of_split, splits
 from slimx.preflight.record import EngineMemory, Searched, Suggestion, TrainerMemory
 from slimx.reshard.plan.precision import ITEMSIZE
 
+TRAINED = (sizes_divide, *rules_in(batch))
+"""Rules of layouts that are searched, with words for a user."""
 KEPT = 5
 """Suggestions told."""
 LARGEST = 64
@@ -220,9 +224,8 @@ class Search:
             if tried is None:
                 return None
             if states is None:
-                if any(divisor_problems(split.sizes, self.spec)) or any(
-                    batch_problems(tried, self.spec, split.sizes, None)
-                ):
+                facts = tried.sections | {"spec": self.spec, "sizes": split.sizes}
+                if broken(TRAINED, facts):
                     return None
                 states = stage_states(tried, self.held, self.spec, split.sizes, quick=True)
             records = trainer_memory(tried, self.spec, split.sizes, self.device, states=states)
@@ -233,7 +236,8 @@ class Search:
                     critic_states = stage_states(own, held, trunk, split.sizes, model="critic", quick=True)
                 critics = trainer_memory(own, trunk, split.sizes, self.device, model="critic", states=critic_states)
             shared = colocated_memory(tried, self.machine, records, self.engines)
-            if not any(memory_problems(tried, self.machine, records + critics, (), shared)):
+            facts = {"machine": self.machine, "trainer_memory": records + critics, "colocated": shared}
+            if not broken(rules_in(memory), tried.sections | facts):
                 peak = max(map(together, records, critics) if critics else (record.peak for record in records))
                 return Found(split, self._told(tried, split, max(records, key=lambda record: record.peak), peak))
         return None

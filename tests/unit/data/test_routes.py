@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
 from slimx.data.batch import make_rows
 from slimx.data.packing import pack
@@ -16,7 +17,8 @@ from slimx.data.routes import RouteShape, check_routes, for_stage
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import read_model
-from slimx.preflight.routing import check_routing, route_shape
+from slimx.preflight.checks import routing
+from slimx.preflight.routing import route_shape
 from tools.quickstart.make_model import CONFIG
 
 SHAPE = RouteShape(layers=4, moe_layers=(1, 2, 3), experts=8, topk=3)
@@ -145,10 +147,14 @@ def test_a_model_without_what_is_asked_for_is_refused(tmp_path):
             {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "trainer": {"moe": moe}}
         )
 
-    check_routing(config(replay="R3", z_loss_coef=0.1), spec)
+    def asked(spec, **moe):
+        facts = config(**moe).sections | {"spec": spec}
+        return [(problem.code, problem.about) for problem in broken(rules_in(routing), facts)]
+
+    assert asked(spec, replay="R3", z_loss_coef=0.1) == []
+    assert asked(spec, bias_update_rate=0.1) == [("routing.selection_bias", "trainer.moe.bias_update_rate")]
     dense = replace(spec, table=replace(spec.table, experts=0))
-    check_routing(config(), dense)
+    assert asked(dense) == []
     for moe in ({"replay": "R2"}, {"aux_loss_coef": 0.1}, {"z_loss_coef": 0.1}):
-        ((key, value),) = moe.items()
-        with pytest.raises(SlimxError, match=f"trainer.moe.{key}={value} needs MoE layers, and .* has none"):
-            check_routing(config(**moe), dense)
+        (key,) = moe
+        assert asked(dense, **moe) == [("routing.moe_layers", f"trainer.moe.{key}")]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.convert import run
 from slimx.convert.work import convert
@@ -29,7 +30,7 @@ from slimx.models.files import mxfp4
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.writer import finish_directory
 from slimx.models.flops import sequence_flops
-from slimx.preflight.checks.layout import divisor_problems
+from slimx.preflight.checks.layout import sizes_divide
 from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
@@ -353,8 +354,9 @@ def test_engines_that_cannot_be_published_to_are_refused(tmp_path: Path, device,
 
 def test_experts_with_biases_are_not_split_among_ranks(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(HF))
-    (problem,) = divisor_problems(Sizes(tensor=2, expert_tensor=2), read_model(tmp_path))
-    assert "set trainer.expert_tensor=1 and trainer.expert to 2 or more" in problem
+    facts = {"sizes": Sizes(tensor=2, expert_tensor=2), "spec": read_model(tmp_path)}
+    (problem,) = broken([sizes_divide], facts)
+    assert (problem.code, problem.about) == ("layout.divides", "trainer.expert_tensor")
 
 
 def test_kernels_that_cannot_compute_sinks_are_refused(tmp_path: Path):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slimx.config.rule import broken, rules_in
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
-from slimx.preflight.checks.teacher import check_teacher
+from slimx.preflight.checks import teacher
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,6 +22,11 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("policy")
     runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_model"](out, seed=1)
     return out
+
+
+def asked(other: Path, policy: Path) -> list[SlimxError]:
+    """Refusals of the teacher in `other` beside the policy."""
+    return broken(rules_in(teacher), {"spec": read_model(str(policy)), "teacher_weights": other})
 
 
 @pytest.mark.parametrize(
@@ -35,16 +41,16 @@ def test_another_number_in_its_configuration_is_named(policy, tmp_path, change, 
     other = shutil.copytree(policy, tmp_path / "teacher")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(SlimxError) as refused:
-        check_teacher(str(other), read_model(str(policy)))
-    assert told in str(refused.value) and str(other) in str(refused.value)
+    (problem,) = asked(other, policy)
+    assert (problem.code, problem.about) == ("teacher.architecture", "algorithm.teacher")
+    assert told in str(problem) and str(other) in str(problem)
 
 
 def test_the_same_architecture_is_taken_and_a_lost_file_is_not(policy, tmp_path):
     other = shutil.copytree(policy, tmp_path / "teacher")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 77}))
-    check_teacher(str(other), read_model(str(policy)))
+    assert asked(other, policy) == []
     (other / "model.safetensors").unlink()
-    with pytest.raises(SlimxError, match="teacher"):
-        check_teacher(str(other), read_model(str(policy)))
+    (problem,) = asked(other, policy)
+    assert str(other) in str(problem)

@@ -19,7 +19,10 @@ from aiohttp import web
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from slimx.config.algorithm import Algorithm
 from slimx.config.engines import Engines
+from slimx.config.rollout import Rollout
+from slimx.config.rule import broken, rules_in
 from slimx.data.batch import make_rows
 from slimx.data.codec import decode_groups, encode_groups
 from slimx.data.packing import pack
@@ -27,7 +30,7 @@ from slimx.data.records import Prompt, Span, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.data.weights import loss_weights
 from slimx.errors import DeadlineError, SlimxError
-from slimx.preflight.checks.teacher import check_served_teacher
+from slimx.preflight.checks import teacher as teacher_rules
 from slimx.preflight.effects.effects import effects
 from slimx.rollout import single_turn
 from slimx.rollout.client.frozen import FrozenEngine
@@ -276,11 +279,19 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_teacher_with_another_vocabulary_is_refused_by_the_token_that_differs(vocabularies):
     own, other = vocabularies
     tokenizer = load_tokenizer(own)
-    check_served_teacher(Engines(name="wise", frozen=True, model=str(own)), tokenizer)
-    with pytest.raises(SlimxError) as refused:
-        check_served_teacher(Engines(name="wise", frozen=True, model=str(other)), tokenizer)
-    assert f"algorithm.teacher_engine wise: {other} has another vocabulary" in str(refused.value)
-    assert "'7' is token None there and" in str(refused.value)
+
+    def asked(model: Path) -> list[SlimxError]:
+        facts = {
+            "algorithm": Algorithm(name="distillation", teacher_engine="wise"),
+            "rollout": Rollout(prompts="p", engines=(Engines(name="wise", frozen=True, model=str(model)),)),
+            "tokenizer": tokenizer,
+        }
+        return broken(rules_in(teacher_rules), facts)
+
+    assert asked(own) == []
+    (problem,) = asked(other)
+    assert (problem.code, problem.about) == ("teacher.vocabulary", "algorithm.teacher_engine")
+    assert str(other) in str(problem) and "'7' is token None there and" in str(problem)
 
 
 async def test_servers_that_run_already_are_asked_what_their_tokens_are(vocabularies):

@@ -1,0 +1,62 @@
+"""Rules about the GPUs and nodes that a plan is told of, and warnings about what they do slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.config.rollout import Rollout
+from slimx.config.rule import rule
+from slimx.config.run import Cluster
+from slimx.config.trainer import Trainer
+from slimx.preflight.hardware import GPUS, Machine
+from slimx.preflight.record import RankMap
+
+
+@rule("machine.server_nodes", about="rollout.engines.nodes")
+def spans_nodes(cluster: Cluster, rollout: Rollout, machine: Machine) -> Iterator[str]:
+    if not cluster.gpu and not cluster.gpus_per_node:
+        return
+    for group in rollout.served:
+        share = group.ranks // group.nodes
+        if share > machine.per_node and not group.urls:
+            yield (
+                f"a server of {group.where} has {share} ranks on each of its {group.nodes} nodes, which have "
+                f"{machine.per_node} GPUs; set nodes to {-(-group.ranks // machine.per_node)}, or lower tensor"
+            )
+
+
+@rule("machine.nodes", about="cluster.nodes")
+def has_nodes(machine: Machine, places: RankMap) -> Iterator[str]:
+    if machine.nodes is not None and places.nodes > machine.nodes:
+        yield (
+            f"the run needs {places.gpus} GPUs on {places.nodes} nodes of {machine.per_node}, and cluster.nodes is "
+            f"{machine.nodes}; lower trainer.world_size or rollout.engines.count, or raise cluster.nodes"
+        )
+
+
+@rule("machine.flex_backend", about="trainer.moe.flex_backend")
+def has_dispatcher(trainer: Trainer, machine: Machine) -> Iterator[str]:
+    moe = trainer.moe
+    if machine.gpu is GPUS["gb300"] and moe.dispatcher == "flex" and moe.flex_backend == "deepep":
+        yield (
+            "trainer.moe.flex_backend=deepep does not run on cluster.gpu=gb300, whose NVLink domain spans nodes of 4 "
+            "GPUs; set trainer.moe.flex_backend=hybridep or trainer.moe.dispatcher=alltoall"
+        )
+
+
+def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> Iterator[str]:
+    """Sentences about what runs, but not well."""
+    for key, size in (
+        ("trainer.tensor", trainer.tensor),
+        *((f"rollout.engines.tensor of {group.name}", group.tensor) for group in rollout.engines),
+    ):
+        if size > machine.domain:
+            yield (
+                f"{key}={size} reaches beyond the {machine.domain} GPUs that NVLink joins, so that every layer waits "
+                "for the network"
+            )
+    if trainer.moe.dispatcher == "alltoall" and trainer.expert * trainer.expert_tensor_size > machine.domain:
+        yield (
+            f"trainer.expert={trainer.expert} spans nodes and trainer.moe.dispatcher is alltoall: tokens travel once "
+            "per expert, not once per node; flex does better where its kernels are installed"
+        )
