@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from slimx.data.records import Prompt
+from slimx.environments.answers import last_program
 from slimx.environments.base import Step
-from slimx.environments.fences import last_program
 from slimx.environments.sandbox import Limits, Sandbox
 
 

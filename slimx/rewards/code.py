@@ -7,7 +7,7 @@ Tests stand in the prompt's metadata, in one of two forms:
 
 Neither is decided where the program could decide it. Output is compared here; assertions run in a sandbox of their own:
 
-    slimx --starts--> judge (`code_judge`: the test) <--values as JSON--> host (`code_host`: the program)
+    slimx --starts--> judge (`sandboxed/judge.py`) <--values as JSON--> host (`sandboxed/host.py`)
           <--exit status of the judge, reported by bubblewrap--
 """
 
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from slimx.data.records import Trajectory
-from slimx.environments.fences import last_program
+from slimx.environments.answers import last_program
 from slimx.environments.sandbox import Limits, Ran, Sandbox, in_thread
 from slimx.errors import SlimxError
 from slimx.rewards.context import Context
 from slimx.rewards.needs import checked_by
 
 UNFIT = 3
-"""The judge's exit status for a test that cannot be run this way (`code_judge.UNFIT`)."""
+"""The judge's exit status for a test that cannot be run this way (`UNFIT` in sandboxed/judge.py)."""
 
 
 def check(**options: Any) -> None:
@@ -92,13 +92,13 @@ def _passes(sandbox: Sandbox, code: str, test: str | dict[str, str], stop: threa
 def _judged(sandbox: Sandbox, code: str, test: str, stop: threading.Event) -> Ran:
     """Run one test in the judge's sandbox and the program in another; returns how the judge ended. Nothing that the
     program does but answer reaches the judge."""
-    judge, host, wire = (_source(name) for name in ("code_judge.py", "code_host.py", "code_wire.py"))
+    judge, host, wire = (_source(name) for name in ("judge.py", "host.py", "wire.py"))
     over = threading.Event()
     asked_read, asked_write = os.pipe()
     answers_read, answers_write = os.pipe()
 
     def run_program() -> Ran:
-        files = {"program.py": code, "code_wire.py": wire}
+        files = {"program.py": code, "wire.py": wire}
         try:
             return sandbox.run_blocking(host, stdin=asked_read, stdout=answers_write, files=files, stop=over)
         finally:  # the judge then reads the end of a program that has ended
@@ -108,7 +108,7 @@ def _judged(sandbox: Sandbox, code: str, test: str, stop: threading.Event) -> Ra
     with ThreadPoolExecutor(1) as beside:
         program = beside.submit(run_program)
         try:
-            files = {"test": test, "code_wire.py": wire}
+            files = {"test": test, "wire.py": wire}
             ran = sandbox.run_blocking(judge, stdin=answers_read, stdout=asked_write, files=files, stop=stop)
         finally:
             over.set()
@@ -120,7 +120,7 @@ def _judged(sandbox: Sandbox, code: str, test: str, stop: threading.Event) -> Ra
 
 @cache
 def _source(name: str) -> str:
-    return Path(__file__).with_name(name).read_text()
+    return Path(__file__).with_name("sandboxed").joinpath(name).read_text()
 
 
 @cache

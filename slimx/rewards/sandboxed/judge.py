@@ -1,6 +1,6 @@
 """Runs one test of a program that lives in another sandbox, and exits with the verdict: it is run as a program itself.
 
-    stdin: what the program answers          stdout: what it is asked (`code_wire`)          /code/test: the test
+    stdin: what the program answers          stdout: what it is asked (`wire`)          /code/test: the test
 
 Names that the test does not define are the program's. Values of plain types are compared here, where the program cannot
 reach; its other objects stay with it, and are asked over the wire for attributes, items and results, but not whether
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import code_wire as wire
+import wire
 
 FAILED, UNFIT = 1, 3
 FORWARDED = (

@@ -1,6 +1,6 @@
 """Hosts a program for the judge of another sandbox: imports it and does what the judge asks of it.
 
-    stdin: what is asked (`code_wire`)          stdout: the answers          /code/program.py: the program
+    stdin: what is asked (`wire`)          stdout: the answers          /code/program.py: the program
 
 Everything here is in the program's reach, and nothing here knows what the answers should be: the program may spoil its
 own answers, no more. It is run as a program inside the sandbox.
@@ -12,7 +12,7 @@ import os
 import types
 from typing import Any
 
-import code_wire as wire
+import wire
 
 
 class Host:

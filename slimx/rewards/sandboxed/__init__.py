@@ -1,0 +1,1 @@
+"""Programs that the code reward runs inside its sandboxes; their source is copied there, nothing imports them here."""
