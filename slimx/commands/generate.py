@@ -34,7 +34,7 @@ from slimx.orchestration.state.recording import drop_record
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import Outcome
+from slimx.rollout.flow.rollouts import GroupOutcome
 from slimx.rollout.flow.tickets import Batch
 from slimx.runtime.threads import in_thread
 
@@ -111,7 +111,7 @@ async def generate(
         origin = origin_of(config, sources.tokenizer)
         files = StepFiles(directory / DIRECTORY, origin, every=1, keep=0, resume_step=resume_step)
 
-        def drop(outcome: Outcome) -> None:
+        def drop(outcome: GroupOutcome) -> None:
             drops.write(drop_record(outcome, step + 1))
 
         source = PromptSource(sources.prompts, config.run.seed)

@@ -1,7 +1,7 @@
 """A memory control group for one run in the sandbox: everything that its processes keep in memory counts, also what no
 process has mapped (files in memory, shared segments, buffers of the kernel).
 
-    Place: where this process may make groups  -- make -->  Group: limit, processes, did it overflow, remove
+    Hierarchy: where this process may make groups  -- make -->  MemoryGroup: limit, processes, did it overflow, remove
 
 Control groups of version 1 are made below this process's own, where it may write there (root). Of version 2: below or
 beside its own, where that part of the tree hands the memory controller on and is delegated to this user (a systemd
@@ -26,17 +26,17 @@ REMOVE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Hierarchy:
     """A directory in which groups can be made."""
 
     directory: Path
     version: int
 
-    def make(self, limit: int) -> Group:
+    def make(self, limit: int) -> MemoryGroup:
         """A new group that may hold `limit` bytes. Raises OSError."""
         directory = self.directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         directory.mkdir()
-        group = Group(directory, self.version)
+        group = MemoryGroup(directory, self.version)
         try:
             group.limit(limit)
         except OSError:
@@ -46,7 +46,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MemoryGroup:
     directory: Path
     version: int
 
@@ -84,7 +84,7 @@ class Group:
                 time.sleep(0.005)
 
 
-def find(proc: Path = Path("/proc/self")) -> Place | None:
+def find(proc: Path = Path("/proc/self")) -> Hierarchy | None:
     """The place where this process may make memory groups; None if there is none. Removes what killed processes left
     there."""
     for place in _places(proc):
@@ -94,7 +94,7 @@ def find(proc: Path = Path("/proc/self")) -> Place | None:
     return None
 
 
-def _places(proc: Path) -> list[Place]:
+def _places(proc: Path) -> list[Hierarchy]:
     own = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -106,11 +106,11 @@ def _places(proc: Path) -> list[Place]:
         root, mounted = fields.split()[3:5]
         kind, _, options = kind.split(" ", 2)
         if kind == "cgroup" and "memory" in options.split(","):
-            found.append(Place(_below(mounted, root, own.get("memory", "/")), 1))
+            found.append(Hierarchy(_below(mounted, root, own.get("memory", "/")), 1))
         elif kind == "cgroup2" and "" in own:
             mine = _below(mounted, root, own[""])
             beside = [mine.parent] if mine != Path(mounted) and _delegated(mine.parent) else []
-            found += [Place(each, 2) for each in (mine, *beside) if _hands_memory_on(each)]
+            found += [Hierarchy(each, 2) for each in (mine, *beside) if _hands_memory_on(each)]
     return found
 
 
@@ -138,7 +138,7 @@ def _delegated(directory: Path) -> bool:
     return False
 
 
-def _works(place: Place) -> bool:
+def _works(place: Hierarchy) -> bool:
     try:
         place.make(2**24).remove()
     except OSError:

@@ -26,7 +26,7 @@ from functools import cache
 from typing import TypeVar
 
 from slimx.environments import memory_group, sandbox_probe, seccomp
-from slimx.environments.sandbox_watch import Ended, Watch, end
+from slimx.environments.sandbox_watch import Ended, SandboxWatch, end
 from slimx.errors import SlimxError
 
 NOBODY = 65534
@@ -89,7 +89,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @cache
-def _place() -> memory_group.Place | None:
+def _place() -> memory_group.Hierarchy | None:
     return memory_group.find()
 
 
@@ -161,7 +161,7 @@ class Sandbox:
             )
             told.close_write()
             try:
-                watch = Watch(process, self.limits, started, told.read, group, go.write if go else None, stop)
+                watch = SandboxWatch(process, self.limits, started, told.read, group, go.write if go else None, stop)
                 ended = watch.until_the_end(stdin.encode() if isinstance(stdin, str) else b"")
             finally:
                 end(process)

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import psutil
 
-from slimx.environments.memory_group import Group
+from slimx.environments.memory_group import MemoryGroup
 
 Ended = Literal["exit", "time", "memory", "output", "stop"]
 LOOK_S = 0.05
@@ -57,7 +57,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-class Watch:
+class SandboxWatch:
     """Feeds a process and reads it until it ends or meets a limit."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Watch:
         limits: SandboxLimits,
         started: float,
         told: int,
-        group: Group | None = None,
+        group: MemoryGroup | None = None,
         go: int | None = None,
         stop: threading.Event | None = None,
     ):

@@ -38,7 +38,7 @@ from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.replay import Replay
-from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.runtime.threads import in_thread
 
 T = TypeVar("T")
@@ -320,7 +320,7 @@ class Run:
         self.records.table.note(f"step {self.step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, evaluation=True)
 
-    def _drop(self, outcome: Outcome) -> None:
+    def _drop(self, outcome: GroupOutcome) -> None:
         """Write down a group that is not trained, with its reason."""
         self.records.drops.write(drop_record(outcome, self.step + 1))
 

@@ -22,8 +22,8 @@ from slimx.errors import SlimxError
 from slimx.rewards.needs import checked_by
 from slimx.rollout.agent_process import run_command
 from slimx.rollout.hooks import GivenUp, RolloutContext
-from slimx.rollout.proxy.answer import Reading
-from slimx.rollout.proxy.session import Limits, Session
+from slimx.rollout.proxy.answer import AnswerReader
+from slimx.rollout.proxy.session import Session, SessionLimits
 from slimx.rollout.proxy.tool_calls import find_parser
 
 
@@ -94,9 +94,9 @@ async def generate(
         raise SlimxError("agents sample through the run's proxy, and there is none here")
     if prompt.messages is None:
         raise SlimxError(f"prompt {prompt.id!r} has token ids; an agent needs messages")
-    reading = Reading(ctx.tokenizer, find_parser(tool_parser, ctx.address, ctx.headers), separate_reasoning)
+    reading = AnswerReader(ctx.tokenizer, find_parser(tool_parser, ctx.address, ctx.headers), separate_reasoning)
     context = min(max_context or ctx.proxy.context, ctx.proxy.context)
-    limits = Limits(context=context, requests=max_requests, sampled=max_tokens)
+    limits = SessionLimits(context=context, requests=max_requests, sampled=max_tokens)
     session = Session(ctx, reading, limits, strict=sampling == "strict")
     name = agent or f"command {command[0] if command else ''}"
     result: Any = None

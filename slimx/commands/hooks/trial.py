@@ -17,7 +17,7 @@ from slimx.models.families import ModelSpec
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient
-from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.proxy.server import ChatProxy
 
@@ -35,7 +35,7 @@ class Tried:
     """One of the stand-in's rollouts."""
 
     says: str
-    outcome: Outcome
+    outcome: GroupOutcome
     requests: int
     same_seed: bool
     frozen: int

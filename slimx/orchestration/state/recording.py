@@ -21,7 +21,7 @@ from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import Sample
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import Tracker
-from slimx.rollout.flow.rollouts import Outcome
+from slimx.rollout.flow.rollouts import GroupOutcome
 from slimx.rollout.flow.tickets import Batch
 from slimx.runtime.threads import in_thread
 
@@ -97,7 +97,7 @@ class Records:
             self.samples.write(asdict(sample))
 
 
-def drop_record(outcome: Outcome, step: int) -> dict[str, Any]:
+def drop_record(outcome: GroupOutcome, step: int) -> dict[str, Any]:
     """A line of dropped.jsonl."""
     return {"step": step, "prompt": outcome.group.prompt.id, "reason": outcome.reason, "detail": outcome.detail}
 

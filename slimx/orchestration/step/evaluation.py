@@ -12,7 +12,7 @@ from slimx.config.rollout import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
-from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30
 """Of the groups of an evaluation: their seeds are none of the training's, and the same at every evaluation."""
@@ -31,13 +31,13 @@ async def evaluate(run: Run) -> dict[str, float]:
     return metrics
 
 
-async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]]) -> list[Outcome]:
+async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]]) -> list[GroupOutcome]:
     """`eval.samples` answers to each prompt, set after set."""
     everything = [prompt for several in prompts.values() for prompt in several]
     return await asyncio.gather(*(_answer(maker, number, prompt) for number, prompt in enumerate(everything)))
 
 
-def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[Outcome]) -> dict[str, float]:
+def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
     """`score` of what `answer_all` brought, and `eval/failed`. Raises SlimxError if every prompt failed."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
@@ -85,5 +85,5 @@ def _pass_at(k: int, rewards: Sequence[float], passing: float) -> float:
     return 1.0 - math.comb(wrong, k) / math.comb(len(rewards), k)
 
 
-async def _answer(maker: GroupMaker, number: int, prompt: Prompt) -> Outcome:
+async def _answer(maker: GroupMaker, number: int, prompt: Prompt) -> GroupOutcome:
     return await maker.make(prompt, group_id=f"eval{number}", number=FIRST_NUMBER + number, evaluation=True)

@@ -23,8 +23,8 @@ from slimx.config.schema import Config
 from slimx.data.prompts import DataSource
 from slimx.data.records import Group, Trajectory
 from slimx.errors import DeadlineError, SlimxError
-from slimx.rollout.flow.progress import Progress
-from slimx.rollout.flow.rollouts import STRAGGLER, GroupMaker, Outcome
+from slimx.rollout.flow.progress import GroupProgress
+from slimx.rollout.flow.rollouts import STRAGGLER, GroupMaker, GroupOutcome
 from slimx.rollout.flow.tickets import Batch, Rules, SavedTicket, Ticket
 from slimx.runtime.standing_clock import Clock
 
@@ -43,7 +43,7 @@ class RolloutManager:
         config: Config,
         source: DataSource,
         maker: GroupMaker,
-        on_drop: Callable[[Outcome], None] = lambda outcome: None,
+        on_drop: Callable[[GroupOutcome], None] = lambda outcome: None,
         abort: Callable[[], Awaitable[None]] = _nothing,
     ):
         """`on_drop` is told of every group that is not trained, with its reason. `abort` has all engines end their
@@ -57,7 +57,7 @@ class RolloutManager:
         self._tickets: list[Ticket] = []
         self._next = 0
         self._dropped: Counter[str] = Counter()
-        self._failures: list[Outcome] = []
+        self._failures: list[GroupOutcome] = []
         self._regenerated = 0
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
@@ -157,9 +157,9 @@ class RolloutManager:
         self.source.restore(state["source"])
         self._next = state["next"]
         for saved in state["tickets"]:
-            ticket = Ticket(saved.number, saved.prompt, saved.born, progress=Progress.restore(saved.rollouts))
+            ticket = Ticket(saved.number, saved.prompt, saved.born, progress=GroupProgress.restore(saved.rollouts))
             if saved.group is not None:
-                ticket.outcome = Outcome(saved.group)
+                ticket.outcome = GroupOutcome(saved.group)
             self._tickets.append(ticket)
 
     # Tickets ----------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class RolloutManager:
         ticket.since = time.time()
         ticket.task = asyncio.create_task(self._run(ticket, ticket.progress))
 
-    async def _run(self, ticket: Ticket, progress: Progress) -> None:
+    async def _run(self, ticket: Ticket, progress: GroupProgress) -> None:
         try:
             outcome = await self.maker.make(
                 ticket.prompt, group_id=f"g{ticket.number}", number=ticket.number, progress=progress
@@ -269,7 +269,7 @@ class RolloutManager:
         )
         self._cancel(straggler)
         group = Group(id=f"g{straggler.number}", prompt=straggler.prompt, trajectories=[])
-        straggler.outcome = Outcome(group, STRAGGLER, detail)
+        straggler.outcome = GroupOutcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
         """Whether a group of `taken` is beyond the bound: it is dropped, named, and its prompt generated anew.
@@ -283,7 +283,7 @@ class RolloutManager:
                 f"version {version}, beyond schedule.max_staleness={bound}"
             )
             self._dropped["too old"] += 1
-            self.on_drop(Outcome(ticket.outcome.group, "too old", detail))
+            self.on_drop(GroupOutcome(ticket.outcome.group, "too old", detail))
             self._regenerate(ticket)
         return bool(old)
 
@@ -302,7 +302,7 @@ class RolloutManager:
         """Forget what was made of `ticket`: it is begun again, with the same seeds, when a batch is waited for."""
         self._cancel(ticket)
         ticket.outcome = None
-        ticket.progress = Progress()
+        ticket.progress = GroupProgress()
 
     def _cancel(self, ticket: Ticket) -> None:
         """Take from `ticket` the task that makes its group, if one does."""

@@ -70,7 +70,7 @@ class Journal:
 
 
 @dataclass(slots=True)
-class Progress:
+class GroupProgress:
     """Of one group, by the number of the rollout."""
 
     done: dict[int, list[Trajectory]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Progress:
         return sorted(done + begun, key=lambda rollout: rollout.index)
 
     @classmethod
-    def restore(cls, saved: Sequence[SavedRollout]) -> Progress:
+    def restore(cls, saved: Sequence[SavedRollout]) -> GroupProgress:
         out = cls()
         for rollout in saved:
             if rollout.trajectories is not None:

@@ -146,7 +146,7 @@ class _Worker:
         exchange(self._connection, call, seconds, self.kill)
 
     def result(self, seconds: float) -> tuple[bool, Any]:
-        """Outcome of the call: (True, what the hook returned), or (False, what it raised)."""
+        """GroupOutcome of the call: (True, what the hook returned), or (False, what it raised)."""
         return exchange(self._connection, None, seconds, self.kill)
 
     def exit_status(self) -> int | None:

@@ -21,7 +21,7 @@ from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.teacher import make_teacher
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
-from slimx.rollout.flow.progress import Progress
+from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.reward_processes import reward_runner
 from slimx.rollout.flow.slots import Slots, SlottedClient
 from slimx.rollout.hook_loading import Hooks
@@ -34,7 +34,7 @@ STRAGGLER = "straggler"
 
 
 @dataclass(slots=True)
-class Outcome:
+class GroupOutcome:
     """What became of a prompt: a group, or the reason why there is none."""
 
     group: Group | None
@@ -87,11 +87,11 @@ class GroupMaker:
         group_id: str,
         number: int,
         evaluation: bool = False,
-        progress: Progress | None = None,
-    ) -> Outcome:
+        progress: GroupProgress | None = None,
+    ) -> GroupOutcome:
         """All rollouts of one prompt, judged. `number` seeds them: the same number gives the same seeds in a resumed
         run. `progress`: what is done of them already; it is kept up to date."""
-        progress = Progress() if progress is None else progress
+        progress = GroupProgress() if progress is None else progress
         size = self.config.eval.samples if evaluation else self.config.rollout.group_size
         ids = PromptIds(self.tokenizer)
         rollouts = [self._rollout(prompt, ids, group_id, number, i, evaluation, progress) for i in range(size)]
@@ -112,10 +112,10 @@ class GroupMaker:
         for trajectory in trajectories + greedy:
             if trajectory.status == "failed":
                 reason = trajectory.metadata.get("failed", "generate failed")  # a hook may give a rollout up by itself
-                return Outcome(group, reason, trajectory.finish_reason)
+                return GroupOutcome(group, reason, trajectory.finish_reason)
         if greedy:
             group.baseline = sum(trajectory.reward for trajectory in greedy) / len(greedy)
-        return self._filtered(group) if self.hooks.keep and not evaluation else Outcome(group)
+        return self._filtered(group) if self.hooks.keep and not evaluation else GroupOutcome(group)
 
     def close(self) -> None:
         """Let the threads and processes of rewards and environments end."""
@@ -123,14 +123,14 @@ class GroupMaker:
             self._rewards.close()
         self._environments.close()
 
-    def _filtered(self, group: Group) -> Outcome:
+    def _filtered(self, group: Group) -> GroupOutcome:
         try:
             verdict = self.hooks.keep(group)
         except Exception as error:
-            return Outcome(group, "keep failed", f"{type(error).__name__}: {error}")
+            return GroupOutcome(group, "keep failed", f"{type(error).__name__}: {error}")
         if isinstance(verdict, str):
-            return Outcome(group, f"filter: {verdict}")
-        return Outcome(group, None if verdict else "filter")
+            return GroupOutcome(group, f"filter: {verdict}")
+        return GroupOutcome(group, None if verdict else "filter")
 
     async def _rollout(
         self,
@@ -140,7 +140,7 @@ class GroupMaker:
         number: int,
         index: int,
         evaluation: bool,
-        progress: Progress,
+        progress: GroupProgress,
         *,
         greedy: bool = False,
     ) -> list[Trajectory]:

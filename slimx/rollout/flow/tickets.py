@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from slimx.config.schedule import batches_in_flight
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt
-from slimx.rollout.flow.progress import Progress, SavedRollout
-from slimx.rollout.flow.rollouts import Outcome
+from slimx.rollout.flow.progress import GroupProgress, SavedRollout
+from slimx.rollout.flow.rollouts import GroupOutcome
 
 
 @dataclass(slots=True)
@@ -36,12 +36,12 @@ class Ticket:
     prompt: Prompt
     born: int = 0
     """The oldest weight version that its rollouts may have been sampled by."""
-    outcome: Outcome | None = None
+    outcome: GroupOutcome | None = None
     task: asyncio.Task[None] | None = None
     """None: it waits to be started."""
     since: float = 0.0
     """Of `time.time()`, when it was started last."""
-    progress: Progress = field(default_factory=Progress)
+    progress: GroupProgress = field(default_factory=GroupProgress)
     """What is done of a group that is not."""
 
     @property

@@ -15,7 +15,7 @@ THOUGHT_ENDS = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AnswerReader:
     """How sampled tokens become a message."""
 
     tokenizer: Any
@@ -59,7 +59,7 @@ class Pieces:
     """The text of an answer whose tokens arrive one by one. What was shown never changes: characters whose bytes have
     not all come, and what may be the beginning of a stop string, are held back."""
 
-    def __init__(self, reading: Reading, stop: Sequence[str]) -> None:
+    def __init__(self, reading: AnswerReader, stop: Sequence[str]) -> None:
         self._reading, self._stop = reading, stop
         self._ids: list[int] = []
         self._from = self._done = 0

@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """Where a request stands in the tree."""
 
     parent: Answer | None
@@ -64,7 +64,7 @@ class Conversations:
         """Answers that were sampled."""
         return len(self._answers)
 
-    def place(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Place:
+    def place(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Position:
         """Where these messages are to be answered: after the longest conversation that they begin with."""
         digests = [_digest(b"", tools)]
         for message in messages:
@@ -73,11 +73,11 @@ class Conversations:
             if (parent := self._by_digest.get(digests[known])) is not None:
                 so_far = _tokens(parent)
                 before = encode_turns(self._tokenizer, messages[known:], after=so_far, tools=tools)
-                return Place(parent, before, so_far + before, digests[-1])
+                return Position(parent, before, so_far + before, digests[-1])
         before = encode_chat(self._tokenizer, messages, tools)
-        return Place(None, before, before, digests[-1])
+        return Position(None, before, before, digests[-1])
 
-    def add(self, place: Place, completion: Completion, message: Message) -> None:
+    def add(self, place: Position, completion: Completion, message: Message) -> None:
         """Keep what was sampled at `place`, and the message by which the agent knows it."""
         answer = Answer(place.parent, place.before, completion)
         if place.parent is not None:

@@ -61,7 +61,7 @@ class ChatProxy:
 
     @contextlib.asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serve `session` meanwhile; gives its base URL. What is still being answered at the end is cancelled."""
+        """Serve `session` inside the block; gives its base URL. What is still being answered at the end is cancelled."""
         url = await self._start()
         name = secrets.token_urlsafe(16)
         self._sessions[name], self._running[name] = session, set()
@@ -91,7 +91,7 @@ class ChatProxy:
                 app.router.add_post("/{session}/v1/chat/completions", self._chat)
                 app.router.add_get("/{session}/v1/models", self._models)
                 app.router.add_route("*", "/{path:.*}", self._unknown)
-                # Who goes away ends its request: the answer that nobody got is no part of the rollout.
+                # A disconnect cancels the request: an answer that nobody got is no part of the rollout.
                 runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
                 await runner.setup()
                 self._open = Connections(runner.server, most=self.connections, idle=self.idle_deadline)

@@ -16,8 +16,8 @@ from slimx.data.records import Trajectory
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
-from slimx.rollout.proxy.answer import Reading, Reply, finish_reason, logprobs
-from slimx.rollout.proxy.conversations import Conversations, Place
+from slimx.rollout.proxy.answer import AnswerReader, Reply, finish_reason, logprobs
+from slimx.rollout.proxy.conversations import Conversations, Position
 from slimx.rollout.proxy.request import ApiError, ChatRequest, Message, characters, read_message, read_request
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ TOKEN_CHARACTERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SessionLimits:
     """Of one session."""
 
     context: int
@@ -45,7 +45,7 @@ class Exchange:
     """One request and what is needed to answer it."""
 
     request: ChatRequest
-    place: Place
+    place: Position
     sampling: dict[str, Any]
     """What is sampled otherwise than the run does."""
     number: int
@@ -59,7 +59,9 @@ class Exchange:
 class Session:
     """What one rollout's agent may ask, and what it was answered."""
 
-    def __init__(self, ctx: RolloutContext, reading: Reading, limits: Limits, *, strict: bool = False) -> None:
+    def __init__(
+        self, ctx: RolloutContext, reading: AnswerReader, limits: SessionLimits, *, strict: bool = False
+    ) -> None:
         """`strict`: refuse an agent that asks for another sampling than the run's; else it gets the run's."""
         self._ctx, self._reading, self._limits, self._strict = ctx, reading, limits, strict
         self._conversations = Conversations(ctx.tokenizer)
@@ -90,7 +92,7 @@ class Session:
             self.last_error = str(error)
             raise
 
-    async def _admit(self, request: ChatRequest, tokenizing: Executor) -> tuple[Place, dict[str, Any]]:
+    async def _admit(self, request: ChatRequest, tokenizing: Executor) -> tuple[Position, dict[str, Any]]:
         """Where the request's answer belongs, and what is sampled with; ApiError if a limit is reached."""
         limits, size = self._limits, characters(request)
         if size > limits.context * TOKEN_CHARACTERS:
@@ -127,7 +129,7 @@ class Session:
             sampling["stop"] = request.stop
         return place, sampling
 
-    def _refuse(self, place: Place, code: str, text: str) -> NoReturn:
+    def _refuse(self, place: Position, code: str, text: str) -> NoReturn:
         """A limit is reached: the conversation is over, and the agent may be too."""
         self.limited = True
         if place.parent is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slimx.environments import memory_group, sandbox, seccomp
-from slimx.environments.memory_group import Place
+from slimx.environments.memory_group import Hierarchy
 from slimx.environments.sandbox import Limits, Sandbox
 from slimx.errors import SlimxError
 from tests.unit.environments.sandbox_stand import Marked
@@ -126,7 +126,7 @@ def test_groups_of_version_2_are_made_where_memory_is_handed_on(
 ):
     monkeypatch.setattr(memory_group, "_delegated", lambda directory: True)
     found = memory_group._places(system(own, controls))
-    assert found[:1] == ([] if directory is None else [Place(tmp_path / "cgroup" / directory, 2)])
+    assert found[:1] == ([] if directory is None else [Hierarchy(tmp_path / "cgroup" / directory, 2)])
 
 
 def test_roots_own_groups_are_not_divided_unless_they_are_marked_as_delegated(system, monkeypatch):

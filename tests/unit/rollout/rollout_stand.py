@@ -18,7 +18,7 @@ from slimx.rollout import single_turn
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.flow.tickets import Batch
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext
@@ -81,7 +81,7 @@ class Stand:
     ) -> None:
         self.engine = engine or FakeEngine()
         self.maker = GroupMaker(config, Hooks(generate, reward, keep), tokenizer or the_tokenizer(), self.engine)
-        self.dropped: list[Outcome] = []
+        self.dropped: list[GroupOutcome] = []
         self.manager = RolloutManager(config, PromptSource(prompts(), 1), self.maker, self.dropped.append)
 
     def publish(self, version: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from slimx.data.records import Group
 from slimx.errors import SlimxError
-from slimx.rollout.flow.rollouts import GroupMaker, Outcome
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts, the_tokenizer
@@ -33,7 +33,7 @@ async def slimes(args: Any, samples: list[Any]) -> list[float]:
     return [float(sample.response == best) * args.bonus for sample in samples]
 
 
-async def make(**reward: Any) -> Outcome:
+async def make(**reward: Any) -> GroupOutcome:
     config = config_of(group_size=4, **{f"reward__{key}": value for key, value in reward.items()})
     maker = GroupMaker(config, load_hooks(config), the_tokenizer(), FakeEngine())
     try:

@@ -18,7 +18,7 @@ from slimx.errors import SlimxError
 from slimx.rollout import agent
 from slimx.rollout.agent_process import ALLOWED, run_command
 from slimx.rollout.hooks import GivenUp
-from slimx.rollout.proxy.answer import Pieces, Reading
+from slimx.rollout.proxy.answer import AnswerReader, Pieces
 from slimx.rollout.proxy.server import ChatProxy
 from slimx.rollout.proxy.tool_calls import ToolCall, find_parser, hermes
 from tests.unit.rollout.proxy_stand import PROMPT, Script, context, tokenizer
@@ -37,7 +37,7 @@ def bytewise() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_pieces_add_up_to_the_whole_text_and_never_take_anything_back(text, step):
     each = bytewise()
-    reading, ids = Reading(each, find_parser("hermes", "")), each(text).input_ids
+    reading, ids = AnswerReader(each, find_parser("hermes", "")), each(text).input_ids
     pieces = Pieces(reading, ["###"])
     shown = [pieces.add(ids[start : start + step]) for start in range(0, len(ids), step)]
     assert "".join(shown) + pieces.end() == text == pieces.shown == reading.text(ids, ["###"])
@@ -47,7 +47,7 @@ def test_pieces_add_up_to_the_whole_text_and_never_take_anything_back(text, step
 def test_bytes_that_are_no_character_are_told_at_the_end():
     each = bytewise()
     ids = each("aé").input_ids[:2]
-    pieces = Pieces(Reading(each, find_parser("hermes", "")), [])
+    pieces = Pieces(AnswerReader(each, find_parser("hermes", "")), [])
     assert pieces.add(ids) == "" and pieces.end() == "a\ufffd"
 
 
@@ -55,7 +55,7 @@ def test_bytes_that_are_no_character_are_told_at_the_end():
 def test_a_stop_string_and_what_may_begin_one_are_never_shown(step):
     text = "ab ## c ### no"
     reading, ids = (
-        Reading(tokenizer(), find_parser("hermes", "")),
+        AnswerReader(tokenizer(), find_parser("hermes", "")),
         tokenizer()(text, add_special_tokens=False).input_ids,
     )
     pieces = Pieces(reading, ["###", "zz"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimx.data.records import Group, Prompt
-from slimx.rollout.flow.rollouts import Outcome
+from slimx.rollout.flow.rollouts import GroupOutcome
 from slimx.rollout.flow.tickets import Rules, Ticket
 
 
@@ -18,7 +18,7 @@ def queue_of(marks: str, born: list[int], started: bool = True) -> list[Ticket]:
         prompt = Prompt(id=f"p{number}", token_ids=[1])
         ticket = Ticket(number, prompt, version)
         if mark == "+":
-            ticket.outcome = Outcome(Group(id=f"g{number}", prompt=prompt, trajectories=[]))
+            ticket.outcome = GroupOutcome(Group(id=f"g{number}", prompt=prompt, trajectories=[]))
         elif started:
             ticket.task = object()
         out.append(ticket)
