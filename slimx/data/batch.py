@@ -155,6 +155,8 @@ def _teacher_logprobs(trajectory: Trajectory) -> np.ndarray:
     if values is None or not np.isfinite(values[1:][trained]).all():
         raise SlimxError(
             f"trajectory {trajectory.id} has trained tokens without teacher_logprobs: it was generated before "
-            "algorithm.teacher_engine was set; generate it again, or set algorithm.teacher to score it in the trainers"
+            "algorithm.teacher_engine was set; generate it again, or set algorithm.teacher to score it in the trainers",
+            code="data.teacher_logprobs",
+            about=trajectory.id,
         )
     return np.nan_to_num(values[1:], nan=0.0).astype(np.float32)

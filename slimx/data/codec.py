@@ -43,7 +43,8 @@ def encode(value: Any) -> bytes:
     except (TypeError, NotImplementedError, OverflowError, ValueError, RecursionError) as error:
         raise SlimxError(
             f"a value cannot be written into a checkpoint ({error}); "
-            "keep None, booleans, numbers, strings, lists, dicts and numeric arrays"
+            "keep None, booleans, numbers, strings, lists, dicts and numeric arrays",
+            code="data.value",
         ) from error
 
 
@@ -57,12 +58,18 @@ def decode(kind: type[T], data: bytes) -> T:
         tree = msgspec.msgpack.decode(data, ext_hook=_to_numpy)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
         # Beyond its own DecodeError, msgspec lets through what damaged strings, map keys and nesting raise.
-        raise SlimxError(f"the bytes of a record are damaged ({error}); take another checkpoint") from error
+        raise SlimxError(
+            f"the bytes of a record are damaged ({error}); take another checkpoint", code="data.damaged", about="record"
+        ) from error
     _check_schema(kind, tree, "record")
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise SlimxError(f"a record has a missing or wrong field ({error}); was it written by slimx?") from error
+        raise SlimxError(
+            f"a record has a missing or wrong field ({error}); was it written by slimx?",
+            code="data.field",
+            about="record",
+        ) from error
 
 
 def encode_groups(groups: Sequence[Group]) -> bytes:
@@ -73,7 +80,7 @@ def encode_groups(groups: Sequence[Group]) -> bytes:
             part = encode(group)
             decode(Group, part)  # at once, because a checkpoint that cannot be read back is discovered too late
         except SlimxError as error:
-            raise SlimxError(f"group {group.id!r}: {error}") from error
+            raise SlimxError(f"group {group.id!r}: {error}", code="data.value", about=group.id) from error
         parts.append(msgspec.Raw(part))
     return msgspec.msgpack.encode(parts)
 
@@ -112,11 +119,15 @@ def load_groups(path: str | Path) -> list[Group]:
     with _opened(path) as file:
         header, payload = _header(path, file), file.read()
     if _checksum(payload) != header["blake2b"]:
-        raise SlimxError(f"{path}: was changed after it was written (its checksum differs); take another checkpoint")
+        raise SlimxError(
+            f"{path}: was changed after it was written (its checksum differs); take another checkpoint",
+            code="data.checksum",
+            about=str(path),
+        )
     try:
         return decode_groups(payload)
     except SlimxError as error:
-        raise SlimxError(f"{path}: {error}") from error
+        raise SlimxError(f"{path}: {error}", code=error.code, about=str(path)) from error
 
 
 def read_about(path: str | Path) -> dict[str, Any]:
@@ -131,7 +142,11 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise SlimxError(f"{path}: cannot be read ({error.strerror}); take another checkpoint") from error
+        raise SlimxError(
+            f"{path}: cannot be read ({error.strerror}); take another checkpoint",
+            code="data.unreadable",
+            about=str(path),
+        ) from error
 
 
 def _header(path: Path, file: BinaryIO) -> dict[str, Any]:
@@ -141,12 +156,24 @@ def _header(path: Path, file: BinaryIO) -> dict[str, Any]:
         form, length = header["format"], header["bytes"]
         header["blake2b"]
     except (ValueError, TypeError, KeyError) as error:
-        raise SlimxError(f"{path}: does not start with the header of a file of groups; take another one") from error
+        raise SlimxError(
+            f"{path}: does not start with the header of a file of groups; take another one",
+            code="data.header",
+            about=str(path),
+        ) from error
     if form != FORMAT:
-        raise SlimxError(f"{path}: has format {form!r}, not {FORMAT!r}; read it with the release that wrote it")
+        raise SlimxError(
+            f"{path}: has format {form!r}, not {FORMAT!r}; read it with the release that wrote it",
+            code="data.format",
+            about=str(path),
+        )
     rest = os.fstat(file.fileno()).st_size - file.tell()
     if rest != length:
-        raise SlimxError(f"{path}: holds {rest} bytes, {length} were written; take another checkpoint")
+        raise SlimxError(
+            f"{path}: holds {rest} bytes, {length} were written; take another checkpoint",
+            code="data.truncated",
+            about=str(path),
+        )
     return header
 
 
@@ -175,7 +202,9 @@ def _to_numpy(code: int, data: memoryview) -> np.ndarray:
             raise ValueError(f"no numeric dtype {dtype!r}")
         return np.frombuffer(data[start:], dtype=dtype).reshape(shape).copy()  # a copy: the buffer is read-only
     except (ValueError, TypeError) as error:
-        raise SlimxError(f"the bytes of an array are damaged ({error}); take another checkpoint") from error
+        raise SlimxError(
+            f"the bytes of an array are damaged ({error}); take another checkpoint", code="data.damaged", about="array"
+        ) from error
 
 
 def _check_schema(kind: Any, value: Any, where: str) -> None:
@@ -193,7 +222,11 @@ def _check_schema(kind: Any, value: Any, where: str) -> None:
             _check_version(value.get("schema_version"), where)
         for name in value:
             if name not in fields:
-                raise SlimxError(f"{where} has a field {name!r} unknown to {kind.__name__}; was it written by slimx?")
+                raise SlimxError(
+                    f"{where} has a field {name!r} unknown to {kind.__name__}; was it written by slimx?",
+                    code="data.field",
+                    about=name,
+                )
         for name in _nested(kind):
             _check_schema(fields[name], value.get(name), f"{where}.{name}")
 
@@ -201,10 +234,16 @@ def _check_schema(kind: Any, value: Any, where: str) -> None:
 def _check_version(version: Any, where: str) -> None:
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise SlimxError(
-            f"{where} has schema_version {version}, newer than the known {SCHEMA_VERSION}; read it with a newer slimx"
+            f"{where} has schema_version {version}, newer than the known {SCHEMA_VERSION}; read it with a newer slimx",
+            code="data.schema_version",
+            about=where,
         )
     if not isinstance(version, int) or version < 1:
-        raise SlimxError(f"{where} has schema_version {version!r}, which no release wrote; take another checkpoint")
+        raise SlimxError(
+            f"{where} has schema_version {version!r}, which no release wrote; take another checkpoint",
+            code="data.schema_version",
+            about=where,
+        )
 
 
 @functools.cache

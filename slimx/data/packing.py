@@ -47,12 +47,16 @@ def pack(
         note = f" (padded to a multiple of {sequence_multiple})" if sequence_multiple > 1 else ""
         raise SlimxError(
             f"a trajectory of {length} tokens{note} does not fit trainer.max_tokens_per_microbatch={max_tokens}; "
-            f"raise it or lower rollout.sampling.max_new_tokens"
+            f"raise it or lower rollout.sampling.max_new_tokens",
+            code="data.microbatch",
+            about="trainer.max_tokens_per_microbatch",
         )
     if len(rows) < data_size:
         raise SlimxError(
             f"an update of {len(rows)} trajectories cannot feed {data_size} data-parallel ranks; lower trainer.data or "
-            "schedule.updates_per_step"
+            "schedule.updates_per_step",
+            code="data.update",
+            about="trainer.data",
         )
     costs = [cost(size) for size in sizes]
     split = distribute(
@@ -177,7 +181,11 @@ def _pack_rows(all_rows: Sequence[Row], numbers: list[int], multiple_of: int, se
 
     shapes = {row.routed_experts.shape[1:] for row in rows if row.routed_experts is not None}
     if shapes and (len(shapes) > 1 or any(row.routed_experts is None for row in rows)):
-        raise SlimxError("some trajectories of a batch carry routed_experts and some do not, or their shapes differ")
+        raise SlimxError(
+            "some trajectories of a batch carry routed_experts and some do not, or their shapes differ",
+            code="data.routes",
+            about="routed_experts",
+        )
     routes = joined([row.routed_experts for row in rows], rows[0].routed_experts.dtype) if shapes else None
 
     def optional(name: str) -> np.ndarray | None:

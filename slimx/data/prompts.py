@@ -52,13 +52,23 @@ def read_prompts(path: str | Path) -> list[Prompt]:
                 prompt = _parse(line, f"{path.stem}:{number}", f"{path}, line {number}")
                 if prompt.id in seen:
                     first = seen[prompt.id]
-                    raise SlimxError(f"{path}, line {number}: id {prompt.id!r} is that of line {first}; make it unique")
+                    raise SlimxError(
+                        f"{path}, line {number}: id {prompt.id!r} is that of line {first}; make it unique",
+                        code="prompts.id",
+                        about=prompt.id,
+                    )
                 seen[prompt.id] = number
                 prompts.append(prompt)
     except OSError as error:
-        raise SlimxError(f"{path}: cannot be read ({error.strerror}); name a JSONL file of prompts") from error
+        raise SlimxError(
+            f"{path}: cannot be read ({error.strerror}); name a JSONL file of prompts",
+            code="prompts.unreadable",
+            about=str(path),
+        ) from error
     if not prompts:
-        raise SlimxError(f"{path}: holds no prompt; write one JSON object per line")
+        raise SlimxError(
+            f"{path}: holds no prompt; write one JSON object per line", code="prompts.empty", about=str(path)
+        )
     return prompts
 
 
@@ -66,24 +76,42 @@ def _parse(line: bytes, default_id: str, where: str) -> Prompt:
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SlimxError(f"{where}: not a JSON object ({error}); write one object per line") from error
+        raise SlimxError(
+            f"{where}: not a JSON object ({error}); write one object per line", code="prompts.line", about=where
+        ) from error
     if not isinstance(fields, dict):
-        raise SlimxError(f"{where}: holds a {type(fields).__name__}, not a JSON object; write one object per line")
+        raise SlimxError(
+            f"{where}: holds a {type(fields).__name__}, not a JSON object; write one object per line",
+            code="prompts.line",
+            about=where,
+        )
     for key in fields:
         if key not in KEYS:
-            raise SlimxError(f"{where}: unknown key {key!r}; known are {', '.join(KEYS)}, the rest goes under metadata")
+            raise SlimxError(
+                f"{where}: unknown key {key!r}; known are {', '.join(KEYS)}, the rest goes under metadata",
+                code="prompts.key",
+                about=key,
+            )
     try:
         prompt = msgspec.convert({"id": default_id, **fields}, Prompt)
     except msgspec.ValidationError as error:
-        raise SlimxError(f"{where}: a value has the wrong type ({error}); correct it") from error
+        raise SlimxError(
+            f"{where}: a value has the wrong type ({error}); correct it", code="prompts.type", about=where
+        ) from error
     if (prompt.messages is None) == (prompt.token_ids is None):
         given = "neither messages nor token_ids" if prompt.messages is None else "both messages and token_ids"
-        raise SlimxError(f"{where}: has {given}; give exactly one of them")
+        raise SlimxError(f"{where}: has {given}; give exactly one of them", code="prompts.fields", about=where)
     if not (prompt.messages or prompt.token_ids):
-        raise SlimxError(f"{where}: messages or token_ids is an empty list; a prompt needs at least one entry")
+        raise SlimxError(
+            f"{where}: messages or token_ids is an empty list; a prompt needs at least one entry",
+            code="prompts.fields",
+            about=where,
+        )
     for turn, message in enumerate(prompt.messages or ()):
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
-            raise SlimxError(f"{where}: messages[{turn}] lacks its role or content; give both")
+            raise SlimxError(
+                f"{where}: messages[{turn}] lacks its role or content; give both", code="prompts.message", about=where
+            )
     return prompt
 
 
@@ -92,7 +120,9 @@ class PromptSource:
 
     def __init__(self, prompts: Sequence[Prompt], seed: int):
         if not prompts:
-            raise SlimxError("PromptSource got no prompts; give it at least one")
+            raise SlimxError(
+                "PromptSource got no prompts; give it at least one", code="prompts.empty", about="PromptSource"
+            )
         self._prompts = list(prompts)
         self._identity: dict[str, Any] = {
             "seed": seed,
@@ -123,18 +153,26 @@ class PromptSource:
         """
         missing = [key for key in ("epoch", "position", *self._identity) if key not in state]
         if missing:
-            raise SlimxError(f"the saved state of the prompts lacks {', '.join(missing)}; is it another source's?")
+            raise SlimxError(
+                f"the saved state of the prompts lacks {', '.join(missing)}; is it another source's?",
+                code="prompts.state",
+                about=missing[0],
+            )
         if changed := self._changes(state):
             raise SlimxError(
                 f"cannot continue in the saved order of prompts: {changed}; "
-                "restore the prompts and seed of the saved run, or start a new run"
+                "restore the prompts and seed of the saved run, or start a new run",
+                code="prompts.changed",
+                about=changed,
             )
         epoch, position = state["epoch"], state["position"]
         whole = isinstance(epoch, int) and isinstance(position, int)
         if not (whole and epoch >= 0 and 0 <= position <= len(self._prompts)):
             raise SlimxError(
                 f"the saved state of the prompts points to epoch {epoch!r}, position {position!r} of "
-                f"{len(self._prompts)}, which does not exist; take another checkpoint"
+                f"{len(self._prompts)}, which does not exist; take another checkpoint",
+                code="prompts.state",
+                about="position",
             )
         self._start_epoch(epoch)
         self._position = position

@@ -36,13 +36,17 @@ def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
             raise SlimxError(
                 f"trajectory {trajectory.id} carries no routed_experts, which trainer.moe.replay=R3 needs for layers "
                 f"{shape.moe_layers[0]} to {shape.moe_layers[-1]}; let its generate hook keep the completion's, or set "
-                "trainer.moe.replay=none"
+                "trainer.moe.replay=none",
+                code="routes.missing",
+                about=trajectory.id,
             )
         if routes.shape != wanted:
             raise SlimxError(
                 f"trajectory {trajectory.id}: routed_experts has the shape {list(routes.shape)}, but its tokens and "
                 f"the model's layers {shape.moe_layers[0]} to {shape.moe_layers[-1]} want {list(wanted)} (tokens - 1, "
-                "layers, experts per token)"
+                "layers, experts per token)",
+                code="routes.shape",
+                about=trajectory.id,
             )
         _check_ids(trajectory.id, routes, shape)
 
@@ -64,7 +68,9 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
         problem = outside if unknown[position, index] else "an expert twice"
         raise SlimxError(
             f"trajectory {name}: layer {layer} was routed to {routes[position, layer].tolist()} at token {position}: "
-            f"{problem}; trainer.moe.replay=R3 cannot replay it"
+            f"{problem}; trainer.moe.replay=R3 cannot replay it",
+            code="routes.experts",
+            about=name,
         )
 
 

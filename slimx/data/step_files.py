@@ -120,7 +120,9 @@ class StepFiles:
             save_groups(path, groups if self.origin.routes else without_routes(groups), asdict(about))
         except OSError as error:
             raise SlimxError(
-                f"{path} cannot be written ({error.strerror}); free space, or set track.rollouts.every=0, then resume"
+                f"{path} cannot be written ({error.strerror}); free space, or set track.rollouts.every=0, then resume",
+                code="data.disk",
+                about=str(path),
             ) from error
         if self.keep:
             for old in list(step_files(self.directory).values())[: -self.keep]:
@@ -171,7 +173,11 @@ def read_step_about(path: Path) -> About:
     try:
         return msgspec.convert(read_about(path), About)
     except msgspec.ValidationError as error:
-        raise SlimxError(f"{path}: does not say what slimx writes about a step ({error}); take another one") from error
+        raise SlimxError(
+            f"{path}: does not say what slimx writes about a step ({error}); take another one",
+            code="data.header",
+            about=str(path),
+        ) from error
 
 
 def read_step(path: Path) -> tuple[About, list[Group]]:

@@ -24,16 +24,28 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     path = Path(path)
     if not path.is_dir():
-        raise SlimxError(f"{path}: no such directory; give a local Hugging Face directory with a tokenizer")
+        raise SlimxError(
+            f"{path}: no such directory; give a local Hugging Face directory with a tokenizer",
+            code="tokenizer.missing",
+            about=str(path),
+        )
     # Checked here because transformers makes an empty tokenizer out of a directory that only has a config.json.
     if not any((path / name).is_file() for name in VOCABULARIES):
-        raise SlimxError(f"{path}: holds no tokenizer (none of {', '.join(VOCABULARIES)}); copy its files there")
+        raise SlimxError(
+            f"{path}: holds no tokenizer (none of {', '.join(VOCABULARIES)}); copy its files there",
+            code="tokenizer.missing",
+            about=str(path),
+        )
     from transformers import AutoTokenizer  # imported late: it takes seconds, and `encode_prompt` does not need it
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # of many kinds: missing companion files, bad JSON, an unknown tokenizer class
-        raise SlimxError(f"{path}: its tokenizer cannot be loaded ({_first_line(error)}); check its files") from error
+        raise SlimxError(
+            f"{path}: its tokenizer cannot be loaded ({_first_line(error)}); check its files",
+            code="tokenizer.broken",
+            about=str(path),
+        ) from error
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -46,7 +58,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     try:
         return encode_chat(tokenizer, prompt.messages or [])
     except SlimxError as error:
-        raise SlimxError(f"prompt {prompt.id!r}: {error}; change its messages or give token_ids") from error
+        raise SlimxError(
+            f"prompt {prompt.id!r}: {error}; change its messages or give token_ids",
+            code="prompts.template",
+            about=prompt.id,
+        ) from error
 
 
 class PromptIds:
@@ -78,7 +94,9 @@ def encode_chat(
         # return_dict=False: transformers 5 returns a BatchEncoding by default, transformers 4 a list.
         ids = tokenizer.apply_chat_template(list(messages), **_given(tools), return_dict=False)
     except Exception as error:  # templates raise what they like, tokenizers raise bare Exception
-        raise SlimxError(f"the tokenizer or its chat template refuses it ({_first_line(error)})") from error
+        raise SlimxError(
+            f"the tokenizer or its chat template refuses it ({_first_line(error)})", code="tokenizer.template"
+        ) from error
     return [int(token) for token in ids]
 
 
@@ -87,7 +105,7 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, content: str, *, role: str, 
     try:
         return encode_turns(tokenizer, [{"role": role, "content": content}], after=after)
     except SlimxError as error:
-        raise SlimxError(f"a turn of role {role!r}: {error}; use role user") from error
+        raise SlimxError(f"a turn of role {role!r}: {error}; use role user", code=error.code, about=role) from error
 
 
 def encode_turns(
@@ -111,7 +129,9 @@ def encode_turns(
     try:
         rendered = tokenizer.apply_chat_template(conversation, **_given(tools), tokenize=False)
     except Exception as error:  # templates raise what they like
-        raise SlimxError(f"the chat template refuses it after an answer ({_first_line(error)})") from error
+        raise SlimxError(
+            f"the chat template refuses it after an answer ({_first_line(error)})", code="tokenizer.template"
+        ) from error
     ids = tokenizer(rendered.partition(marker)[2], add_special_tokens=False).input_ids
     return ids[1:] if ids[0] == after[-1] else ids
 
@@ -128,17 +148,21 @@ def check_prompts(
         try:
             ids = encode_prompt(tokenizer, prompt)
         except SlimxError as error:
-            raise SlimxError(f"{path}: {error}") from error
+            raise SlimxError(f"{path}: {error}", code="prompts.template", about=prompt.id) from error
         if len(ids) > max_prompt_tokens:
             raise SlimxError(
                 f"{path}: prompt {prompt.id!r} has {len(ids)} tokens, the limit is {max_prompt_tokens}; "
-                "shorten it or raise rollout.max_prompt_tokens"
+                "shorten it or raise rollout.max_prompt_tokens",
+                code="prompts.length",
+                about=prompt.id,
             )
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:
             raise SlimxError(
                 f"{path}: prompt {prompt.id!r} ({len(ids)} tokens) holds token id {outside[0]}, outside the model's "
-                f"vocabulary of {vocab_size}; use the model's own tokenizer"
+                f"vocabulary of {vocab_size}; use the model's own tokenizer",
+                code="prompts.token_id",
+                about=prompt.id,
             )
 
 

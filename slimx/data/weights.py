@@ -49,7 +49,11 @@ def loss_weights(
         trained[unit] = trained.get(unit, 0.0) + mask.sum()
     units = sum(1 for tokens in trained.values() if tokens)
     if not units:
-        raise SlimxError("the batch trains no token: every loss_mask is zero; check the generate hook's loss_mask")
+        raise SlimxError(
+            "the batch trains no token: every loss_mask is zero; check the generate hook's loss_mask",
+            code="data.untrained",
+            about="loss_mask",
+        )
     if aggregation in ("constant", "sum"):
         whole = units * (length if aggregation == "constant" else 1)
         return [(mask / whole).astype(np.float32) for mask in masks]

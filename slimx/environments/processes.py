@@ -162,7 +162,11 @@ class InProcess:
                 about=self._rollout,
             ) from None
         if not went_well:
-            raise SlimxError(f"the environment {self._path} of rollout {self._rollout} raised {answer} in {name}")
+            raise SlimxError(
+                f"the environment {self._path} of rollout {self._rollout} raised {answer} in {name}",
+                code="environment.raised",
+                about=self._path,
+            )
         return answer
 
     def _start(self) -> None:

@@ -17,7 +17,9 @@ async def reward(ctx: Context, trajectory: Trajectory, *, letters: str = LETTERS
     if len(answer) != 1 or answer not in letters:
         raise SlimxError(
             f"prompt {ctx.prompt.id!r} has the answer {ctx.prompt.answer!r}, which is none of the letters {letters}; "
-            "correct it or set the option letters"
+            "correct it or set the option letters",
+            code="reward.answer",
+            about=ctx.prompt.id,
         )
     return float(chosen(ctx.text, letters) == answer)
 

@@ -34,6 +34,8 @@ def answer_of(ctx: Context, hook: str) -> str:
     if ctx.prompt.answer is None:
         raise SlimxError(
             f"prompt {ctx.prompt.id!r} has no answer for {hook} to compare with; add `answer` to its line or choose "
-            "another reward.function"
+            "another reward.function",
+            code="reward.answer",
+            about=ctx.prompt.id,
         )
     return ctx.prompt.answer

@@ -34,7 +34,15 @@ async def post(
                     if response.status != 429 and response.status < 500:
                         break
             except json.JSONDecodeError as error:
-                raise SlimxError(f"{url} answered no JSON ({error}); is it the address of the reward?") from error
+                raise SlimxError(
+                    f"{url} answered no JSON ({error}); is it the address of the reward?",
+                    code="reward.server",
+                    about=url,
+                ) from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 wrong = f"{type(error).__name__} {error}".strip() + f" (timeout {timeout_s:g} s)"
-    raise SlimxError(f"{url} gave no reward after {attempt + 1} requests, last {wrong}; is the server up?")
+    raise SlimxError(
+        f"{url} gave no reward after {attempt + 1} requests, last {wrong}; is the server up?",
+        code="reward.server",
+        about=url,
+    )

@@ -60,10 +60,18 @@ async def reward(
     try:
         verdict = said["choices"][0]["message"]["content"] or ""
     except (LookupError, TypeError) as error:
-        raise SlimxError(f"{url} answered {str(said)[:200]}, which is no chat completion; is it a judge?") from error
+        raise SlimxError(
+            f"{url} answered {str(said)[:200]}, which is no chat completion; is it a judge?",
+            code="reward.verdict",
+            about=url,
+        ) from error
     found = re.findall(pattern, verdict)
     if not found:
-        raise SlimxError(f"the judge at {url} wrote no score that {pattern!r} finds, but {verdict[-200:]!r}")
+        raise SlimxError(
+            f"the judge at {url} wrote no score that {pattern!r} finds, but {verdict[-200:]!r}",
+            code="reward.verdict",
+            about=url,
+        )
     return float(found[-1]) / scale
 
 
@@ -77,7 +85,11 @@ async def score(ctx: Context, trajectory: Trajectory, *, url: str, timeout: floa
         (value,) = said[0]["embedding"]
         return float(value)
     except (LookupError, TypeError, ValueError) as error:
-        raise SlimxError(f"{url}/classify answered {str(said)[:200]}; a reward model gives one number") from error
+        raise SlimxError(
+            f"{url}/classify answered {str(said)[:200]}; a reward model gives one number",
+            code="reward.verdict",
+            about=url,
+        ) from error
 
 
 def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
@@ -85,7 +97,9 @@ def _server(ctx: Context, engine: str | None) -> tuple[str, dict[str, str]]:
     if engine not in ctx.engines:
         raise SlimxError(
             f"judge.reward asks {engine!r}, and the frozen groups of rollout.engines are "
-            f"{', '.join(ctx.engines) or 'none'}; name one of them in reward.options engine, or give a url"
+            f"{', '.join(ctx.engines) or 'none'}; name one of them in reward.options engine, or give a url",
+            code="reward.engine",
+            about=engine,
         )
     return ctx.engines[engine].url, ctx.engines[engine].headers
 

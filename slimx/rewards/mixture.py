@@ -51,7 +51,9 @@ class Mixture:
         if not fitting:
             raise SlimxError(
                 f"prompt {prompt.id!r} with metadata {prompt.metadata} fits no entry of reward.parts; add one for it, "
-                "or one without `where`"
+                "or one without `where`",
+                code="reward.parts",
+                about=prompt.id,
             )
         return fitting
 

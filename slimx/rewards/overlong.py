@@ -13,7 +13,9 @@ async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: in
     Raises SlimxError unless 0 < buffer <= limit."""
     if not 0 < buffer <= limit:
         raise SlimxError(
-            f"slimx.rewards.overlong: buffer is {buffer} and limit {limit} tokens; give 0 < buffer <= limit"
+            f"slimx.rewards.overlong: buffer is {buffer} and limit {limit} tokens; give 0 < buffer <= limit",
+            code="reward.option",
+            about="buffer",
         )
     beyond = len(trajectory.sampled_ids()) - (limit - buffer)
     return -min(max(beyond / buffer, 0.0), 1.0)

@@ -34,5 +34,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise SlimxError(
-            f"slimx.rewards.pattern: {pattern!r} is no regular expression ({error}); correct the option pattern"
+            f"slimx.rewards.pattern: {pattern!r} is no regular expression ({error}); correct the option pattern",
+            code="reward.option",
+            about="pattern",
         ) from error

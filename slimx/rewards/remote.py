@@ -28,5 +28,9 @@ async def reward(
     said = await post(url, body, timeout_s=timeout, retries=retries)
     values = said.values() if isinstance(said, dict) else (said,)
     if not values or any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-        raise SlimxError(f"{url} answered {str(said)[:200]}; a reward is a number or an object of numbers")
+        raise SlimxError(
+            f"{url} answered {str(said)[:200]}; a reward is a number or an object of numbers",
+            code="reward.verdict",
+            about=url,
+        )
     return said["reward"] if isinstance(said, dict) and said.keys() == {"reward"} else said

@@ -39,11 +39,19 @@ def check(
 ) -> None:
     """Refuse an agent that cannot be called, before the run starts."""
     if (agent is None) == (command is None):
-        raise SlimxError("rollout.options: give either agent, a dotted path, or command, a program and its arguments")
+        raise SlimxError(
+            "rollout.options: give either agent, a dotted path, or command, a program and its arguments",
+            code="agent.program",
+            about="rollout.options",
+        )
     if agent is not None:
         _load(agent, agent_options)
     if command is not None and (not command or shutil.which(command[0]) is None):
-        raise SlimxError(f"rollout.options.command: there is no program {command[:1]}; give its path")
+        raise SlimxError(
+            f"rollout.options.command: there is no program {command[:1]}; give its path",
+            code="agent.program",
+            about="rollout.options.command",
+        )
     if isinstance(environment, str):
         raise SlimxError(
             f"rollout.options.environment is {environment!r}; give a list of names of variables",
@@ -57,7 +65,11 @@ def check(
             about=missing[0],
         )
     if sampling not in ("run", "strict"):
-        raise SlimxError(f"rollout.options.sampling is {sampling!r}; choose run or strict")
+        raise SlimxError(
+            f"rollout.options.sampling is {sampling!r}; choose run or strict",
+            code="agent.sampling",
+            about="rollout.options.sampling",
+        )
     find_parser(tool_parser, "")
 
 
@@ -91,9 +103,11 @@ async def generate(
     asks for nothing.
     """
     if ctx.proxy is None:
-        raise SlimxError("agents sample through the run's proxy, and there is none here")
+        raise SlimxError("agents sample through the run's proxy, and there is none here", code="agent.proxy")
     if prompt.messages is None:
-        raise SlimxError(f"prompt {prompt.id!r} has token ids; an agent needs messages")
+        raise SlimxError(
+            f"prompt {prompt.id!r} has token ids; an agent needs messages", code="agent.prompt", about=prompt.id
+        )
     reading = AnswerReader(ctx.tokenizer, find_parser(tool_parser, ctx.address, ctx.headers), separate_reasoning)
     context = min(max_context or ctx.proxy.context, ctx.proxy.context)
     limits = SessionLimits(context=context, requests=max_requests, sampled=max_tokens)

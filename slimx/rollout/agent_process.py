@@ -54,7 +54,11 @@ async def run_command(command: Sequence[str], base_url: str, prompt: Prompt, var
         finally:
             await asyncio.shield(_end(starting))
         if process.returncode:
-            raise SlimxError(f"{command[0]} ended with status {process.returncode}: {_tail(err)}")
+            raise SlimxError(
+                f"{command[0]} ended with status {process.returncode}: {_tail(err)}",
+                code="agent.status",
+                about=command[0],
+            )
         return _tail(out)
 
 

@@ -8,7 +8,11 @@ from slimx.rollout.hooks import RolloutContext
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     """The prompt followed by its demonstrated answer and the end token, all of the answer trained."""
     if prompt.answer is None:
-        raise SlimxError(f"prompt {prompt.id} has no answer to learn from; demonstrations need one")
+        raise SlimxError(
+            f"prompt {prompt.id} has no answer to learn from; demonstrations need one",
+            code="hooks.answer",
+            about=prompt.id,
+        )
     draft = ctx.draft(prompt)
     answer = ctx.tokenizer(prompt.answer, add_special_tokens=False).input_ids
     draft.add_inserted([*answer, ctx.tokenizer.eos_token_id], train=True)

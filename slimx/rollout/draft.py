@@ -54,7 +54,9 @@ class Draft:
         if self.turn and completion.temperature != self.sampling["temperature"]:
             raise SlimxError(
                 f"trajectory {self.id} was sampled at temperatures {self.sampling['temperature']} and "
-                f"{completion.temperature}; use one for all its turns, or return a trajectory for each"
+                f"{completion.temperature}; use one for all its turns, or return a trajectory for each",
+                code="draft.temperature",
+                about=self.id,
             )
         # The trainer divides its logits by it: what the hook really asked for, not what the configuration says.
         self.sampling["temperature"] = completion.temperature
@@ -76,7 +78,11 @@ class Draft:
     def describe_turn(self, *, state_key: str | None = None, reward: float = 0.0) -> None:
         """Of the turn that was sampled last: in which state of the environment it began, and what it brought."""
         if not self.turn:
-            raise SlimxError(f"trajectory {self.id} has no turn yet; call describe_turn after add_sampled")
+            raise SlimxError(
+                f"trajectory {self.id} has no turn yet; call describe_turn after add_sampled",
+                code="draft.turn",
+                about=self.id,
+            )
         self._turns[self.turn - 1] = Turn(reward=reward, state_key=state_key)
 
     def add_inserted(self, token_ids: Sequence[int], *, train: bool = False) -> None:
@@ -104,11 +110,17 @@ class Draft:
         end = max(end, max((span.stop for span in self._spans if span.source == "sampled"), default=0))
         if end == 0:
             raise SlimxError(
-                f"trajectory {self.id} has neither a sampled nor a trained token; the generate hook added none"
+                f"trajectory {self.id} has neither a sampled nor a trained token; the generate hook added none",
+                code="draft.empty",
+                about=self.id,
             )
         spans = [span for span in self._spans if span.start < end]
         if self._routes is not None and len(self._routes) != end - 1:
-            raise SlimxError(f"trajectory {self.id}: routed experts of {len(self._routes)} positions for {end} tokens")
+            raise SlimxError(
+                f"trajectory {self.id}: routed experts of {len(self._routes)} positions for {end} tokens",
+                code="draft.routes",
+                about=self.id,
+            )
         return Trajectory(
             id=self.id,
             rollout_id=self.rollout_id,

@@ -96,7 +96,9 @@ def in_process(config: RewardConfig, reward: Reward) -> bool:
     if config.isolation == "thread" and needing:
         raise SlimxError(
             f"reward.isolation is thread, but {needing[0]} computes for long without awaiting and could not be ended "
-            "there at its deadline; set reward.isolation=auto"
+            "there at its deadline; set reward.isolation=auto",
+            code="hooks.isolation",
+            about="reward.isolation",
         )
     return config.isolation == "process" or bool(needing)
 
@@ -127,7 +129,11 @@ def _load_reward(key: str, config: RewardConfig | RewardPart, run: slime.RunFact
     )
     second = list(inspect.signature(hook).parameters)[1:2]
     if second == ["trajectory" if scope == "group" else "group"]:
-        raise SlimxError(f"{key}.function: {config.function} judges a {second[0]}; set reward.scope={second[0]}")
+        raise SlimxError(
+            f"{key}.function: {config.function} judges a {second[0]}; set reward.scope={second[0]}",
+            code="hooks.scope",
+            about="reward.scope",
+        )
     return hook
 
 

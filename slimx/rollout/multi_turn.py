@@ -30,7 +30,9 @@ def check(
     ):
         raise SlimxError(
             f"rollout.options.environment_processes is {environment_processes!r}; give the number of environment calls "
-            "that may compute at once, or 0 for the driver's event loop"
+            "that may compute at once, or 0 for the driver's event loop",
+            code="environment.option",
+            about="rollout.options.environment_processes",
         )
     options = environment_options or {}
     kind = imported("rollout.options.environment", environment)
@@ -38,12 +40,18 @@ def check(
     if missing:
         raise SlimxError(
             f"rollout.options.environment: {environment} has no {missing[0]}; an environment has reset, step and close "
-            "(slimx.environments.base)"
+            "(slimx.environments.base)",
+            code="environment.methods",
+            about="rollout.options.environment",
         )
     try:
         getattr(kind, "check", kind)(**options)
     except TypeError as error:
-        raise SlimxError(f"rollout.options.environment_options: {environment} refuses them ({error})") from error
+        raise SlimxError(
+            f"rollout.options.environment_options: {environment} refuses them ({error})",
+            code="environment.option",
+            about="rollout.options.environment_options",
+        ) from error
 
 
 @checked_by(check)

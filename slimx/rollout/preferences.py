@@ -11,7 +11,9 @@ async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     rejected = prompt.metadata.get("rejected")
     if prompt.answer is None or not isinstance(rejected, str):
         raise SlimxError(
-            f"prompt {prompt.id} is no pair: give the chosen answer as answer and the rejected one as metadata.rejected"
+            f"prompt {prompt.id} is no pair: give the chosen answer as answer, the rejected one as metadata.rejected",
+            code="hooks.pair",
+            about=prompt.id,
         )
     draft = ctx.draft(prompt)
     text = prompt.answer if ctx.index == 0 else rejected

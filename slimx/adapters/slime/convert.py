@@ -72,10 +72,10 @@ def to_trajectory(
     name = f"the sample of rollout {ctx.group_id}/{ctx.index}{suffix}"
     for field, why in UNSERVED.items():
         if getattr(sample, field):
-            raise SlimxError(f"{name} has {field}: {why}")
+            raise SlimxError(f"{name} has {field}: {why}", code="slime.field", about=field)
     status = Status(sample.status)  # published hooks also write the plain word
     if status is Status.ABORTED:
-        raise SlimxError(f"{name} was aborted")
+        raise SlimxError(f"{name} was aborted", code="slime.aborted", about=name)
     tokens, mask = [int(token) for token in sample.tokens], _mask(sample, name)
     start = len(tokens) - sample.response_length
     draft, position, told = ctx.draft(tokens[:start], suffix=suffix), start, start
@@ -88,7 +88,9 @@ def to_trajectory(
                 raise SlimxError(
                     f"{name} trains token {position} (id {tokens[position]}), which no request of this rollout sampled "
                     "after the tokens before it; append the ids of output_token_logprobs as they are, never text that "
-                    "was tokenised again"
+                    "was tokenised again",
+                    code="slime.token",
+                    about=name,
                 )
             position += 1
             continue
@@ -144,7 +146,9 @@ def _mask(sample: Sample, name: str) -> list[int]:
     if length < 1 or start < 1 or len(mask) != length:
         raise SlimxError(
             f"{name} has {len(sample.tokens)} tokens, response_length {length} and a loss_mask of {len(mask)}; tokens "
-            "are those of prompt and response, the mask is of the response alone"
+            "are those of prompt and response, the mask is of the response alone",
+            code="slime.lengths",
+            about=name,
         )
     return [0] * start + [int(bool(x) and not sample.remove_sample) for x in mask]
 
@@ -191,11 +195,17 @@ def _by_its_own_account(
         raise SlimxError(
             f"{name} has trained tokens, but no request of this rollout went through slime.utils.http_utils.post; a "
             "hook with a client of its own must set rollout_log_probs and, unless schedule.max_staleness is 0, "
-            "weight_versions (one for each run of trained tokens)"
+            "weight_versions (one for each run of trained tokens)",
+            code="slime.unsampled",
+            about=name,
         )
     said = versions[number if len(versions) == len(edges) else 0]
     if not said.isdigit():
-        raise SlimxError(f"{name} was sampled by weights of version {said!r}, which slimx never published")
+        raise SlimxError(
+            f"{name} was sampled by weights of version {said!r}, which slimx never published",
+            code="slime.version",
+            about=name,
+        )
     routes = sample.rollout_routed_experts
     return Sampled(
         token_ids=np.array(sample.tokens[position:stop], np.int32),
@@ -212,13 +222,19 @@ def _check_logprobs(sample: Sample, found: Any, position: int, start: int, mask:
     if given is None:
         return
     if len(given) != sample.response_length:
-        raise SlimxError(f"{name} has {len(given)} rollout_log_probs for a response of {sample.response_length} tokens")
+        raise SlimxError(
+            f"{name} has {len(given)} rollout_log_probs for a response of {sample.response_length} tokens",
+            code="slime.lengths",
+            about=name,
+        )
     for number, said in enumerate(found.logprobs.tolist()):
         at = position + number
         if mask[at] and np.float32(given[at - start]) != np.float32(said):
             raise SlimxError(
                 f"{name} gives token {at} the log-prob {given[at - start]:g}, the engine said {said:g}; keep "
-                "rollout_log_probs in step with the tokens"
+                "rollout_log_probs in step with the tokens",
+                code="slime.logprobs",
+                about=name,
             )
 
 
@@ -229,5 +245,9 @@ def _metadata(sample: Sample, name: str) -> dict[str, Any]:
     try:
         encode(metadata)
     except SlimxError as error:
-        raise SlimxError(f"{name} carries, in its metadata or in {', '.join(own) or 'its fields'}, {error}") from error
+        raise SlimxError(
+            f"{name} carries, in its metadata or in {', '.join(own) or 'its fields'}, {error}",
+            code="slime.metadata",
+            about=name,
+        ) from error
     return metadata

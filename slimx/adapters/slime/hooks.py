@@ -44,18 +44,30 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     text, parameters = FORMS[kind]
     shape, name = text.format(path.rpartition(".")[2]), f"{key}: {path}"
     if not callable(function):
-        raise SlimxError(f"{name} is a {type(function).__name__}; a slime hook is {shape}")
+        raise SlimxError(
+            f"{name} is a {type(function).__name__}; a slime hook is {shape}", code="slime.hook", about=name
+        )
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:
-        raise SlimxError(f"{name}{inspect.signature(function)} cannot be called ({error}); write {shape}") from error
+        raise SlimxError(
+            f"{name}{inspect.signature(function)} cannot be called ({error}); write {shape}",
+            code="slime.signature",
+            about=name,
+        ) from error
     if inspect.iscoroutinefunction(function) != text.startswith("async"):
-        raise SlimxError(f"{name} must{'' if text.startswith('async') else ' not'} be async; write {shape}")
+        raise SlimxError(
+            f"{name} must{'' if text.startswith('async') else ' not'} be async; write {shape}",
+            code="slime.async",
+            about=name,
+        )
     if kind.startswith("reward"):
         takes = "group" if list(inspect.signature(function).parameters)[1] == "samples" else "trajectory"
         if (takes == "group") != (kind == "rewards"):
             raise SlimxError(
-                f"{name} judges {'a list' if takes == 'group' else 'one sample'}; set reward.scope={takes}"
+                f"{name} judges {'a list' if takes == 'group' else 'one sample'}; set reward.scope={takes}",
+                code="slime.scope",
+                about="reward.scope",
             )
     return function
 
@@ -77,7 +89,11 @@ class GenerateHook:
         path = config.rollout.generate.removeprefix(PREFIX)
         semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
         if taken := sorted(TOLD & config.rollout.options.keys()):
-            raise SlimxError(f"rollout.options.{taken[0]} is what the run itself tells slime hooks; leave it out")
+            raise SlimxError(
+                f"rollout.options.{taken[0]} is what the run itself tells slime hooks; leave it out",
+                code="slime.option",
+                about=taken[0],
+            )
         return cls(load("rollout.generate", path, "generate"), path, config, RunFacts.of(config), semaphore)
 
     async def __call__(self, ctx: Any, prompt: Prompt) -> Trajectory | list[Trajectory]:
@@ -95,7 +111,11 @@ class GenerateHook:
         if isinstance(result, Sample):
             return to_trajectory(result, ctx, scene.calls, version=version)
         if not isinstance(result, list) or not all(isinstance(each, Sample) for each in result):
-            raise SlimxError(f"{self.path} returned a {type(result).__name__}; return a Sample or a list of them")
+            raise SlimxError(
+                f"{self.path} returned a {type(result).__name__}; return a Sample or a list of them",
+                code="slime.returned",
+                about=self.path,
+            )
         return [
             to_trajectory(each, ctx, scene.calls, suffix=f"-{number}", version=version)
             for number, each in enumerate(result)
@@ -109,7 +129,9 @@ class GenerateHook:
         if not read and any(getattr(sample, "reward", None) is not None for sample in samples):
             raise SlimxError(
                 f"{self.path} set sample.reward, which the run's reward {own[0]} does not look at; set reward.function="
-                f"{__name__}.{reward.__name__}"
+                f"{__name__}.{reward.__name__}",
+                code="slime.reward",
+                about=self.path,
             )
 
     def _scene(self, ctx: Any) -> Scene:
@@ -171,7 +193,9 @@ class RewardHook:
                 said = await grading.ask(self.function, self.path, scene.args, left if self.group else left[0])
             if self.group and (not isinstance(said, Sequence) or len(said) != len(left)):
                 raise SlimxError(
-                    f"{self.path} returned {said!r} for {len(left)} samples; return a list with one reward each"
+                    f"{self.path} returned {said!r} for {len(left)} samples; return a list with one reward each",
+                    code="slime.returned",
+                    about=self.path,
                 )
             for sample, value in zip(left, said if self.group else [said], strict=True):
                 sample.reward = value
@@ -211,7 +235,9 @@ class KeepHook:
         keep = getattr(verdict, "keep", verdict)
         if not keep and getattr(verdict, "keep_when_insufficient", False):
             raise SlimxError(
-                f"{self.path} sets keep_when_insufficient, which slimx does not serve: a group is kept or not"
+                f"{self.path} sets keep_when_insufficient, which slimx does not serve: a group is kept or not",
+                code="slime.keep",
+                about=self.path,
             )
         return True if keep else (getattr(verdict, "reason", None) or False)
 
@@ -269,10 +295,14 @@ def _number(sample: Sample, args: Any, path: str) -> float:
         if args.reward_key not in value:
             raise SlimxError(
                 f"{path} gives a dict as the reward, with {', '.join(map(str, value))}; name one of them in "
-                "reward.options.reward_key"
+                "reward.options.reward_key",
+                code="slime.reward_key",
+                about="reward.options.reward_key",
             )
         value = value[args.reward_key]
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise SlimxError(f"{path} gives {value!r} as the reward; give a number") from None
+        raise SlimxError(
+            f"{path} gives {value!r} as the reward; give a number", code="slime.reward", about=path
+        ) from None

@@ -57,10 +57,16 @@ class Scene:
         """The answer of /generate, in SGLang's words. Raises SlimxError for what cannot be asked."""
         if unknown := sorted(payload.keys() - PAYLOAD):
             raise SlimxError(
-                f"a slime hook posts {unknown[0]!r} to the engines; served are {', '.join(sorted(PAYLOAD))}"
+                f"a slime hook posts {unknown[0]!r} to the engines; served are {', '.join(sorted(PAYLOAD))}",
+                code="slime.payload",
+                about=unknown[0],
             )
         if payload.get("stream"):
-            raise SlimxError("a slime hook posts stream=true to the engines; answers come whole here")
+            raise SlimxError(
+                "a slime hook posts stream=true to the engines; answers come whole here",
+                code="slime.payload",
+                about="stream",
+            )
         parameters = {k: v for k, v in (payload.get("sampling_params") or {}).items() if v is not None}
         prompt = self._prompt(payload)
         turn, self.asked = self.asked, self.asked + 1
@@ -85,7 +91,9 @@ class Scene:
             return list(ids)
         if not isinstance(text, str) or ids is not None:
             raise SlimxError(
-                "a slime hook posts to the engines neither one `text` nor one list of `input_ids`; post one"
+                "a slime hook posts to the engines neither one `text` nor one list of `input_ids`; post one",
+                code="slime.payload",
+                about="input_ids",
             )
         known = [call for call in self.calls if call.text is not None and text.startswith(call.text)]
         longest = max(known, key=lambda call: len(call.text or ""), default=None)
@@ -114,7 +122,9 @@ def current(what: str) -> Scene:
         return CURRENT.get()
     except LookupError:
         raise SlimxError(
-            f"{what} was called outside a slime hook's call; call it from generate or from the reward"
+            f"{what} was called outside a slime hook's call; call it from generate or from the reward",
+            code="slime.outside",
+            about=what,
         ) from None
 
 

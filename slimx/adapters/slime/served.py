@@ -37,7 +37,9 @@ async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict
         if parts.path != "/generate":
             raise SlimxError(
                 f"a slime hook posts to {parts.path} of the policy's router; only /generate is served, whose tokens "
-                "can be trained"
+                "can be trained",
+                code="slime.path",
+                about=parts.path,
             )
         return await scene.request(payload)
     for frozen in scene.engines.values():
@@ -93,7 +95,11 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         pass
     else:
         coroutine.close()
-        raise SlimxError("slime.utils.async_utils.run was called in an event loop, which it would block; await instead")
+        raise SlimxError(
+            "slime.utils.async_utils.run was called in an event loop, which it would block; await instead",
+            code="slime.async",
+            about="slime.utils.async_utils.run",
+        )
     result: Future[Any] = Future()
 
     def work() -> None:

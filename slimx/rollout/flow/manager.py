@@ -257,7 +257,9 @@ class RolloutManager:
             raise SlimxError(
                 f"{len(self._failures)} groups of this step failed, more than rollout.max_failed_share="
                 f"{self.config.rollout.max_failed_share} of {self.config.rollout.prompts_per_step} allows; "
-                f"the last one: {last.reason}: {last.detail}"
+                f"the last one: {last.reason}: {last.detail}",
+                code="rollout.failed",
+                about="rollout.max_failed_share",
             )
 
     def _give_up(self, straggler: Ticket) -> None:

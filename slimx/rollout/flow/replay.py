@@ -52,7 +52,11 @@ def step_path(run: Path, step: int) -> Path:
     """The file of one step. Raises SlimxError if there is none."""
     files = step_files(run / DIRECTORY)
     if step not in files:
-        raise SlimxError(f"rollout.replay: {run / DIRECTORY} has no step {step}; it has {_words(list(files))}")
+        raise SlimxError(
+            f"rollout.replay: {run / DIRECTORY} has no step {step}; it has {_words(list(files))}",
+            code="replay.step",
+            about=str(step),
+        )
     return files[step]
 
 
@@ -65,27 +69,37 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
     if not files:
         raise SlimxError(
             f"rollout.replay: {run / DIRECTORY} holds no saved step; name the directory of a run with engines and "
-            "track.rollouts.every=1"
+            "track.rollouts.every=1",
+            code="replay.empty",
+            about="rollout.replay",
         )
     for step in range(first, last + 1):
         if step not in files:
             raise SlimxError(
                 f"rollout.replay: {run / DIRECTORY} has no step {step}, and this run trains {first} to {last}; it has "
                 f"{_words(list(files))}: set schedule.steps, begin after a checkpoint (run.fork), or let that run keep "
-                "more (track.rollouts)"
+                "more (track.rollouts)",
+                code="replay.step",
+                about=str(step),
             )
         there = read_step_about(files[step]).origin
         if differences := there.differences(origin):
-            raise SlimxError(f"rollout.replay: {files[step]} cannot be trained here: {'; '.join(differences)}")
+            raise SlimxError(
+                f"rollout.replay: {files[step]} cannot be trained here: {'; '.join(differences)}",
+                code="replay.origin",
+                about=str(files[step]),
+            )
         if routes and not there.routes:
             raise SlimxError(
                 f"rollout.replay: {files[step]} keeps no experts of tokens, which trainer.moe.replay=R3 needs; set it "
-                "to none, or save with track.rollouts.routes=true"
+                "to none, or save with track.rollouts.routes=true",
+                code="replay.routes",
+                about="trainer.moe.replay",
             )
 
 
 async def _nothing(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    raise SlimxError("a run with rollout.replay generates nothing")
+    raise SlimxError("a run with rollout.replay generates nothing", code="replay.generate", about="rollout.replay")
 
 
 NO_HOOKS = Hooks(generate=_nothing, reward=None, keep=None)

@@ -71,7 +71,11 @@ class RewardPool:
 
         SlimxError for what the hook raised, returned wrongly or not in time, and after `close`."""
         if self._closed:
-            raise SlimxError(f"the reward of {named(judged)} was asked for after its workers were told to end")
+            raise SlimxError(
+                f"the reward of {named(judged)} was asked for after its workers were told to end",
+                code="reward.ended",
+                about=named(judged),
+            )
         loop = asyncio.get_running_loop()
         call = _Call(ctx, judged, loop.create_future())
         self._waiting += 1
@@ -90,7 +94,11 @@ class RewardPool:
                 self._watch = None
         if error is not None:
             cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            raise SlimxError(f"reward hook {name_of(self.reward)} raised {type(cause).__name__}: {cause}") from cause
+            raise SlimxError(
+                f"reward hook {name_of(self.reward)} raised {type(cause).__name__}: {cause}",
+                code="reward.raised",
+                about=name_of(self.reward),
+            ) from cause
         return verdicts(value, judged, name_of(self.reward))
 
     def close(self) -> None:
@@ -176,7 +184,9 @@ def verdicts(value: Any, judged: Trajectory | Group, name: str) -> Verdict | lis
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):
         raise SlimxError(
             f"reward hook {name} returned {value!r} for a group of {len(judged.trajectories)}; return a list with the "
-            "reward of each trajectory (reward.scope is group)"
+            "reward of each trajectory (reward.scope is group)",
+            code="reward.returned",
+            about=name,
         )
     return [checked(each, name) for each in value]
 
@@ -187,9 +197,15 @@ def checked(value: Any, name: str) -> Verdict:
     for key, part in parts.items():
         if isinstance(part, bool) or not isinstance(part, numbers.Real) or not math.isfinite(part):
             raise SlimxError(
-                f"reward hook {name} returned {part!r} for {key!r}; return a finite number or a dict of them"
+                f"reward hook {name} returned {part!r} for {key!r}; return a finite number or a dict of them",
+                code="reward.returned",
+                about=key,
             )
     if not parts:
-        raise SlimxError(f"reward hook {name} returned an empty dict; return a finite number or a dict of them")
+        raise SlimxError(
+            f"reward hook {name} returned an empty dict; return a finite number or a dict of them",
+            code="reward.returned",
+            about=name,
+        )
     floats = {key: float(part) for key, part in parts.items()}
     return sum(floats.values()), floats if isinstance(value, dict) else {}

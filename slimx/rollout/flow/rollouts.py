@@ -217,18 +217,30 @@ class GroupMaker:
 
     def _check(self, trajectories: list[Trajectory], ctx: RolloutContext) -> None:
         if not trajectories:
-            raise SlimxError(f"{self.config.rollout.generate} returned no trajectory for {ctx.group_id}/{ctx.index}")
+            raise SlimxError(
+                f"{self.config.rollout.generate} returned no trajectory for {ctx.group_id}/{ctx.index}",
+                code="rollout.returned",
+                about=f"{ctx.group_id}/{ctx.index}",
+            )
         for trajectory in trajectories:
             if not isinstance(trajectory, Trajectory):
                 raise SlimxError(
-                    f"{self.config.rollout.generate} returned a {type(trajectory).__name__}; return a Trajectory"
+                    f"{self.config.rollout.generate} returned a {type(trajectory).__name__}; return a Trajectory",
+                    code="rollout.returned",
+                    about=f"{ctx.group_id}/{ctx.index}",
                 )
             if trajectory.status == "aborted":
-                raise SlimxError(f"rollout {trajectory.id} was aborted by the engine")
+                raise SlimxError(
+                    f"rollout {trajectory.id} was aborted by the engine", code="rollout.aborted", about=trajectory.id
+                )
             sampled = [span for span in trajectory.spans if span.source == "sampled"]
             finite = all(np.isfinite(trajectory.logprobs[span.start : span.stop]).all() for span in sampled)
             if self.client is not None and not finite:
-                raise SlimxError(f"rollout {trajectory.id} has a sampled token without a finite log-prob")
+                raise SlimxError(
+                    f"rollout {trajectory.id} has a sampled token without a finite log-prob",
+                    code="rollout.logprob",
+                    about=trajectory.id,
+                )
 
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: bool) -> None:
         """Give a trajectory, or those of a group, their rewards; a failure is marked on the first one."""

@@ -61,7 +61,7 @@ class ChatProxy:
 
     @contextlib.asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serve `session` inside the block; gives its base URL. What is still being answered at the end is cancelled."""
+        """Serve `session` inside the block; gives its base URL. Answers unfinished at its end are cancelled."""
         url = await self._start()
         name = secrets.token_urlsafe(16)
         self._sessions[name], self._running[name] = session, set()
@@ -102,7 +102,9 @@ class ChatProxy:
                     await runner.cleanup()
                     raise SlimxError(
                         f"rollout.proxy cannot listen on {address(self._host, self._port)} ({error.strerror}); "
-                        "choose another host or port"
+                        "choose another host or port",
+                        code="proxy.address",
+                        about="rollout.proxy",
                     ) from None
                 self._runner = runner
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")

@@ -53,7 +53,11 @@ def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> Tool
 
     known = get_available_tool_call_parsers()
     if name not in known:
-        raise SlimxError(f"{key} is {name!r}; choose hermes, a dotted path, or one of {', '.join(sorted(known))}")
+        raise SlimxError(
+            f"{key} is {name!r}; choose hermes, a dotted path, or one of {', '.join(sorted(known))}",
+            code="proxy.tool_parser",
+            about=key,
+        )
 
     async def by_router(text: str, tools: list[dict[str, Any]]) -> Parsed:
         return await _ask(router, headers, name, text, tools)
@@ -88,6 +92,8 @@ async def _ask(router: str, headers: Mapping[str, str], name: str, text: str, to
     ):
         answer = parse_body(await response.text())
     if response.status != 200:
-        raise SlimxError(f"POST {url} answered {response.status}: {message_of(answer)}")
+        raise SlimxError(
+            f"POST {url} answered {response.status}: {message_of(answer)}", code="proxy.parse_server", about=url
+        )
     calls = [ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in answer["tool_calls"]]
     return (answer["remaining_text"].strip(), calls) if calls else (text, [])
