@@ -44,25 +44,19 @@ from rich.console import Console
 from slimx.cluster.connection import device_of, start_ray, stop_ray
 from slimx.config.load import load_config
 from slimx.config.schema import Config
-from slimx.data.prompts import PromptSource
 from slimx.data.records import Group
-from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.observability.live.step_line import LiveTable
-from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.observability.tracking.timeline import Timeline
-from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration import loop
-from slimx.orchestration.batches import make_packer
+from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.prepare import check_run
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.run import Run
+from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves
-from slimx.rollout.client.generation import GenerationClient, ModelShape
-from slimx.rollout.flow.rollouts import GroupMaker
 
 ROOT = Path(__file__).parents[1]
 SHORTEST_STEP_S = 3.0
@@ -79,6 +73,7 @@ class MeasuredRun(Run):
     def __init__(self, *args: Any, bare: BareParts, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.bare, self.figures = bare, Figures()
+        self._turned = -1
         self._spent: dict[str, float] = defaultdict(float)
         self._began = time.perf_counter()
 
@@ -98,8 +93,8 @@ class MeasuredRun(Run):
     async def save(self) -> None:
         """Not a checkpoint: the end of A, and B if it is B's turn."""
         seconds, number = time.perf_counter() - self._began, self.step - WARMUP
-        if self.step > self._saved_step:  # the loop asks again after its last step
-            self._saved_step = self.step
+        if self.step > self._turned:  # the loop asks again after its last step
+            self._turned = self.step
             if number > 0:
                 self.figures.slimx.append(self._step(seconds))
             # Pair 1 is A B, pair 2 is B A: after an odd step two rounds in a row, after an even one none.
@@ -164,7 +159,7 @@ class BareParts:
         generated = time.perf_counter()
         norms = await asyncio.gather(*(actor.bare_step.remote() for actor in run.trainers.actors))
         trained = time.perf_counter()
-        publication = await run.publisher.publish(run.version, trainer_step=run.step)
+        publication = await run.publications.publisher.publish(run.version, trainer_step=run.step)
         published = time.perf_counter()
         self._check(bare_engine.sampled(answers), norms[0], run.metrics["optim/grad_norm"])
         return BareRound(generated - began, trained - generated, published - trained, publication.seconds)
@@ -217,31 +212,17 @@ async def measure(config: Config) -> Figures:
     logs.mkdir(parents=True)
     async with AsyncExitStack() as stack:
         table = stack.enter_context(LiveTable(config.schedule.steps, 0, Console(stderr=True)))
-        tracker = make_tracker(
-            directory,
-            tensorboard=config.track.tensorboard,
-            wandb=False,
-            project=config.track.project,
-            name=config.run.name,
-            config=config.model_dump(mode="json"),
-            resume_step=0,
-            warn=table.note,
-        )
-        samples, drops = (JsonlFile(directory / f"{name}.jsonl", resume_step=0) for name in ("samples", "dropped"))
-        records = Records(tracker, Timeline(directory, resume_step=0), samples, drops, table)
+        records = Records(config, table, prepared.tokenizer)
         stack.callback(records.close)
         trainers = TrainerGroup(
             config, prepared.sizes, "cpu", logs, prepared.spec.table, prepared.plans, worker=BareTrainerWorker
         )
         stack.push_async_callback(trainers.stop)
-        engines = EngineGroup(config, "cpu", logs, moe=True)
-        stack.push_async_callback(engines.stop)
+        service = EngineService(config, prepared, directory, note=table.note)
+        await stack.enter_async_context(service)
+        engines = service.place()
         await asyncio.gather(trainers.start(), engines.start())
-        shape = ModelShape.of(prepared.spec)
-        client = GenerationClient(
-            engines.router.url, shape, config.rollout.request_deadline, api_key=engines.keys.api_key
-        )
-        await stack.enter_async_context(client)
+        await service.open(longest_trajectory(config, prepared.spec, prepared.sizes))
         # A connection per request: the server closes idle ones after 5 s, which is between two rounds.
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -249,23 +230,9 @@ async def measure(config: Config) -> Figures:
             headers=bearer(engines.keys.api_key),
         )
         await stack.enter_async_context(session)
-        run = MeasuredRun(
-            config,
-            sizes=prepared.sizes,
-            packer=make_packer(config, prepared.spec, prepared.sizes),
-            trainers=trainers,
-            engines=engines,
-            client=client,
-            maker=GroupMaker(config, prepared.hooks, prepared.tokenizer, client),
-            source=PromptSource(prepared.prompts, config.run.seed),
-            eval_prompts={},
-            tokenizer=prepared.tokenizer,
-            saves=Saves(directory / "checkpoints", keep=1),
-            records=records,
-            encoding=prepared.encoding,
-            bare=BareParts(session),
-        )
-        stack.push_async_callback(run.transport.stop)
+        saves = Saves(directory / "checkpoints", keep=1)
+        run = MeasuredRun(service, prepared, trainers, records, saves, bare=BareParts(session))
+        stack.push_async_callback(run.publications.stop)
         stack.push_async_callback(run.rollouts.stop)
         engines.members.watch()
         stack.enter_context(settled_heap())  # as the session does

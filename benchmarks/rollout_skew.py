@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,18 @@ from rich.console import Console
 from rollout_hooks import EVERY, SHORT, SKEW
 
 from slimx.config.schema import Config
-from slimx.data.prompts import PromptSource
 from slimx.data.records import Group
-from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.server.control import EngineControl
 from slimx.observability.live.step_line import LiveTable
-from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.observability.tracking.timeline import Timeline
-from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration import loop
-from slimx.orchestration.batches import make_packer
+from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.prepare import Prepared, check_run
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.run import Run
+from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import Saves
-from slimx.rollout.client.generation import GenerationClient, ModelShape
-from slimx.rollout.flow.rollouts import GroupMaker
 
 OVERRIDES = (
     "rollout.prompts_per_step=16",
@@ -43,6 +38,7 @@ OVERRIDES = (
     f"rollout.sampling.max_new_tokens={SHORT * SKEW}",
     "rollout.generate=rollout_hooks.skewed",
     "reward.function=loop_hooks.reward",
+    "track.tensorboard=false",
     "algorithm.reference=false",
     "trainer={world_size: 1, expert: 1}",  # a core for it, and one for the engine
 )
@@ -69,8 +65,8 @@ class TimedRun(Run):
 class Turns:
     """Started trainers and engines, on which one run after the other takes its turn."""
 
-    def __init__(self, config: Config, prepared: Prepared, trainers: TrainerGroup, engines: EngineGroup):
-        self.config, self.prepared, self.trainers, self.engines = config, prepared, trainers, engines
+    def __init__(self, config: Config, prepared: Prepared, trainers: TrainerGroup, service: EngineService):
+        self.config, self.prepared, self.trainers, self.service = config, prepared, trainers, service
         self.done = 0
         """Steps of all turns: versions go on rising."""
 
@@ -84,45 +80,17 @@ class Turns:
         )
         async with AsyncExitStack() as stack:
             table = stack.enter_context(LiveTable(steps, 0, Console(quiet=True)))
-            tracker = make_tracker(
-                directory,
-                tensorboard=False,
-                wandb=False,
-                project="",
-                name="turn",
-                config={},
-                resume_step=0,
-                warn=table.note,
-            )
-            samples, drops = (JsonlFile(directory / f"{name}.jsonl", resume_step=0) for name in ("samples", "dropped"))
-            records = Records(tracker, Timeline(directory, resume_step=0), samples, drops, table)
+            records = Records(config, table, prepared.tokenizer)
             stack.callback(records.close)
-            shape = ModelShape.of(prepared.spec)
-            client = GenerationClient(
-                self.engines.router.url, shape, config.rollout.request_deadline, api_key=self.engines.keys.api_key
-            )
-            await stack.enter_async_context(client)
-            run = TimedRun(
-                config,
-                sizes=prepared.sizes,
-                packer=make_packer(config, prepared.spec, prepared.sizes),
-                trainers=self.trainers,
-                engines=self.engines,
-                client=client,
-                maker=GroupMaker(config, prepared.hooks, prepared.tokenizer, client),
-                source=PromptSource(prepared.prompts, config.run.seed),
-                eval_prompts={},
-                tokenizer=prepared.tokenizer,
-                saves=Saves(directory / "checkpoints", keep=1),
-                records=records,
-                encoding=prepared.encoding,
-            )
-            stack.push_async_callback(run.transport.stop)
+            service = copy(self.service)  # its engines, under the configuration of this turn
+            service.config = config
+            run = TimedRun(service, prepared, self.trainers, records, Saves(directory / "checkpoints", keep=1))
+            stack.push_async_callback(run.publications.stop)
             stack.push_async_callback(run.rollouts.stop)
             run.step = self.done
             stack.enter_context(settled_heap())  # as the session does
             await loop.train(run)
-        for engine in self.engines.engines:  # what was generated ahead of a step that never comes
+        for engine in self.service.engines.engines:  # what was generated ahead of a step that never comes
             await EngineControl(engine.url, engine.name).abort_all()
         self.done += steps
         return run
@@ -137,11 +105,13 @@ async def measure(config: Config, bounds: Sequence[int], rounds: int, steps: int
     async with AsyncExitStack() as stack:
         trainers = TrainerGroup(config, prepared.sizes, "cpu", logs, prepared.spec.table, prepared.plans)
         stack.push_async_callback(trainers.stop)
-        engines = EngineGroup(config, "cpu", logs, moe=True)
-        stack.push_async_callback(engines.stop)
+        service = EngineService(config, prepared, Path(config.run.dir), note=note)
+        await stack.enter_async_context(service)
+        engines = service.place()
         await asyncio.gather(trainers.start(), engines.start())
+        await service.open(longest_trajectory(config, prepared.spec, prepared.sizes))
         engines.members.watch()
-        turns = Turns(config, prepared, trainers, engines)
+        turns = Turns(config, prepared, trainers, service)
         await turns.turn(0, 2)  # first calls are slow
         for number in range(rounds):
             for bound in bounds if number % 2 == 0 else reversed(bounds):

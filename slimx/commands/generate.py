@@ -25,12 +25,11 @@ from slimx.observability.live.run_lock import held
 from slimx.observability.live.step_line import GENERATE_COLUMNS, LiveTable
 from slimx.observability.live.terminal import plain
 from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving, without_trainers
-from slimx.orchestration.state.recording import drop_record
+from slimx.orchestration.state.recording import drop_record, open_tracker
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout.flow.manager import RolloutManager
@@ -95,16 +94,7 @@ async def generate(
     directory = Path(config.run.dir)
     async with AsyncExitStack() as stack:
         resume_step = step + 1 if step else 0
-        tracker = make_tracker(
-            directory,
-            tensorboard=config.track.tensorboard,
-            wandb=config.track.wandb,
-            project=config.track.project,
-            name=config.run.name,
-            config=config.to_plain(),
-            resume_step=resume_step,
-            warn=table.note,
-        )
+        tracker = open_tracker(config, resume_step, table.note)
         stack.callback(tracker.close)
         drops = JsonlFile(directory / "dropped.jsonl", resume_step=resume_step)
         stack.callback(drops.close)

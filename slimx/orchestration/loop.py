@@ -46,7 +46,7 @@ async def train(run: Run) -> None:
     schedule, config = run.config.schedule, run.config
     await run.publish()
     if run.step == 0:
-        run.record_start(await evaluate(run))
+        run.records.start(await evaluate(run), run.version)
     while run.step < schedule.steps:
         began, run.current = time.perf_counter(), run.step + 1
         with run.phase("generate"):
@@ -89,7 +89,7 @@ async def train(run: Run) -> None:
         run.checkpoints.check()
         if run.due(config.algorithm.reference_refresh):
             await refresh_reference(run)
-        if run.save_due():
+        if run.checkpoints.due(run.step):
             await run.save()
         if run.due(config.checkpoint.export_every):
             await run.export(f"hf-{run.step:06d}")

@@ -1,131 +1,91 @@
-"""One run: its parts and its position."""
+"""One run: engines, trainers and state, and its position."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slimx.algorithms.advantages.estimate import all_advantages
-from slimx.cluster.restarts import Restarts
-from slimx.cluster.waiting import first_line
-from slimx.config.schema import Config
 from slimx.data.batch import Row
-from slimx.data.prompts import DataSource
-from slimx.data.records import Group, Prompt
-from slimx.data.routes import RouteShape, check_routes
-from slimx.engines.delivery.deliveries import make_delivery
-from slimx.engines.fleet.group import EngineGroup
-from slimx.engines.fleet.membership import Joining
-from slimx.errors import Preempted, SlimxError
-from slimx.layout.ranks import Sizes
-from slimx.orchestration.batches import Packer, make_update_rows
-from slimx.orchestration.frozen import FrozenEngines
+from slimx.data.prompts import PromptSource
+from slimx.data.records import Group
+from slimx.data.routes import check_routes
+from slimx.errors import Preempted
+from slimx.orchestration.batches import make_packer, make_update_rows
+from slimx.orchestration.prepare import Prepared
+from slimx.orchestration.publications import Publications, publication_metrics
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
-from slimx.orchestration.state.checkpoints import Checkpoints, layout_of
-from slimx.orchestration.state.recording import Records, drop_record
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.state.checkpoints import Checkpoints
+from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves
-from slimx.orchestration.waits import unless, while_served
-from slimx.reshard.manifest import Encoding
-from slimx.reshard.pack.gather import PUBLISHER
-from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
-from slimx.reshard.publish import Publication, Publisher
-from slimx.rollout.client.generation import GenerationClient
+from slimx.orchestration.waits import unless
+from slimx.preflight.routing import route_shape
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.replay import Replay
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
-from slimx.runtime.threads import in_thread
 
 T = TypeVar("T")
 
 
 class Run:
-    """All parts of a started run. `step` counts the steps done, `version` is the engines' weight version."""
+    """All parts of a started run. `step` counts the steps done, `current` is the one in progress, from 1."""
 
     def __init__(
         self,
-        config: Config,
-        *,
-        sizes: Sizes,
-        packer: Packer,
+        service: EngineService,
+        prepared: Prepared,
         trainers: TrainerGroup,
-        engines: EngineGroup | None,
-        frozen: FrozenEngines | None = None,
-        client: GenerationClient | None,
-        maker: GroupMaker,
-        source: DataSource | Replay,
-        eval_prompts: dict[str, list[Prompt]],
-        tokenizer: Any,
-        saves: Saves,
         records: Records,
-        encoding: Encoding = "hf",
+        saves: Saves,
+        *,
         critic: CriticGroup | None = None,
-        routes: RouteShape | None = None,
         leaving: asyncio.Event | None = None,
     ):
-        """`leaving` is set when the run shall save and end, whatever step it is at. `source`: of prompts, or of batches
-        that another run has saved."""
-        self.config, self.sizes, self.directory = config, sizes, Path(config.run.dir)
-        self.packer, self.critic = packer, critic
-        self.trainers, self.engines, self.client, self.maker = trainers, engines, client, maker
-        abort = {} if engines is None else {"abort": engines.interrupt}
-        self.rollouts = (
-            source if isinstance(source, Replay) else RolloutManager(config, source, maker, on_drop=self._drop, **abort)
-        )
-        self.eval_prompts, self.tokenizer, self.records = eval_prompts, tokenizer, records
-        self.checkpoints = Checkpoints(
-            config, sizes, trainers, saves, records.timeline, records.table.note, critic=critic
-        )
-        self.encoding: Encoding = encoding
-        self.frozen = frozen
-        self.routes = routes
+        """`service`, `trainers` and `critic` have started. `leaving` is set when the run shall save and end, whatever
+        step it is at."""
+        config = self.config = service.config
+        self.directory = Path(config.run.dir)
+        self.engines, self.client, self.frozen = service.engines, service.client, service.frozen
+        self.trainers, self.critic, self.records = trainers, critic, records
+        self.sizes, self.eval_prompts = prepared.sizes, prepared.eval_prompts
+        self.packer = make_packer(config, prepared.spec, prepared.sizes)
+        self.routes = route_shape(prepared.spec) if config.trainer.moe.replay == "R3" else None
         """What the engines' routes must look like to be replayed; None where they are not."""
         self.leaving = leaving or asyncio.Event()
-        courier = Restarts(
-            "courier", config.rollout.health, note=lambda text: records.table.note(text), record=records.restarted
+        self.maker = service.make_maker()
+        self.rollouts = self._make_rollouts(prepared, self.maker)
+        self.publications = Publications(service, self.maker, trainers, prepared.encoding, records)
+        self.checkpoints = Checkpoints(
+            config, prepared.sizes, trainers, saves, records.timeline, records.table.note, critic=critic
         )
-        self.delivery = make_delivery(trainers.actors[PUBLISHER], config, self.directory / "logs", courier)
-        self.publisher = None
-        if engines is not None:
-            engines.members.keeper.in_flight = self._in_flight
-            self.publisher = self._publisher(trainers, engines.members, self.delivery)
-        self.step = 0
-        self.current = 0
-        """Number of the step in progress, from 1; 0 before the first."""
-        self.version = 0
-        self._saved_step, self._saved_at = -1, time.monotonic()
-        self._phase, self._phase_since = "start", time.time()
+        if self.engines is not None:
+            self.engines.members.keeper.in_flight = self._in_flight
+        self.step = self.current = 0
 
-    # Waiting
-    # ------------------------------------------------------------------------------------------------------------
+    def _make_rollouts(self, prepared: Prepared, maker: GroupMaker) -> RolloutManager | Replay:
+        if self.config.rollout.replay:
+            return Replay(Path(self.config.rollout.replay))
+        abort = {} if self.engines is None else {"abort": self.engines.interrupt}
+        source = PromptSource(prepared.prompts, self.config.run.seed)
+        return RolloutManager(self.config, source, maker, on_drop=self._drop, **abort)
+
+    @property
+    def version(self) -> int:
+        """The weight version that the engines have."""
+        return self.maker.version
+
+    # Waiting ----------------------------------------------------------------------------------------------------------
 
     async def watched(self, work: Awaitable[T], *, training: bool = False) -> T:
-        """Wait for `work`, but not beyond the moment when the run has lost its engines for good.
-
-        Where engines are all out and one of them comes back, it gets the present version; not while `training`, when
-        the trainers' weights are between two versions: then the publication that follows brings the next one. A
-        delivery that keeps versions brings the present one to whichever engine comes back, at any time.
-        """
-        if self.engines is None:
-            return await work
-        members, kept = self.engines.members, self.delivery.keeps
-
-        def needed() -> Awaitable[None]:
-            return members.back() if kept else members.failed() if training else members.starved()
-
-        async def supply() -> None:
-            nonlocal kept
-            if kept:
-                kept = await self._catch_up()
-            else:
-                await self._publish()
-
-        return await while_served(work, needed, supply)
+        """Wait for `work`, but not beyond the moment when the run has lost its engines for good; see
+        `Publications.watched`."""
+        return await self.publications.watched(work, self.step, training=training)
 
     async def unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if the run is to end first: `work` is cancelled then."""
@@ -139,20 +99,15 @@ class Run:
         await self.finish_save()
         raise Preempted(self.step, self.config.schedule.steps)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """A named part of the present step, in the timeline, the live table and the status."""
-        self.records.table.phase(name)
-        self._phase, self._phase_since = name, time.time()
-        with self.records.timeline.phase(name, step=self.current):
-            yield
+        return self.records.phase(name, self.current)
 
     def activity(self) -> dict[str, Any]:
         """What the run does now, for `slimx status`."""
         return {
             "step": self.current,
-            "phase": self._phase,
-            "since": self._phase_since,
+            **self.records.activity(),
             "rollouts": self.rollouts.status() if self.engines is not None else None,
             "awaited": self.engines.members.awaited() if self.engines is not None else None,
         }
@@ -166,17 +121,10 @@ class Run:
         return f"{self.maker.gate.out} requests{of if groups else ''} are sent again"
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps happens after the present one."""
+        """True after every step whose number is a multiple of `every`; 0: never."""
         return every > 0 and self.step > 0 and self.step % every == 0
 
-    def save_due(self) -> bool:
-        """True after the steps and the time that `checkpoint` says."""
-        options = self.config.checkpoint
-        late = options.every_seconds is not None and time.monotonic() - self._saved_at >= options.every_seconds
-        return late or self.due(options.every)
-
-    # Work
-    # ----------------------------------------------------------------------------------------------------------------
+    # Work -------------------------------------------------------------------------------------------------------------
 
     def updates(self, groups: list[Group]) -> list[list[Row]]:
         """The rows that one step's groups give, update by update; with a critic their advantages come later."""
@@ -186,63 +134,14 @@ class Run:
 
     async def publish(self) -> dict[str, float]:
         """Bring the trainers' weights into the engines as version `step`; {} without engines."""
-        if self.publisher is None:
+        if self.engines is None:
             if isinstance(self.rollouts, Replay):
-                self.version = self.step  # of the engines of the run that is replayed
+                self.maker.version = self.step  # of the engines of the run that is replayed
             return {}
         with self.phase("publish"):
-            done = await self._publish()
-        out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
-        out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
-        out["publish/engines_verified"] = float(len(done.engines) - len(done.lost))
-        out |= self.frozen.metrics() if self.frozen is not None else {}
-        return out | self.engines.members.metrics() | {"rollout/request_retries": float(self.client.retried)}
-
-    async def _publish(self) -> Publication:
-        """One publication that at least one engine took part in to its end, waiting for restarts if there is none."""
-        members = self.engines.members
-        while True:
-            await members.available()
-            try:
-                done = await self.publisher.publish(self.step, trainer_step=self.step)
-            except (NoReceiverLeft, TransportLost) as error:
-                self.records.table.note(first_line(error))
-                continue
-            self.version = self.maker.version = done.manifest.version
-            if self.config.schedule.colocate:
-                await self.trainers.offload()
-            return done
-
-    async def _catch_up(self) -> bool:
-        """Bring the present version to engines that came back, from where it is kept; False if it is not."""
-        members = self.engines.members
-        try:
-            stored = await in_thread(self.delivery.kept, self.version)
-            if stored is None:
-                return False
-            publisher = self._publisher(stored, Joining(members))
-            done = await publisher.publish(self.version, trainer_step=self.version)
-            for name in done.engines.keys() - done.lost:
-                self.records.table.note(f"engine {name} has version {self.version} from {stored}")
-        except SlimxError as error:
-            # Whatever it is, it is no reason to end a run whose other engines serve.
-            self.records.table.note(first_line(error))
-            for engine in members.joining():
-                await members.quarantine(engine, error)
-        return True
-
-    def _publisher(self, source: Source, members: Members, delivery: Delivery | None = None) -> Publisher:
-        options = self.config.publish
-        return Publisher(
-            source,
-            members,
-            delivery,
-            deadline_s=options.deadline,
-            step_deadline_s=options.step_deadline,
-            staging=options.staging,
-            encoding=self.encoding,
-            rule=options.quantise or "none",
-        )
+            done = await self.publications.publish(self.step)
+        serving = self.frozen.metrics() | self.engines.members.metrics()
+        return publication_metrics(done) | serving | {"rollout/request_retries": float(self.client.retried)}
 
     @asynccontextmanager
     async def trainers_turn(self) -> AsyncIterator[None]:
@@ -256,27 +155,19 @@ class Run:
         yield
         await self.trainers.offload(weights=False)
         await self.engines.wake()
-        await self._publish()
+        await self.publications.publish(self.step)
+
+    # State ------------------------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
         """Write a checkpoint of the present step, unless this step has one."""
-        if self._saved_step == self.step:
+        if self.checkpoints.saved_step == self.step:
             return
-        with self.phase("save_wait"):
-            await self.checkpoints.settle()
+        await self.finish_save()
         with self.phase("save"):
-            state = RunState(
-                step=self.step,
-                version=self.version,
-                layout=layout_of(self.sizes),
-                distributed_optimizer=self.config.trainer.distributed_optimizer,
-                critic=layout_of(self.critic.sizes) if self.critic is not None else None,
-                freeze=list(self.config.trainer.freeze),
-                rollouts=self.rollouts.state(),
-            )
+            state = self.checkpoints.state(self.step, self.version, self.rollouts.state())
             async with self.trainers_turn():
                 await self.checkpoints.save(state)
-        self._saved_step, self._saved_at = self.step, time.monotonic()
 
     async def finish_save(self) -> None:
         """Wait until the last checkpoint is on disk."""
@@ -286,9 +177,7 @@ class Run:
     async def restore(self, path: Path, state: RunState) -> None:
         """Continue from the checkpoint in `path`."""
         await self.checkpoints.restore(path, state)
-        self.step, self.version = state.step, state.version
-        self._saved_step = state.step
-        self.maker.version = state.version
+        self.step, self.maker.version = state.step, state.version
         if isinstance(self.rollouts, Replay):
             self.rollouts.seek(state.step)
         else:
@@ -300,30 +189,11 @@ class Run:
             async with self.trainers_turn():
                 await self.checkpoints.export(self.directory / name)
 
-    # Records
-    # -------------------------------------------------------------------------------------------------------------
+    # Records ----------------------------------------------------------------------------------------------------------
 
     def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
         """Log a finished step, show it, and keep a few of its samples."""
-        self.records.step(self.step, self.version if self.engines else None, metrics, seconds)
-        due = (self.step - 1) % self.config.track.samples_every == 0 or self.step == self.config.schedule.steps
-        if self.engines is not None and due:
-            self._write_samples(groups, evaluation=False)
-
-    def record_start(self, metrics: dict[str, float]) -> None:
-        """Log what was measured before the first step, as step 0."""
-        if metrics:
-            self.records.tracker.log(0, metrics, version=self.version)
-
-    def record_evaluation(self, metrics: dict[str, float], groups: list[Group]) -> None:
-        """Keep samples of an evaluation and say its result."""
-        self.records.table.note(f"step {self.step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
-        self._write_samples(groups, evaluation=True)
+        self.records.step(self.step, self.version if self.engines else None, metrics, groups, seconds)
 
     def _drop(self, outcome: GroupOutcome) -> None:
-        """Write down a group that is not trained, with its reason."""
-        self.records.drops.write(drop_record(outcome, self.step + 1))
-
-    def _write_samples(self, groups: list[Group], *, evaluation: bool) -> None:
-        where = {"step": self.step, "version": self.version, "evaluation": evaluation}
-        self.records.write_samples(groups, self.tokenizer, self.config.track, **where)
+        self.records.drop(outcome, self.step + 1)

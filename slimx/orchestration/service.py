@@ -62,6 +62,7 @@ class EngineService:
         self.engines: EngineGroup | None = None
         """The policy's; None where nothing is sampled."""
         self.client: GenerationClient | None = None
+        self.proxy: ChatProxy | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> EngineService:

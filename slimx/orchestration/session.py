@@ -12,7 +12,6 @@ from rich.console import Console
 
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
-from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
 from slimx.errors import SlimxError
@@ -22,9 +21,6 @@ from slimx.observability.live.run_lock import held
 from slimx.observability.live.step_line import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.live.terminal import plain
 from slimx.observability.report.report import write_report
-from slimx.observability.tracking.jsonl import JsonlFile
-from slimx.observability.tracking.timeline import Timeline
-from slimx.observability.tracking.tracker import make_tracker
 from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
@@ -40,8 +36,7 @@ from slimx.orchestration.state.checkpoints import check_resume
 from slimx.orchestration.state.recording import Records, summary
 from slimx.orchestration.state.saves import CURSOR, RunState, Saves, read_state
 from slimx.orchestration.step.reference import restore_reference
-from slimx.preflight.routing import route_shape
-from slimx.rollout.flow.replay import Replay, check_replay
+from slimx.rollout.flow.replay import check_replay
 from slimx.trainer.checkpoint.files import MANIFEST, Damaged
 
 
@@ -158,7 +153,7 @@ async def _session(
                 PPO_COLUMNS if config.critic else RL_COLUMNS if config.rollout.sampled else SFT_COLUMNS,
             )
         )
-        records = _open_records(config, directory, table, done + 1 if done else 0, prepared.tokenizer)
+        records = _open_records(config, table, done + 1 if done else 0, prepared.tokenizer)
         stack.callback(records.close)
         table.phase("start")
         device = device_of(config)
@@ -194,27 +189,9 @@ async def _session(
             table.note(
                 f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)
             )
-        run = Run(
-            config,
-            sizes=prepared.sizes,
-            packer=make_packer(config, prepared.spec, prepared.sizes),
-            trainers=trainers,
-            engines=engines,
-            frozen=service.frozen,
-            client=service.client,
-            maker=service.make_maker(),
-            source=Replay(Path(replayed)) if replayed else PromptSource(prepared.prompts, config.run.seed),
-            eval_prompts=prepared.eval_prompts,
-            tokenizer=prepared.tokenizer,
-            saves=saves,
-            records=records,
-            encoding=prepared.encoding,
-            critic=critic,
-            routes=route_shape(prepared.spec) if config.trainer.moe.replay == "R3" else None,
-            leaving=alarm.leaving,
-        )
+        run = Run(service, prepared, trainers, records, saves, critic=critic, leaving=alarm.leaving)
         run.checkpoints.on_failure = alarm.ring
-        stack.push_async_callback(run.delivery.stop)
+        stack.push_async_callback(run.publications.stop)
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
         await stack.enter_async_context(Activity(directory, run.activity, table.note))
@@ -238,32 +215,10 @@ def finish(config: Config, directory: Path) -> Path | None:
     return report
 
 
-def _open_records(config: Config, directory: Path, table: LiveTable, resume_step: int, tokenizer: Any) -> Records:
-    track = config.track
+def _open_records(config: Config, table: LiveTable, resume_step: int, tokenizer: Any) -> Records:
     rollouts = None
     if config.rollout.policy_engines:
-        rollouts = StepFiles(
-            directory / DIRECTORY,
-            origin_of(config, tokenizer),
-            every=track.rollouts.every,
-            keep=track.rollouts.keep,
-            resume_step=resume_step,
-        )
-    tracker = make_tracker(
-        directory,
-        tensorboard=track.tensorboard,
-        wandb=track.wandb,
-        project=track.project,
-        name=config.run.name,
-        config=config.to_plain(),
-        resume_step=resume_step,
-        warn=table.note,
-    )
-    return Records(
-        tracker,
-        Timeline(directory, resume_step=resume_step, warn=table.note),
-        JsonlFile(directory / "samples.jsonl", resume_step=resume_step),
-        JsonlFile(directory / "dropped.jsonl", resume_step=resume_step),
-        table,
-        rollouts,
-    )
+        kept = config.track.rollouts
+        where, origin = Path(config.run.dir) / DIRECTORY, origin_of(config, tokenizer)
+        rollouts = StepFiles(where, origin, every=kept.every, keep=kept.keep, resume_step=resume_step)
+    return Records(config, table, tokenizer, resume_step=resume_step, rollouts=rollouts)

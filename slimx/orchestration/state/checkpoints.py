@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -53,8 +54,29 @@ class Checkpoints:
         self.on_failure: Callable[[SlimxError], None] = lambda error: None
         """Called at once with the error when a save in the background fails."""
         self._writing: asyncio.Task[None] | None = None
+        self.saved_step = -1
+        """Step of the newest checkpoint that this run wrote or went on from; -1: none."""
+        self._saved_at = time.monotonic()
 
     # Saving -----------------------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """True where the steps or the time that `checkpoint` says are over after `step` steps."""
+        options = self.config.checkpoint
+        late = options.every_seconds is not None and time.monotonic() - self._saved_at >= options.every_seconds
+        return late or (options.every > 0 and step > 0 and step % options.every == 0)
+
+    def state(self, step: int, version: int, rollouts: dict[str, Any]) -> RunState:
+        """The state of a run that has done `step` steps; `rollouts` is that of its manager."""
+        return RunState(
+            step=step,
+            version=version,
+            layout=layout_of(self.sizes),
+            distributed_optimizer=self.config.trainer.distributed_optimizer,
+            critic=layout_of(self.critic.sizes) if self.critic is not None else None,
+            freeze=list(self.config.trainer.freeze),
+            rollouts=rollouts,
+        )
 
     async def save(self, state: RunState) -> None:
         """Write a checkpoint of `state` and of the trainers as they are now; returns when both may change again.
@@ -75,6 +97,7 @@ class Checkpoints:
         self._writing.add_done_callback(self._written)
         if not self.config.checkpoint.asynchronous:
             await self.settle()
+        self.saved_step, self._saved_at = state.step, time.monotonic()
 
     def _written(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), SlimxError):
@@ -142,6 +165,7 @@ class Checkpoints:
             await self.critic.restore(path / CRITIC, same_layout=same, load_optimizer=options.load_optimizer)
         if not options.load_optimizer:
             self.note(f"checkpoint.load_optimizer is false: the moments begin anew, only weights come from {path}")
+        self.saved_step = state.step
 
     async def _verify(self, path: Path) -> None:
         """Compare every byte with what was written; ranks read their shares at once."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slimx.cluster.restarts import Restart
-from slimx.config.run import Track
+from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt
 from slimx.data.step_files import StepFiles
 from slimx.observability.live.step_line import LiveTable
@@ -20,7 +22,7 @@ from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import Sample
 from slimx.observability.tracking.timeline import Timeline
-from slimx.observability.tracking.tracker import Tracker
+from slimx.observability.tracking.tracker import Tracker, make_tracker
 from slimx.rollout.flow.rollouts import GroupOutcome
 from slimx.rollout.flow.tickets import Batch
 from slimx.runtime.threads import in_thread
@@ -31,17 +33,23 @@ class Records:
 
     def __init__(
         self,
-        tracker: Tracker,
-        timeline: Timeline,
-        samples: JsonlFile,
-        drops: JsonlFile,
+        config: Config,
         table: LiveTable,
+        tokenizer: Any,
+        *,
+        resume_step: int = 0,
         rollouts: StepFiles | None = None,
     ):
-        """`rollouts`: where the groups of each step are written; None: nowhere."""
-        self.tracker, self.timeline, self.samples, self.drops, self.table = tracker, timeline, samples, drops, table
-        self.rollouts = rollouts
+        """Open the files of `config.run.dir`, without what they hold of `resume_step` and later steps; 0 keeps all.
+        `rollouts`: where the groups of each step are written; None: nowhere."""
+        directory = Path(config.run.dir)
+        self.config, self.table, self.tokenizer, self.rollouts = config, table, tokenizer, rollouts
+        self.tracker = open_tracker(config, resume_step, table.note)
+        self.timeline = Timeline(directory, resume_step=resume_step, warn=table.note)
+        self.samples = JsonlFile(directory / "samples.jsonl", resume_step=resume_step)
+        self.drops = JsonlFile(directory / "dropped.jsonl", resume_step=resume_step)
         self._keeping: asyncio.Task[Path] | None = None
+        self._phase, self._phase_since = "start", time.time()
 
     def close(self) -> None:
         self.tracker.close()
@@ -57,13 +65,44 @@ class Records:
             Phase(name=name, step=None, track=restart.part, start=restart.at, seconds=restart.seconds, detail=detail)
         )
 
-    def step(self, step: int, version: int | None, metrics: dict[str, float], seconds: float) -> None:
-        """Log a finished step with the seconds of its phases, and show it. `version`: of the engines; None: there are
-        none."""
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """A named part of `step`, in the timeline, the live table and the status."""
+        self.table.phase(name)
+        self._phase, self._phase_since = name, time.time()
+        with self.timeline.phase(name, step=step):
+            yield
+
+    def activity(self) -> dict[str, Any]:
+        """The present phase and when it began, for `slimx status`."""
+        return {"phase": self._phase, "since": self._phase_since}
+
+    def step(
+        self, step: int, version: int | None, metrics: dict[str, float], groups: Sequence[Group], seconds: float
+    ) -> None:
+        """Log a finished step with the seconds of its phases, show it, and keep a few of its samples. `version`: of the
+        engines; None: there are none."""
         phases = self.timeline.seconds(step)
         times = {f"time/{name}": spent for name, spent in phases.items()} | {"time/step": seconds}
         self.tracker.log(step, metrics | times, version=version)
         self.table.row(step, metrics | times)
+        due = (step - 1) % self.config.track.samples_every == 0 or step == self.config.schedule.steps
+        if version is not None and due:
+            self._write_samples(groups, step=step, version=version, evaluation=False)
+
+    def start(self, metrics: dict[str, float], version: int) -> None:
+        """Log what was measured before the first step, as step 0."""
+        if metrics:
+            self.tracker.log(0, metrics, version=version)
+
+    def evaluation(self, step: int, version: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Keep samples of an evaluation and say its result."""
+        self.table.note(f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}")
+        self._write_samples(groups, step=step, version=version, evaluation=True)
+
+    def drop(self, outcome: GroupOutcome, step: int) -> None:
+        """Write down a group that is not trained, with its reason."""
+        self.drops.write(drop_record(outcome, step))
 
     def keep(self, step: int, version: int, batch: Batch) -> None:
         """Begin to write the groups of `step` down, before they are trained: they are what can be looked at, and
@@ -78,13 +117,11 @@ class Records:
             await self._keeping
             self._keeping = None
 
-    def write_samples(
-        self, groups: Sequence[Group], tokenizer: Any, track: Track, *, step: int, version: int, evaluation: bool
-    ) -> None:
+    def _write_samples(self, groups: Sequence[Group], *, step: int, version: int, evaluation: bool) -> None:
         """Keep the first rollout of a few groups as text."""
-        for group in groups[: track.samples]:
+        for group in groups[: self.config.track.samples]:
             trajectory = group.trajectories[0]
-            response = tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
+            response = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
             sample = Sample(
                 step=step,
                 prompt=_text(group.prompt),
@@ -95,6 +132,21 @@ class Records:
                 evaluation=evaluation,
             )
             self.samples.write(asdict(sample))
+
+
+def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) -> Tracker:
+    """The metrics' files and services as `track` says, in `run.dir`."""
+    track = config.track
+    return make_tracker(
+        Path(config.run.dir),
+        tensorboard=track.tensorboard,
+        wandb=track.wandb,
+        project=track.project,
+        name=config.run.name,
+        config=config.to_plain(),
+        resume_step=resume_step,
+        warn=warn,
+    )
 
 
 def drop_record(outcome: GroupOutcome, step: int) -> dict[str, Any]:

@@ -27,7 +27,8 @@ async def evaluate(run: Run) -> dict[str, float]:
     with run.phase("eval"):
         outcomes = await run.watched(answer_all(run.maker, run.eval_prompts))
     metrics = judge(run.config.eval, run.eval_prompts, outcomes)
-    run.record_evaluation(metrics, [outcome.group for outcome in outcomes if not outcome.failed])
+    groups = [outcome.group for outcome in outcomes if not outcome.failed]
+    run.records.evaluation(run.step, run.version, metrics, groups)
     return metrics
 
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from slimx import cli
 from slimx.errors import Preempted
-from slimx.orchestration.run import Run
-
-
-def stand(asked: bool) -> SimpleNamespace:
-    event = asyncio.Event()
-    if asked:
-        event.set()
-    return SimpleNamespace(leaving=event)
+from slimx.orchestration.waits import unless
 
 
 async def test_what_is_awaited_is_cancelled_when_the_run_is_asked_to_leave():
@@ -31,9 +23,9 @@ async def test_what_is_awaited_is_cancelled_when_the_run_is_asked_to_leave():
             raise
         return 1
 
-    run = stand(asked=False)
-    asyncio.get_running_loop().call_later(0.05, run.leaving.set)
-    assert await Run.unless_leaving(run, generate()) is None
+    leaving = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, leaving.set)
+    assert await unless(leaving, generate()) is None
     assert ended == ["cancelled"]
 
 
@@ -45,9 +37,9 @@ async def test_a_batch_that_comes_first_is_kept_and_a_failure_is_raised():
     async def broken() -> str:
         raise ValueError("no engine is left")
 
-    assert await Run.unless_leaving(stand(asked=False), batch()) == "batch"
+    assert await unless(asyncio.Event(), batch()) == "batch"
     with pytest.raises(ValueError, match="no engine"):
-        await Run.unless_leaving(stand(asked=False), broken())
+        await unless(asyncio.Event(), broken())
 
 
 def test_the_command_line_ends_with_75_and_says_which_step_is_saved(monkeypatch, capsys):

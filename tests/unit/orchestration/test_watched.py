@@ -9,22 +9,25 @@ import pytest
 
 from slimx.engines.fleet.handle import Standing
 from slimx.errors import SlimxError
-from slimx.orchestration.run import Run
+from slimx.orchestration.publications import Publications
 from tests.unit.engines.recovery_stand import Stand, gone
 
+STEP = 7
 
-class WatchedRun(Run):
-    """Only what `watched` needs of a run; publications admit every engine that waits for one."""
+
+class Watched(Publications):
+    """Only what `watched` needs; publications admit every engine that waits for one."""
 
     def __init__(self, stand: Stand, keeps: bool = False, stored: bool = True):
         self.stand, self.engines, self.stored = stand, SimpleNamespace(members=stand.members), stored
         self.delivery = SimpleNamespace(keeps=keeps)
         self.published: list[str] = []
 
-    async def _publish(self) -> None:
+    async def publish(self, step: int) -> None:
+        assert step == STEP
         await self._admit("by the trainers")
 
-    async def _catch_up(self) -> bool:
+    async def catch_up(self) -> bool:
         if self.stored:
             await self._admit("from disk")
         return self.stored
@@ -51,15 +54,15 @@ async def lose(stand: Stand, *numbers: int) -> None:
 
 async def test_when_all_engines_were_lost_the_first_that_is_back_gets_the_present_version():
     async with Stand() as stand:
-        run = WatchedRun(stand)
+        run = Watched(stand)
         work = run.until_served("http://e0/2")  # lost first, so back first; the other one may have to wait
         await lose(stand, 0, 1)
-        assert await run.watched(work) == "done" and run.published[0] == "by the trainers"
+        assert await run.watched(work, STEP) == "done" and run.published[0] == "by the trainers"
 
 
 async def test_while_one_engine_serves_or_the_trainers_train_nothing_is_published():
     async with Stand() as stand:
-        run = WatchedRun(stand)
+        run = Watched(stand)
 
         async def back() -> str:
             await stand.until(lambda: stand.members.joining() != [])
@@ -67,34 +70,34 @@ async def test_while_one_engine_serves_or_the_trainers_train_nothing_is_publishe
             return "done"
 
         await lose(stand, 0)
-        assert await run.watched(back()) == "done"
+        assert await run.watched(back(), STEP) == "done"
         await lose(stand, 0, 1)
-        assert await run.watched(back(), training=True) == "done"
+        assert await run.watched(back(), STEP, training=True) == "done"
         assert run.published == []
 
 
 @pytest.mark.parametrize("training", [False, True])
 async def test_a_version_that_is_kept_reaches_any_engine_that_is_back_at_once(training):
     async with Stand() as stand:
-        run = WatchedRun(stand, keeps=True)
+        run = Watched(stand, keeps=True)
         work = run.until_served("http://e0/2")
         await lose(stand, 0)
-        assert await run.watched(work, training=training) == "done"
+        assert await run.watched(work, STEP, training=training) == "done"
         assert run.published == ["from disk"]
 
 
 async def test_where_the_present_version_is_not_kept_the_trainers_bring_it():
     async with Stand() as stand:
-        run = WatchedRun(stand, keeps=True, stored=False)
+        run = Watched(stand, keeps=True, stored=False)
         work = run.until_served("http://e0/2")
         await lose(stand, 0, 1)
-        assert await run.watched(work) == "done" and set(run.published) == {"by the trainers"}
+        assert await run.watched(work, STEP) == "done" and set(run.published) == {"by the trainers"}
 
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_the_loss_of_the_last_engine_ends_the_work_and_is_what_is_told(fails):
     async with Stand(restarts=0) as stand:
-        run, ended = WatchedRun(stand), asyncio.Event()
+        run, ended = Watched(stand), asyncio.Event()
 
         async def work() -> None:
             try:
@@ -103,7 +106,7 @@ async def test_the_loss_of_the_last_engine_ends_the_work_and_is_what_is_told(fai
             finally:
                 ended.set()
 
-        watched = asyncio.create_task(run.watched(work()))
+        watched = asyncio.create_task(run.watched(work(), STEP))
         await asyncio.sleep(0)
         await lose(stand, 0, 1)
         with pytest.raises(SlimxError, match="no engine is left"):
@@ -119,9 +122,9 @@ async def test_an_error_of_the_work_itself_is_told_and_a_run_without_engines_jus
         return 3
 
     async with Stand() as stand:
-        run = WatchedRun(stand)
-        assert await run.watched(work(False)) == 3
+        run = Watched(stand)
+        assert await run.watched(work(False), STEP) == 3
         with pytest.raises(SlimxError, match="a mistake in the hook"):
-            await run.watched(work(True))
+            await run.watched(work(True), STEP)
         run.engines = None
-        assert await run.watched(work(False)) == 3
+        assert await run.watched(work(False), STEP) == 3

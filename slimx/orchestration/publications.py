@@ -1,0 +1,121 @@
+"""The publications of a run: the trainers' weights become the engines', and engines that were lost catch up."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from slimx.cluster.restarts import Restarts
+from slimx.cluster.waiting import first_line
+from slimx.engines.delivery.deliveries import make_delivery
+from slimx.engines.fleet.membership import Joining
+from slimx.errors import SlimxError
+from slimx.orchestration.ranks.trainers import TrainerGroup
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.state.recording import Records
+from slimx.orchestration.waits import while_served
+from slimx.reshard.manifest import Encoding
+from slimx.reshard.pack.gather import PUBLISHER
+from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
+from slimx.reshard.publish import Publication, Publisher
+from slimx.rollout.flow.rollouts import GroupMaker
+from slimx.runtime.threads import in_thread
+
+T = TypeVar("T")
+
+
+class Publications:
+    """Publishes the trainers' weights to the engines of `service`."""
+
+    def __init__(
+        self, service: EngineService, maker: GroupMaker, trainers: TrainerGroup, encoding: Encoding, records: Records
+    ):
+        """`maker` is told each version that is published. `encoding`: how engines receive weights."""
+        self.config, self.engines, self.trainers = service.config, service.engines, trainers
+        self._maker, self._encoding, self._note = maker, encoding, records.table.note
+        courier = Restarts("courier", self.config.rollout.health, note=records.table.note, record=records.restarted)
+        self.delivery = make_delivery(trainers.actors[PUBLISHER], self.config, service.logs, courier)
+        self.publisher = None
+        if self.engines is not None:
+            self.publisher = self._publisher(trainers, self.engines.members, self.delivery)
+
+    async def stop(self) -> None:
+        """End what carries weights."""
+        await self.delivery.stop()
+
+    async def publish(self, step: int) -> Publication:
+        """Publish the weights of `step` as the version of that number, until at least one engine has taken part to the
+        end: while there is none, this waits for a restart."""
+        while True:
+            await self.engines.members.available()
+            try:
+                done = await self.publisher.publish(step, trainer_step=step)
+            except (NoReceiverLeft, TransportLost) as error:
+                self._note(first_line(error))
+                continue
+            self._maker.version = done.manifest.version
+            if self.config.schedule.colocate:
+                await self.trainers.offload()
+            return done
+
+    async def watched(self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
+        """Wait for `work`, but not beyond the moment when the run has lost its engines for good.
+
+        Where engines are all out and one of them comes back, it gets the weights of `step`; not while `training`, when
+        the trainers' weights are between two versions: then the publication that follows brings the next one. A
+        delivery that keeps versions brings the present one to whichever engine comes back, at any time.
+        """
+        if self.engines is None:
+            return await work
+        members, kept = self.engines.members, self.delivery.keeps
+
+        def needed() -> Awaitable[None]:
+            return members.back() if kept else members.failed() if training else members.starved()
+
+        async def supply() -> None:
+            nonlocal kept
+            if kept:
+                kept = await self.catch_up()
+            else:
+                await self.publish(step)
+
+        return await while_served(work, needed, supply)
+
+    async def catch_up(self) -> bool:
+        """Bring the present version to engines that came back, from where it is kept; False if it is not."""
+        members, version = self.engines.members, self._maker.version
+        try:
+            stored = await in_thread(self.delivery.kept, version)
+            if stored is None:
+                return False
+            publisher = self._publisher(stored, Joining(members))
+            done = await publisher.publish(version, trainer_step=version)
+            for name in done.engines.keys() - done.lost:
+                self._note(f"engine {name} has version {version} from {stored}")
+        except SlimxError as error:
+            # Whatever it is, it is no reason to end a run whose other engines serve.
+            self._note(first_line(error))
+            for engine in members.joining():
+                await members.quarantine(engine, error)
+        return True
+
+    def _publisher(self, source: Source, members: Members, delivery: Delivery | None = None) -> Publisher:
+        options = self.config.publish
+        return Publisher(
+            source,
+            members,
+            delivery,
+            deadline_s=options.deadline,
+            step_deadline_s=options.step_deadline,
+            staging=options.staging,
+            encoding=self._encoding,
+            rule=options.quantise or "none",
+        )
+
+
+def publication_metrics(done: Publication) -> dict[str, float]:
+    """Seconds by stage, tensors, MiB and engines of a publication, as a step's metrics name them."""
+    out = {f"publish/{stage}_seconds": seconds for stage, seconds in done.seconds.items()}
+    out |= {"publish/tensors_verified": float(done.tensors), "publish/mib": done.nbytes / 2**20}
+    out["publish/engines_verified"] = float(len(done.engines) - len(done.lost))
+    return out
