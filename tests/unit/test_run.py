@@ -1,0 +1,220 @@
+"""The loop in one process: what a run does in which order, what it writes down, and where it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
+
+from slimx.config.schema import Config
+from slimx.engines.outage import Outage
+from slimx.errors import Preempted
+from slimx.layout.ranks import Sizes
+from slimx.observability.live.step_line import LiveTable
+from slimx.orchestration import publications
+from slimx.orchestration.loop import train
+from slimx.orchestration.prepare import Sources
+from slimx.orchestration.run import Run
+from slimx.orchestration.service import EngineService
+from slimx.orchestration.state.recording import Records
+from slimx.orchestration.state.saves import Saves, read_state
+from slimx.reshard.parties import NoReceiverLeft
+from slimx.rollout import single_turn
+from slimx.rollout.hook_loading import Hooks
+from slimx.trainer.checkpoint import files
+from slimx.trainer.checkpoint.files import Report
+
+SIZES = Sizes()
+LIMIT_S = 300.0
+"""For what would never end."""
+
+
+@dataclass
+class Parts:
+    """Trainers, engines and the publisher between them: each notes when its turn is."""
+
+    done: list[str] = field(default_factory=list)
+    client: FakeEngine = field(default_factory=FakeEngine)
+    lost: int = 0
+    """Publications in which every engine is lost."""
+
+    async def train_step(self, updates: list[Any], *, step: int, version: int) -> dict[str, float]:
+        self.done.append(f"train {step} at version {version}")
+        return {"gap/tokens": 1.0, "gap/max": 0.0}
+
+    async def save(self, path: Path, *, step: int) -> None:
+        self.done.append(f"save {step}")
+        files.write_report(path, 0, Report({}, []))
+
+    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
+        self.done.append(f"restore {path.name}")
+
+    async def check_files(self, path: Path, shares: list[bytes]) -> None:
+        for share in shares:
+            files.check_digests(path, files.decode_records(share))
+
+    async def memory(self) -> dict[str, float]:
+        return {}
+
+    async def reload(self) -> None:
+        self.done.append("reload trainers")
+
+    async def offload(self, *, weights: bool = True) -> None:
+        self.done.append("offload trainers" if weights else "offload optimizer")
+
+    async def sleep(self) -> None:
+        self.done.append("engines sleep")
+
+    async def wake(self) -> None:
+        self.done.append("engines wake")
+
+    async def interrupt(self) -> None:
+        """Nothing is in flight between two steps."""
+
+    async def publish(self, version: int, *, trainer_step: int) -> SimpleNamespace:
+        if self.lost:
+            self.lost -= 1
+            raise NoReceiverLeft("every engine was lost")
+        self.done.append(f"publish {version}")
+        self.client.version = version
+        manifest = SimpleNamespace(version=version)
+        seconds = {"commit": 0.5}
+        return SimpleNamespace(manifest=manifest, seconds=seconds, tensors=3, nbytes=2**20, engines={"e": 1}, lost=())
+
+
+class Members:
+    """Engines that all serve."""
+
+    def __init__(self) -> None:
+        self.outage, self.keeper = Outage(), SimpleNamespace(in_flight=None)
+
+    async def available(self) -> None:
+        """At once."""
+
+    async def starved(self) -> None:
+        await asyncio.Event().wait()
+
+    failed = starved
+
+    def metrics(self) -> dict[str, float]:
+        return {"engines/serving": 1.0}
+
+    def awaited(self) -> None:
+        """Nothing."""
+
+
+class Service(EngineService):
+    """Started engines without servers: a client that answers by itself."""
+
+    def __init__(self, config: Config, parts: Parts):
+        self.sources = Sources(
+            spec=None,
+            hooks=Hooks(single_turn.generate, one, None),
+            tokenizer=the_tokenizer(),
+            prompts=prompts(),
+            eval_prompts={},
+        )
+        self.config, self.client, self.proxy, self.logs = config, parts.client, None, Path(config.run.dir)
+        self.client.retried = 0
+        self.frozen = SimpleNamespace(clients={}, metrics=dict)
+        self.engines = SimpleNamespace(
+            members=Members(), engines=[], interrupt=parts.interrupt, sleep=parts.sleep, wake=parts.wake
+        )
+
+
+def run_of(directory: Path, parts: Parts, leaving: asyncio.Event | None = None, **keys: Any) -> Run:
+    keys = {"trainer__balance": "tokens", "track__tensorboard": False, "checkpoint__export_hf": False} | keys
+    config = config_of(algorithm__reference=False, **keys)
+    run = config.run.model_copy(update={"dir": str(directory)})
+    model = directory / "model"
+    if not model.exists():
+        the_tokenizer().save_pretrained(model)
+        (model / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    config = config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
+    service = Service(config, parts)
+    prepared = SimpleNamespace(
+        spec=None, sizes=SIZES, prompts=service.sources.prompts, eval_prompts={}, encoding="hf", critic=None
+    )
+    records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer())
+    saves = Saves(directory / "checkpoints", keep=2)
+    return Run(service, prepared, parts, records, saves, leaving=leaving)
+
+
+async def stopped(run: Run) -> None:
+    await run.checkpoints.stop()
+    await run.rollouts.stop()
+    await run.publications.stop()
+    run.records.close()
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    parts = Parts()
+    monkeypatch.setattr(publications, "Publisher", lambda *_, **__: parts)
+    return parts
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.open()]
+
+
+async def test_every_step_trains_publishes_records_and_saves_and_a_second_run_goes_on(tmp_path, parts):
+    parts.lost = 2  # both are tried again
+    run = run_of(tmp_path, parts, schedule__steps=2, checkpoint__every=2)
+    await asyncio.wait_for(train(run), LIMIT_S)
+    await stopped(run)
+    trained = ["publish 0", "train 0 at version 0", "publish 1", "train 1 at version 1", "publish 2"]
+    assert parts.done == [*trained, "save 2"]
+    steps = lines(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["version"]) for line in steps] == [(1, 1), (2, 2)]
+    assert steps[0]["metrics"]["publish/commit_seconds"] == 0.5 and steps[0]["metrics"]["publish/mib"] == 1
+    assert steps[0]["metrics"]["engines/serving"] == 1 and steps[0]["metrics"]["time/train"] >= 0
+    assert {line["step"] for line in lines(tmp_path / "samples.jsonl")} == {1, 2}
+    assert run.activity()["step"] == 2 and run.activity()["phase"] == "save_wait"
+    newest = Saves(tmp_path / "checkpoints", keep=2).newest()
+    state = read_state(newest)
+    assert (state.step, state.version, newest.name) == (2, 2, "iter_0000002")
+
+    parts.done.clear()
+    again = run_of(tmp_path, parts, schedule__steps=3)
+    await again.restore(newest, state)
+    assert (again.step, again.version) == (2, 2)
+    await asyncio.wait_for(train(again), LIMIT_S)
+    await stopped(again)
+    assert parts.done == ["restore iter_0000002", "publish 2", "train 2 at version 2", "publish 3", "save 3"]
+
+
+async def test_colocated_engines_sleep_while_trainers_train_and_while_they_save(tmp_path, parts):
+    run = run_of(tmp_path, parts, schedule__steps=1, schedule__colocate=True)
+    await asyncio.wait_for(train(run), LIMIT_S)
+    await stopped(run)
+    begin, wake = ["engines sleep", "reload trainers"], ["offload optimizer", "engines wake"]
+    step = [*begin, "train 0 at version 0", *wake, "publish 1", "offload trainers"]
+    save = [*begin, "save 1", *wake, "publish 1", "offload trainers"]
+    assert parts.done == ["publish 0", "offload trainers", *step, *save]
+
+
+async def test_a_run_that_is_asked_to_leave_saves_the_step_that_it_is_at(tmp_path, parts):
+    leaving = asyncio.Event()
+    leaving.set()
+    run = run_of(tmp_path, parts, leaving, schedule__steps=5)
+    with pytest.raises(Preempted) as asked:
+        await asyncio.wait_for(train(run), LIMIT_S)
+    await stopped(run)
+    assert asked.value.step == 0 and parts.done == ["publish 0", "save 0"]
+    assert Saves(tmp_path / "checkpoints", keep=2).newest().name == "iter_0000000"
+
+
+async def test_a_save_is_due_by_steps_or_by_time(tmp_path, parts, monkeypatch):
+    run = run_of(tmp_path, parts, checkpoint__every=3, checkpoint__every_seconds=60.0)
+    assert [step for step in range(7) if run.checkpoints.due(step)] == [3, 6]
+    run.checkpoints._saved_at -= 61
+    assert run.checkpoints.due(1)
+    await stopped(run)
