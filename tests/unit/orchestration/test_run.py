@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
 from slimx.config.schema import Config
 from slimx.engines.outage import Outage
@@ -30,6 +29,7 @@ from slimx.rollout import single_turn
 from slimx.rollout.hook_loading import Hooks
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import Report
+from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
 SIZES = Sizes()
 LIMIT_S = 300.0
@@ -42,6 +42,7 @@ class Parts:
 
     done: list[str] = field(default_factory=list)
     client: FakeEngine = field(default_factory=FakeEngine)
+    actors: tuple[None, ...] = (None,)
     lost: int = 0
     """Publications in which every engine is lost."""
 
