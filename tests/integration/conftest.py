@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import runpy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -61,11 +63,19 @@ def task_of_sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a finished run that wrote its tokens down, one request at a time."""
-    directory = tmp_path_factory.mktemp("runs") / "whole"
-    process = TrainProcess(recording_config(directory, tiny_model, task_of_sums))
-    assert process.wait() == 0, process.text()
-    process.assert_nothing_left()
+    """Directory of a finished run that wrote its tokens down, one request at a time; all workers of the session look
+    at the one that the first of them made."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    directory, done = shared / "uninterrupted", shared / "uninterrupted.done"
+    with (shared / "uninterrupted.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(directory, ignore_errors=True)  # of a worker that failed
+            process = TrainProcess(recording_config(directory, tiny_model, task_of_sums))
+            assert process.wait() == 0, process.text()
+            process.assert_nothing_left()
+            done.touch()
     return directory
 
 

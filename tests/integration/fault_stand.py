@@ -40,6 +40,8 @@ class Fault:
     """A name that the one sentence of a run that ends must contain."""
     sections: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Sections of the run's configuration, over those of `config_of`."""
+    resumes: bool = True
+    """The run that ends is started again; a row beside it that ends the same way may save that run."""
     lasts: float | None = None
     """Seconds after which a stopped process is continued; None: it is not."""
 
@@ -84,7 +86,8 @@ def strike(fault: Fault, directory: Path, model: Path, prompts: Path) -> TrainPr
         said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
         assert len(said) == 1 and fault.names in said[0], run.text()
         assert "Traceback" not in run.text()
-    resumes(config, out)
+    if fault.resumes:
+        resumes(config, out)
     return run
 
 

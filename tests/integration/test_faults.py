@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -24,7 +25,7 @@ from slimx.engines.delivery.deliveries import ChannelDelivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.control import EngineControl
-from slimx.errors import SlimxError
+from slimx.errors import LOST, SlimxError
 from slimx.models.families import read_model
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
@@ -221,49 +222,52 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             with pytest.raises(SlimxError, match="version 9 cannot be published while the publication of version 2"):
                 await others[0]
 
-            # From here on over gloo. One engine meets a changed byte, while the other one, just back, catches up.
+            # From here on over gloo. Stopped when a third of its weights are new: it never answers again, and it must
+            # never serve. The other one, just back, catches up.
             trainers.at_bucket = lambda bucket: None
             stand.publisher.delivery = stand.gloo
             await stand.back(first)
-            with spoilt(second, bucket=1):
-                done = await stand.publish(3)
-            assert done.lost == ["actor-1"] and "has checksum" in str(done.engines["actor-1"].error)
+            victim = await process_of(second)
+            trainers.at_bucket = lambda bucket: os.kill(victim, signal.SIGSTOP) if bucket == 2 else None
+            stand.publisher.step_deadline_s = 8
+            done = await stand.publish(3, "bucket")
+            assert done.lost == ["actor-1"] and "did not answer" in str(done.engines["actor-1"].error)
             assert done.engines["actor-0"].tensors == len(tiny_weights)
             assert await stand.registered() == {first.url}
 
-            # Stopped when a third of its weights are new: it never answers again, and it must never serve.
-            await stand.back(second)
-            victim = await process_of(first)
-            trainers.at_bucket = lambda bucket: os.kill(victim, signal.SIGSTOP) if bucket == 2 else None
-            stand.publisher.step_deadline_s = 8
-            done = await stand.publish(4, "bucket")
-            assert done.lost == ["actor-0"] and "did not answer" in str(done.engines["actor-0"].error)
-            assert await stand.registered() == {second.url}
-
             trainers.at_bucket, stand.publisher.step_deadline_s = lambda bucket: None, 120
-            await stand.back(first)
-            assert (await stand.publish(5)).lost == []
+            await stand.back(second)
+            assert (await stand.publish(4)).lost == []
             assert await stand.registered() == {first.url, second.url}
 
             # A courier that dies is no engine's fault: both serve on, and get the version from the next one.
             courier = stand.gloo.courier
             trainers.at_bucket = lambda bucket: ray.kill(courier._actor) if bucket == 1 else None
             with pytest.raises(TransportLost, match="the courier beside trainer rank 0 died"):
-                await stand.publish(5)
+                await stand.publish(4)
             assert await stand.registered() == {first.url, second.url}
             trainers.at_bucket = lambda bucket: None
-            assert (await stand.publish(5)).lost == [] and courier.incarnation == 2
+            assert (await stand.publish(4)).lost == [] and courier.incarnation == 2
             for engine in (first, second):
                 async with GenerationClient(engine.url, stand.client.shape, api_key=engine.keys.api_key) as client:
                     stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))
-                assert stand.completions[-1].versions == [(0, 8, 5)]
+                assert stand.completions[-1].versions == [(0, 8, 4)]
+
+            # One engine meets a changed byte; what comes next finds the other one alone.
+            with spoilt(first, bucket=1):
+                done = await stand.publish(5)
+            assert done.lost == ["actor-0"] and "has checksum" in str(done.engines["actor-0"].error)
+            assert await stand.registered() == {second.url}
+            async with GenerationClient(second.url, stand.client.shape, api_key=second.keys.api_key) as client:
+                stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))
+            assert stand.completions[-1].versions == [(0, 8, 5)]
         finally:
             for one in asking:
                 one.cancel()
             ended = await asyncio.gather(*asking, return_exceptions=True)
         assert [end for end in ended if not isinstance(end, asyncio.CancelledError)] == [], "no request may fail"
         counts = stand.members.metrics()
-        assert (counts["engines/lost"], counts["engines/restarted"], counts["engines/serving"]) == (3, 3, 2)
+        assert (counts["engines/lost"], counts["engines/restarted"], counts["engines/serving"]) == (3, 2, 1)
 
         # What no engine can take may be the engines' fault: they are started again before the same is tried again.
         trainers.renamed = {"model.norm.weight": "model.norm.wait"}
@@ -276,7 +280,16 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
     check_tokens(stand.completions, trainers.weights, tiny_model)
 
 
-def test_a_run_that_loses_its_only_engine_waits_for_it_and_goes_on_where_it_was(tiny_model, task, tmp_path):  # noqa: F811
+def scheduler(run: TrainProcess) -> psutil.Process:
+    (found,) = [p for p in run.processes() if "sglang::scheduler" in " ".join(p.cmdline())]
+    return found
+
+
+def test_a_run_that_loses_its_only_engine_goes_on_with_it_where_it_was_and_ends_when_it_may_not_be_started_again(
+    tiny_model,
+    task,  # noqa: F811
+    tmp_path,
+):
     config = write_config(
         tmp_path,
         tiny_model,
@@ -293,21 +306,24 @@ def test_a_run_that_loses_its_only_engine_waits_for_it_and_goes_on_where_it_was(
     )
     directory, run = tmp_path / "run", TrainProcess(config)
     run.until(lambda: completed_steps(directory) >= 1)
-    (scheduler,) = [p for p in run.processes() if "sglang::scheduler" in " ".join(p.cmdline())]
+    victim = scheduler(run)
     known = completed_steps(directory)
     run.until(lambda: completed_steps(directory) > known)
-    scheduler.kill()
+    victim.kill()
     before = completed_steps(directory)
     run.until(lambda: completed_steps(directory) >= before + 3)
-    run.kill(signal.SIGTERM)
-    assert run.wait() == 143, run.text()
+    rows, last = steps(directory), completed_steps(directory)
+    scheduler(run).kill()
+    assert run.wait() == LOST, run.text()
+    said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
+    assert len(said) == 1 and "engine actor-0" in said[0] and "engine-actor-0.log" in said[0], run.text()
+    assert "Traceback" not in run.text()
     assert "engine actor-0 is quarantined" in run.text() and "engine actor-0: restart 1 of 1" in run.text()
     run.assert_nothing_left()
     assert "engine actor-0 has version" in run.text(), "from the files, without the trainers"
-    rows = steps(directory)
-    last = rows[max(rows)]
-    assert (last["engines/lost"], last["engines/restarted"], last["engines/serving"]) == (1, 1, 1)
-    assert last["rollout/request_retries"] >= 1, "hooks did not notice, so the requests under way were sent again"
+    row = rows[last]
+    assert (row["engines/lost"], row["engines/restarted"], row["engines/serving"]) == (1, 1, 1)
+    assert row["rollout/request_retries"] >= 1, "hooks did not notice, so the requests under way were sent again"
     for row in rows.values():
         assert row["dropped/total"] == 0 and row["staleness/max"] == 0
         assert row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5 and row["gap/tokens_unexplained"] == 0
