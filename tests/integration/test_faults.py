@@ -37,7 +37,6 @@ from slimx.rollout.client.request import GenerationRequest
 from tests.integration.conftest import Bucket, Weights, perturbed
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.test_engine import PROMPT, fused
-from tests.integration.test_resume import task  # noqa: F401
 
 pytestmark = pytest.mark.integration
 BUCKETS = 3
@@ -287,16 +286,16 @@ def scheduler(run: TrainProcess) -> psutil.Process:
 
 def test_a_run_that_loses_its_only_engine_goes_on_with_it_where_it_was_and_ends_when_it_may_not_be_started_again(
     tiny_model,
-    task,  # noqa: F811
+    task_of_sums,
     tmp_path,
 ):
     config = write_config(
         tmp_path,
         tiny_model,
-        task / "train.jsonl",
+        task_of_sums / "train.jsonl",
         schedule={"steps": 1000},
         rollout={
-            "prompts": str(task / "train.jsonl"),
+            "prompts": str(task_of_sums / "train.jsonl"),
             "generate": "examples.two_turn.generate",
             # Most of a step is generation: that is where the engine dies.
             "sampling": {"max_new_tokens": 100, "stop_token_ids": [20, 21]},

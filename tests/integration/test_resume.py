@@ -14,11 +14,6 @@ from tests.integration.runs import TrainProcess, completed_steps, steps
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def task(task_of_sums: Path) -> Path:
-    return task_of_sums
-
-
 def assert_bitwise_equal(uninterrupted: Path, directory: Path) -> None:
     """Both runs have the same tokens and, to the last bit, the same losses."""
     whole, resumed = steps(uninterrupted / "run"), steps(directory / "run")
@@ -33,10 +28,10 @@ def assert_bitwise_equal(uninterrupted: Path, directory: Path) -> None:
 
 @pytest.mark.slow
 def test_one_request_at_a_time_a_killed_and_resumed_run_has_bitwise_the_same_losses(
-    uninterrupted, tiny_model, task, tmp_path
+    uninterrupted, tiny_model, task_of_sums, tmp_path
 ):
     directory = tmp_path / "killed"
-    config = recording_config(directory, tiny_model, task)
+    config = recording_config(directory, tiny_model, task_of_sums)
     at = random.randint(2, STEPS - 1)
     print(f"killed after step {at}")
     first = TrainProcess(config)
@@ -67,18 +62,20 @@ def killed_while_it_saves(directory: Path, config: Path) -> None:
     second.assert_nothing_left()
 
 
-def test_killed_while_it_saves_a_run_resumes_with_bitwise_the_same_losses(uninterrupted, tiny_model, task, tmp_path):
+def test_killed_while_it_saves_a_run_resumes_with_bitwise_the_same_losses(
+    uninterrupted, tiny_model, task_of_sums, tmp_path
+):
     directory = tmp_path / "killed"
-    killed_while_it_saves(directory, recording_config(directory, tiny_model, task))
+    killed_while_it_saves(directory, recording_config(directory, tiny_model, task_of_sums))
     assert_bitwise_equal(uninterrupted, directory)
 
 
 @pytest.mark.slow
 def test_killed_while_it_saves_a_run_at_normal_concurrency_resumes_with_the_same_tokens(
-    uninterrupted, tiny_model, task, tmp_path
+    uninterrupted, tiny_model, task_of_sums, tmp_path
 ):
     directory = tmp_path / "killed"
-    killed_while_it_saves(directory, recording_config(directory, tiny_model, task, concurrency=64))
+    killed_while_it_saves(directory, recording_config(directory, tiny_model, task_of_sums, concurrency=64))
     whole, resumed = steps(uninterrupted / "run"), steps(directory / "run")
     assert recorded_tokens(directory) == recorded_tokens(uninterrupted)
     for step in whole:

@@ -11,30 +11,29 @@ import pytest
 from slimx.commands.status import run_status
 from tests.integration.open_ports import documented, opened
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
-from tests.integration.test_resume import task  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
 
-def _rollout(task: Path, **changes: object) -> dict[str, object]:  # noqa: F811
-    return {"prompts": str(task / "train.jsonl"), **changes}
+def _rollout(task_of_sums: Path, **changes: object) -> dict[str, object]:
+    return {"prompts": str(task_of_sums / "train.jsonl"), **changes}
 
 
 def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_in_order_on_sigterm(
     tiny_model,
-    task,  # noqa: F811
+    task_of_sums,
     tmp_path,
 ):
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join((task / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))
+    held_out.write_text("".join((task_of_sums / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))
     config = write_config(
         tmp_path,
         tiny_model,
-        task / "train.jsonl",
+        task_of_sums / "train.jsonl",
         schedule={"steps": 1000, "max_staleness": 1},
         eval={"prompts": {"sums": str(held_out)}, "every": 2, "samples": 2, "temperature": 1.0, "passing": 0.0},
         rollout=_rollout(
-            task,
+            task_of_sums,
             generate="examples.two_turn.generate",
             # Random weights hardly ever end a turn: let most tokens end it.
             sampling={"max_new_tokens": 4, "stop_token_ids": list(range(20, 100))},
@@ -93,7 +92,9 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
         assert not trajectory.loss_mask[inserted.start : inserted.stop].any()
 
 
-def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in_order(tiny_model, task, tmp_path):  # noqa: F811
+def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in_order(
+    tiny_model, task_of_sums, tmp_path
+):
     """With nucleus sampling, a teacher, recomputed old log-probs, which are weighed against the engine's, and replayed
     routes, which change nothing of that."""
     schedule = {"steps": 1000, "colocate": True, "updates_per_step": 2}
@@ -102,9 +103,9 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
     config = write_config(
         tmp_path,
         tiny_model,
-        task / "train.jsonl",
+        task_of_sums / "train.jsonl",
         schedule=schedule,
-        rollout=_rollout(task, sampling={"max_new_tokens": 8, "top_p": 0.7}),
+        rollout=_rollout(task_of_sums, sampling={"max_new_tokens": 8, "top_p": 0.7}),
         checkpoint={"every": 2},
         trainer=trainer,
         algorithm={"name": "decoupled_ppo", "teacher": str(tiny_model), "teacher_coef": 0.1, "entropy_coef": 0.01},

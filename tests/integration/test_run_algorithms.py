@@ -9,16 +9,15 @@ import math
 import pytest
 
 from tests.integration.runs import TrainProcess, steps, write_config
-from tests.integration.test_resume import task  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
 
-def test_preferences_from_a_file_are_learned_without_engines(tiny_model, task, tmp_path):  # noqa: F811
+def test_preferences_from_a_file_are_learned_without_engines(tiny_model, task_of_sums, tmp_path):
     """The chosen answer is right, the rejected one is one more. The first margin is 0, its loss ln 2."""
     pairs = tmp_path / "pairs.jsonl"
     with pairs.open("w") as file:
-        for line in (task / "train.jsonl").read_text().splitlines()[:16]:
+        for line in (task_of_sums / "train.jsonl").read_text().splitlines()[:16]:
             prompt = json.loads(line)
             prompt["metadata"] = {"rejected": str(int(prompt["answer"]) + 1)}
             file.write(json.dumps(prompt) + "\n")
@@ -49,11 +48,11 @@ def test_preferences_from_a_file_are_learned_without_engines(tiny_model, task, t
 
 
 @pytest.mark.slow
-def test_penalised_rewards_and_selected_tokens_in_a_run(tiny_model, task, tmp_path):  # noqa: F811
+def test_penalised_rewards_and_selected_tokens_in_a_run(tiny_model, task_of_sums, tmp_path):
     config = write_config(
         tmp_path,
         tiny_model,
-        task / "train.jsonl",
+        task_of_sums / "train.jsonl",
         algorithm={
             "name": "reinforce_pp_baseline",
             "loss": "kl_cov",
@@ -73,12 +72,12 @@ def test_penalised_rewards_and_selected_tokens_in_a_run(tiny_model, task, tmp_pa
 
 
 @pytest.mark.slow
-def test_own_advantages_and_an_own_loss_in_a_run(tiny_model, task, tmp_path):  # noqa: F811
+def test_own_advantages_and_an_own_loss_in_a_run(tiny_model, task_of_sums, tmp_path):
     hooks = "tests.integration.hooks"
     config = write_config(
         tmp_path,
         tiny_model,
-        task / "train.jsonl",
+        task_of_sums / "train.jsonl",
         algorithm={"advantages": f"{hooks}.own_advantages", "loss": f"{hooks}.own_loss"},
         schedule={"steps": 2},
     )

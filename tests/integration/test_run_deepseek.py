@@ -10,23 +10,22 @@ from safetensors.torch import load_file
 
 from tests.integration.runs import TrainProcess, steps, write_config
 from tests.integration.test_engine_ranks import make_deepseek
-from tests.integration.test_resume import task  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("mode", ["fast", pytest.param("exact", marks=pytest.mark.slow)])
-def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(mode, task, tmp_path):  # noqa: F811
+def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(mode, task_of_sums, tmp_path):
     model = tmp_path / "model"
     make_deepseek(model)
     config = write_config(
         tmp_path,
         model,
-        task / "train.jsonl",
+        task_of_sums / "train.jsonl",
         numerics={"mode": mode},
         trainer={"tensor": 2, "expert": 2, "expert_tensor": 1, "moe": {"bias_update_rate": 0.05}},
         rollout={
-            "prompts": str(task / "train.jsonl"),
+            "prompts": str(task_of_sums / "train.jsonl"),
             "engines": [{"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}],
         },
         schedule={"steps": 2},

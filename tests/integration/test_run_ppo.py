@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TrainProcess, steps, write_config
-from tests.integration.test_resume import task  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
@@ -27,19 +26,19 @@ REPEATED = (
 )
 
 
-def ppo_config(directory: Path, model: Path, task: Path, **sections: dict) -> Path:  # noqa: F811
+def ppo_config(directory: Path, model: Path, task_of_sums: Path, **sections: dict) -> Path:
     directory.mkdir()
-    rollout = {"prompts": str(task / "train.jsonl"), "concurrency": 1, "sampling": {"max_new_tokens": 6}}
+    rollout = {"prompts": str(task_of_sums / "train.jsonl"), "concurrency": 1, "sampling": {"max_new_tokens": 6}}
     return write_config(
         directory,
         model,
-        task / "train.jsonl",
+        task_of_sums / "train.jsonl",
         **{"rollout": rollout, "algorithm": PPO, "critic": CRITIC, "schedule": {"steps": 4}, **sections},
     )
 
 
-def test_a_ppo_run_learns_values_and_resumes_bit_for_bit(tiny_model, task, tmp_path):  # noqa: F811
-    config = ppo_config(tmp_path / "whole", tiny_model, task, checkpoint={"every": 2})
+def test_a_ppo_run_learns_values_and_resumes_bit_for_bit(tiny_model, task_of_sums, tmp_path):
+    config = ppo_config(tmp_path / "whole", tiny_model, task_of_sums, checkpoint={"every": 2})
     whole = TrainProcess(config)
     assert whole.wait() == 0, whole.text()
     whole.assert_nothing_left()
@@ -78,11 +77,11 @@ def ppo_config_in(directory: Path, config: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_critic_in_ranks_of_its_own_with_another_layout_trains_beside_the_policy(tiny_model, task, tmp_path):  # noqa: F811
+def test_a_critic_in_ranks_of_its_own_with_another_layout_trains_beside_the_policy(tiny_model, task_of_sums, tmp_path):
     config = ppo_config(
         tmp_path / "own",
         tiny_model,
-        task,
+        task_of_sums,
         trainer={"world_size": 1, "expert": 1, "deadline": 120, "optimizer": {"lr": 1e-3}},
         critic={**CRITIC, "placement": "own", "layout": {"world_size": 2, "pipeline": 2}},
         schedule={"steps": 4, "updates_per_step": 2},
