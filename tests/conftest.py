@@ -19,6 +19,8 @@ import pytest
 
 from tests import stacks
 
+pytest.register_assert_rewrite("tests.unit", "tests.integration")  # stands assert as tests do
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(program, ...): programs without which the test cannot run")

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
-from tests.integration.test_part_faults import Find, matching
+from tests.integration.victims import Find, matching
 
 START_S = 600
 """Seconds in which trainers and engines must have started."""

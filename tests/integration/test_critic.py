@@ -21,7 +21,7 @@ from tests.integration.critic_rank import CLIP, DEEPSEEK, QWEN, RATE, STEPS, cri
 from tests.integration.deepseek_v3_oracle import MODELS
 from tests.integration.deepseek_v3_oracle import Oracle as DeepseekOracle
 from tests.integration.rank_processes import run_ranks
-from tests.integration.test_trainer_layouts import Oracle, difference, write_model
+from tests.integration.trainer_oracle import Oracle, difference, write_model
 
 pytestmark = pytest.mark.integration
 

@@ -31,8 +31,8 @@ from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.teacher import check_vocabulary
 from tests.integration.conftest import START_S, Weights, perturbed, publish
-from tests.integration.test_engine import PROMPT, logprobs_of
-from tests.integration.test_faults import Trainers
+from tests.integration.engine_oracle import PROMPT, logprobs_of
+from tests.integration.stand_in_trainers import Trainers
 
 pytestmark = pytest.mark.integration
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}

@@ -14,28 +14,16 @@ import pytest
 from safetensors.torch import load_file
 
 from slimx.layout.ranks import EngineSizes
-from slimx.runtime.ports import free_port
 from tests.integration import exact_server
 from tests.integration.block_models import make_block_model
 from tests.integration.conftest import ROOT
+from tests.integration.deepseek_checkpoint import make_deepseek
 from tests.integration.engine_families import make_model
-from tests.integration.rank_processes import run_ranks
+from tests.integration.exact_runs import DENSE, ONE, TWO, assert_none, gaps
 from tests.integration.runs import TrainProcess, steps, write_config
-from tests.integration.test_engine_ranks import make_deepseek
 
 pytestmark = pytest.mark.integration
 
-ONE: dict[str, Any] = {"trainer": {}}
-TWO: list[dict[str, Any]] = [
-    {"trainer": {"world_size": 2, "tensor": 2}},  # experts cut by tensor parallelism too
-    {"trainer": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1}},
-    {"trainer": {"world_size": 2, "expert": 2}},
-    {"trainer": {"world_size": 2, "pipeline": 2, "max_tokens_per_microbatch": 4096}},
-    {"trainer": {"world_size": 2, "context": 2}},
-    {"trainer": {"world_size": 2, "max_tokens_per_microbatch": 60}},  # data parallel
-]
-"""Layouts of two ranks; the packing differs as well."""
-DENSE = [case for case in TWO if "expert" not in case["trainer"]]
 THREE_LAYERS = {"layers_per_stage": (1, 2)}
 """Of the two stages, in models that have three layers; the quickstart's has two."""
 FOUR: list[dict[str, Any]] = [
@@ -83,20 +71,6 @@ def test_the_doctor_says_how_large_the_gap_is_and_where_it_begins(
         assert gap == 0.0 and "the residual stream is the same in every layer" in done.stdout
     else:
         assert 0 < gap < 1e-4 and "the first difference is after the " in done.stdout
-
-
-def gaps(out: Path, groups: list[dict[str, Any]], world: int = 2) -> list[list[dict[str, float]]]:
-    """Gap metrics of every group's cases (exact_rank)."""
-    out.mkdir(exist_ok=True)
-    count = sum(len(group["cases"]) for group in groups)
-    meetings = [f"tcp://127.0.0.1:{free_port()}" for _ in range(count)]
-    (out / "job.json").write_text(json.dumps({"groups": groups, "init_methods": meetings}))
-    run_ranks("tests.integration.exact_rank", out, world)
-    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
-    return [
-        [next((rank[g][c] for rank in ranks if rank[g][c]), {}) for c in range(len(group["cases"]))]
-        for g, group in enumerate(groups)
-    ]
 
 
 def cases_of(name: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -251,11 +225,3 @@ def test_a_server_and_trainers_of_four_ranks_and_more_threads_agree(
     *found, [seen] = gaps(tmp_path / "ranks", [*groups, stale], world=4)
     assert_none(groups, found)
     assert seen["gap/max"] > 0, "weights of another version must show"
-
-
-def assert_none(groups: list[dict[str, Any]], found: list[list[dict[str, float]]]) -> None:
-    """No gap in any case of any group."""
-    for group, metrics in zip(groups, found, strict=True):
-        for case, metric in zip(group["cases"], metrics, strict=True):
-            assert metric["gap/tokens"] == sum(len(one["tokens"]) for one in group["completions"])
-            assert metric["gap/max"] == 0.0, (group["model"], case)

@@ -13,8 +13,8 @@ from slimx.reshard.plan.precision import Rule
 from tests.integration import exact_server
 from tests.integration.block_models import in_fp8, make_block_model, published
 from tests.integration.conftest import Weights
+from tests.integration.exact_runs import DENSE, ONE, TWO, assert_none, gaps
 from tests.integration.runs import TrainProcess, steps, write_config
-from tests.integration.test_exact import DENSE, ONE, TWO, assert_none, gaps
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

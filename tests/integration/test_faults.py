@@ -27,59 +27,20 @@ from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.control import EngineControl
 from slimx.errors import LOST, SlimxError
 from slimx.models.families import read_model
-from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.reshard.publish import Publication, Publisher, Staging
 from slimx.reshard.transports.memory import MemoryFile
 from slimx.rollout.client.generation import Completion, GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from tests.integration.conftest import Bucket, Weights, perturbed
+from tests.integration.conftest import Weights
+from tests.integration.engine_oracle import PROMPT, fused
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
-from tests.integration.test_engine import PROMPT, fused
+from tests.integration.stand_in_trainers import Trainers
 
 pytestmark = pytest.mark.integration
-BUCKETS = 3
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
 RESTART_S = 600
-
-
-class Neighbour:
-    """An actor on this machine: where it runs, the courier runs."""
-
-
-class Trainers:
-    """What stands for the trainers: weights in this process, other ones for every version."""
-
-    def __init__(self, weights: Weights):
-        self.start, self.version = weights, 0
-        self.actors = [ray.remote(Neighbour).options(num_cpus=0).remote()]
-        self.at_bucket: Callable[[int], None] = lambda bucket: None
-        """Called before a bucket is packed: by then the engines have done with the bucket before the last one."""
-        self.renamed: dict[str, str] = {}
-        self._open: dict[int, Bucket] = {}
-
-    def weights(self, version: int) -> Weights:
-        return perturbed(self.start, seed=version)
-
-    async def begin(self, manifest: Manifest) -> None: ...
-
-    async def forms(self) -> list[dict[str, str]]:
-        return [{name: f"float32:{','.join(map(str, tensor.shape))}" for name, tensor in self.start.items()}]
-
-    async def bucket_count(self) -> int:
-        return BUCKETS
-
-    async def gather(self, bucket: int) -> PackedBucket:
-        self.at_bucket(bucket)
-        weights = self.weights(self.version)
-        self._open[bucket] = made = Bucket({name: weights[name] for name in list(weights)[bucket::BUCKETS]})
-        tensors = tuple(replace(t, name=self.renamed.get(t.name, t.name)) for t in made.tensors)
-        return replace(made.packed, targets=(tensors,))
-
-    async def release(self, bucket: int | None = None) -> None:
-        for number in [bucket] if bucket is not None else list(self._open):
-            os.close(self._open.pop(number).fd)
 
 
 class Stand:

@@ -21,7 +21,7 @@ from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.forward_passes_rank import HOLDERS, KL
 from tests.integration.rank_processes import run_ranks
-from tests.integration.test_trainer_layouts import TEMPERATURE, Oracle, difference, rollouts, write_model
+from tests.integration.trainer_oracle import TEMPERATURE, Oracle, difference, rollouts, write_model
 
 pytestmark = pytest.mark.integration
 

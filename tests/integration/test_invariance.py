@@ -22,14 +22,12 @@ from slimx.data.support import Support
 from slimx.models.families import read_model
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights
-from tests.integration.deepseek_v3_oracle import MODELS, SHAPE
+from tests.integration.invariance_models import DEEPSEEK, QWEN
 from tests.integration.invariance_rank import VERSION
 from tests.integration.layout_cases import (
     COVERING,
     EIGHT,
-    EXPERTS,
     FACTORS,
-    LAYERS,
     ONE,
     Case,
     all_cases,
@@ -42,38 +40,6 @@ from tests.integration.rank_processes import run_ranks
 pytestmark = pytest.mark.integration
 BOUND = 1e-5
 """max|a - b| / max|b| of a gradient tensor; relative difference of a metric."""
-QWEN = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "num_experts": EXPERTS,
-    "moe_intermediate_size": 32,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    **SHAPE,
-    **{key: value for key, value in MODELS["V3"].items() if key != "num_mtp_layers"},
-    "num_nextn_predict_layers": 1,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-    "moe_layer_freq": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "tie_word_embeddings": False,
-}
 # Sums over sequences, which context parallelism cuts: of ratios in the objective, of trainer / engine in weights.
 ALGORITHMS = {
     "qwen": {"old_logprobs": "recompute", "correction": {"kind": "truncate", "level": "geometric", "low": 0.5}},

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import psutil
 import pytest
 
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
+from tests.integration.victims import Find, command_of, matching
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -29,28 +29,6 @@ BACK_S = 900
 """Seconds in which a run that goes on has done so: a hang is what this finds, not slowness."""
 STEPS = 3
 """Steps after a strike that show that the run goes on: the first may have been under way."""
-
-Find = Callable[[TrainProcess], list[psutil.Process]]
-
-
-def command_of(process: psutil.Process) -> str:
-    """Name and command line of a process; "" if it has ended."""
-    try:
-        return f"{process.name()} {' '.join(process.cmdline())}"
-    except psutil.Error:
-        return ""
-
-
-def matching(pattern: str, *, guard: bool = False) -> Find:
-    """Finds processes by name and command line; guards, whose command lines hold those of what they guard, only if they
-    are asked for."""
-
-    def find(run: TrainProcess) -> list[psutil.Process]:
-        family = psutil.Process(run.process.pid).children(recursive=True)
-        found = [(process, command_of(process)) for process in family]
-        return [p for p, command in found if re.search(pattern, command) and ("runtime.process" in command) == guard]
-
-    return find
 
 
 def reward_workers(run: TrainProcess) -> list[psutil.Process]:

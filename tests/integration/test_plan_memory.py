@@ -22,9 +22,9 @@ from slimx.preflight.memory.parameter_runs import Holdings
 from slimx.preflight.memory.state import state_bytes
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.runtime.ports import free_port
+from tests.integration.invariance_models import DEEPSEEK, QWEN
 from tests.integration.memory_rank import config
 from tests.integration.rank_processes import run_ranks
-from tests.integration.test_invariance import DEEPSEEK, QWEN
 
 pytestmark = pytest.mark.integration
 WITHIN = 0.15

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.deepseek_checkpoint import make_deepseek
 from tests.integration.runs import TrainProcess, steps, write_config
-from tests.integration.test_engine_ranks import make_deepseek
 
 pytestmark = pytest.mark.integration
 

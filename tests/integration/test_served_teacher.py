@@ -15,7 +15,7 @@ from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, steps, write_config
-from tests.integration.test_trainer_layouts import write_model
+from tests.integration.trainer_oracle import write_model
 
 pytestmark = pytest.mark.integration
 STEPS = 3

@@ -15,7 +15,6 @@ from slimx.engines.server import control
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.kernels.cpu import checksum_tensor
-from slimx.reshard.manifest import Manifest
 from tests.unit.adapters.engine_model import (
     DEEPSEEK,
     QWEN3,
@@ -26,10 +25,7 @@ from tests.unit.adapters.engine_model import (
     expert_location,
     rank_local,
 )
-
-SIZES = EngineSizes(tensor=2, expert=2)
-LAYOUT = engine_layout(DEEPSEEK, SIZES)
-LATENT = ["model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
+from tests.unit.adapters.receiver_stand import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome
 
 
 @pytest.fixture
@@ -41,11 +37,6 @@ def model() -> ServerModel:
 @pytest.fixture
 def receiver(model: ServerModel) -> Receiver:
     return receiver_of(model)
-
-
-def manifest(version: int = 1, epoch: int = 0, **change: Any) -> dict[str, Any]:
-    base = {"policy": "actor", "version": version, "encoding": "hf", "trainer_step": 5, "membership_epoch": epoch}
-    return Manifest(**(base | change)).to_json()
 
 
 class Sent:
@@ -77,23 +68,6 @@ def sent() -> Iterator[Any]:
     yield make
     for one in made:
         os.close(one.fd)
-
-
-def held(model: ServerModel) -> Weights:
-    return {name: parameter.data.clone() for name, parameter in model.named_parameters()}
-
-
-def assert_holds(model: ServerModel, weights: Weights) -> None:
-    want = rank_local(LAYOUT, weights, 1)
-    assert all(torch.equal(value, want[name]) for name, value in held(model).items())
-    for k in range(2):
-        attention = model.get_submodule(f"model.layers.{k}.self_attn")
-        assert torch.equal(attention.w_kc, attention.kv_b_proj.weight * 2), "derived from other weights"
-
-
-def outcome(model: ServerModel) -> dict[str, Any]:
-    load_staged(model, [])
-    return receiver_of(model).status()["outcome"]
 
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])

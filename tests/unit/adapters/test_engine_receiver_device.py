@@ -22,7 +22,7 @@ from slimx.reshard.kernels.record import PIECE, rectangle
 from slimx.reshard.kernels.sums import sum_rects
 from slimx.reshard.transports.device import DeviceMemory
 from tests.unit.adapters.engine_model import DEEPSEEK, ServerModel, Weights, checkpoint, rank_local
-from tests.unit.adapters.test_engine_receiver import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome
+from tests.unit.adapters.receiver_stand import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 
 

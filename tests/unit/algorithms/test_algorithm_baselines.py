@@ -10,7 +10,7 @@ from slimx.algorithms.advantages.estimate import all_advantages, group_advantage
 from slimx.config.algorithm import Algorithm
 from slimx.data.records import Group, Prompt
 from slimx.data.weights import loss_weights
-from tests.unit.algorithms.test_algorithm_advantages import group, trajectory
+from tests.unit.algorithms.advantage_stand import group, trajectory
 
 
 def test_the_baseline_of_opo_is_weighted_by_length():

@@ -4,8 +4,8 @@ against numbers worked out by hand; none of them depends on order, packing or th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,171 +18,22 @@ from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.losses.policy import policy_loss
 from slimx.config.algorithm import Algorithm
-from slimx.trainer.context import ContextShard
-
-Number = torch.Tensor
-FIELDS = ("old_logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs", "advantages", "weight")
-
-
-@dataclass
-class Sequences:
-    """A batch of sequences, float64; `values[name][i]` is [n_i]."""
-
-    values: dict[str, list[torch.Tensor]]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(each) for each in self.values["logprobs"]]
-
-    def take(self, numbers: Sequence[int]) -> Sequences:
-        return Sequences({name: [each[i] for i in numbers] for name, each in self.values.items()})
-
-
-def batch(seed: int, *, shared_advantages: bool = False) -> Sequences:
-    """Five sequences of 1 to 9 tokens; ratios and gaps on both sides of every bound; a third of the tokens untrained,
-    where garbage stands."""
-    g = torch.Generator().manual_seed(seed)
-    values: dict[str, list[torch.Tensor]] = {name: [] for name in (*FIELDS, "logprobs", "entropy", "selected")}
-    for n in (9, 4, 1, 7, 6):
-        draw = lambda scale: scale * torch.randn(n, generator=g, dtype=torch.float64)  # noqa: B023, E731
-        old, trained = -3 * torch.rand(n, generator=g, dtype=torch.float64), torch.rand(n, generator=g) > 0.3
-        trained[-1] = True
-        advantages = draw(1.0) if not shared_advantages else draw(1.0)[:1].repeat(n)
-        untrained = torch.where(torch.rand(n, generator=g) > 0.5, 800.0, -800.0).double()
-        values["logprobs"].append(old + draw(0.5))
-        values["weight"].append(trained * (0.02 + 0.1 * torch.rand(n, generator=g, dtype=torch.float64)))
-        values["advantages"].append(advantages)
-        values["old_logprobs"].append(torch.where(trained, old, untrained))
-        values["rollout_logprobs"].append(torch.where(trained, old + draw(0.6), -untrained))
-        values["reference_logprobs"].append(torch.where(trained, old + draw(0.4), untrained))
-        values["teacher_logprobs"].append(torch.where(trained, old + draw(0.4), untrained))
-        values["entropy"].append(torch.rand(n, generator=g, dtype=torch.float64))
-        values["selected"].append(((torch.rand(n, generator=g) > 0.7) & trained).double())
-    return Sequences(values)
-
-
-def packed(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, LossInputs]:
-    """All sequences one after another: log-probs and entropy with gradient, and the inputs made of them."""
-    whole = {name: torch.cat(each) for name, each in sequences.values.items()}
-    lp, entropy = whole["logprobs"].requires_grad_(), whole["entropy"].requires_grad_()
-    shard = ContextShard(1, 0, None)
-    inputs = LossInputs(**whole, sequence_sum=lambda values: shard.sequence_sum(values, sequences.lengths))
-    return lp, entropy, inputs
-
+from tests.unit.algorithms.loss_stand import (
+    CLIP,
+    OBJECTIVES,
+    Formula,
+    Number,
+    Token,
+    agree,
+    batch,
+    gap_of,
+    minimum,
+    packed,
+    ratio,
+    three_tokens,
+)
 
 # The formulas, token by token -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Token:
-    lp: Number
-    old: Number
-    rollout: Number
-    reference: Number
-    teacher: Number
-    a: Number
-    w: Number
-    entropy: Number
-    selected: bool
-
-
-Formula = Callable[[list[Token]], list[Number]]
-"""Objective of each trained token of one sequence."""
-
-
-def ratio(t: Token) -> Number:
-    return torch.exp(t.lp) / torch.exp(t.old)
-
-
-def minimum(r: Number, a: Number, low: float, high: float) -> Number:
-    return torch.min(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
-
-
-def gspo(tokens: list[Token]) -> list[Number]:
-    product = torch.ones((), dtype=torch.float64)
-    for t in tokens:
-        product = product * ratio(t)
-    return [minimum(product ** (1 / len(tokens)), t.a, 0.1, 0.15) for t in tokens]
-
-
-def topr(tokens: list[Token]) -> list[Number]:
-    product = 1.0
-    for t in tokens:
-        product *= ratio(t).item()
-    return [(1.0 if t.a >= 0 else min(max(product, 0.0), 1.0)) * t.a * t.lp for t in tokens]
-
-
-def sapo(tokens: list[Token]) -> list[Number]:
-    out = []
-    for t in tokens:
-        tau = 1.0 if t.a > 0 else 1.05
-        out.append(4 / tau / (1 + torch.exp(-tau * (ratio(t) - 1))) * t.a)
-    return out
-
-
-def dual(t: Token) -> Number:
-    value = minimum(ratio(t), t.a, 0.2, 0.2)
-    return value if t.a >= 0 else torch.max(value, 1.3 * t.a)
-
-
-OBJECTIVES: dict[str, tuple[dict[str, Any], Formula]] = {
-    "clip": ({"clip_high": 0.28}, lambda s: [minimum(ratio(t), t.a, 0.2, 0.28) for t in s]),
-    "dual clip": ({"dual_clip": 1.3}, lambda s: [dual(t) for t in s]),
-    "gspo": ({"loss": "gspo", "clip_low": 0.1, "clip_high": 0.15}, gspo),
-    "cispo": (
-        {"loss": "cispo", "clip_low": 0.5, "clip_high": 0.4},
-        lambda s: [min(max(ratio(t).item(), 0.5), 1.4) * t.a * t.lp for t in s],
-    ),
-    "topr": ({"loss": "topr"}, topr),
-    "sapo": ({"loss": "sapo"}, sapo),
-    "clip_cov": (
-        {"loss": "clip_cov"},
-        lambda s: [0 * t.lp if t.selected else minimum(ratio(t), t.a, 0.2, 0.2) for t in s],
-    ),
-    "kl_cov": (
-        {"loss": "kl_cov", "cov_kl_coef": 0.7},
-        lambda s: [ratio(t) * t.a - 0.7 * t.selected * torch.abs(t.lp - t.old) for t in s],
-    ),
-    "plain": ({"loss": "plain"}, lambda s: [t.a * t.lp for t in s]),
-}
-
-
-def tokens_of(sequences: Sequences, lp: torch.Tensor, entropy: torch.Tensor) -> list[list[Token]]:
-    out, at = [], 0
-    for i, n in enumerate(sequences.lengths):
-        v = {name: each[i] for name, each in sequences.values.items()}
-        out.append(
-            [
-                Token(
-                    lp=lp[at + k],
-                    old=v["old_logprobs"][k],
-                    rollout=v["rollout_logprobs"][k],
-                    reference=v["reference_logprobs"][k],
-                    teacher=v["teacher_logprobs"][k],
-                    a=v["advantages"][k],
-                    w=v["weight"][k],
-                    entropy=entropy[at + k],
-                    selected=bool(v["selected"][k]),
-                )
-                for k in range(n)
-                if v["weight"][k] > 0
-            ]
-        )
-        at += n
-    return out
-
-
-def agree(algorithm: Algorithm, sequences: Sequences, formula: Callable[[list[list[Token]]], Number]) -> None:
-    """Loss and gradients of the configured loss are those of `formula`."""
-    lp, entropy, inputs = packed(sequences)
-    loss, _ = make_loss(algorithm)(inputs)
-    expected = formula(tokens_of(sequences, lp, entropy))
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
-    for leaf in (lp, entropy):
-        (found,) = torch.autograd.grad(loss, leaf, allow_unused=True, retain_graph=True)
-        (wanted,) = torch.autograd.grad(expected, leaf, allow_unused=True, retain_graph=True)
-        zero = torch.zeros_like(leaf)
-        assert torch.allclose(zero if found is None else found, zero if wanted is None else wanted, rtol=0, atol=1e-11)
 
 
 def surrogate_loss(formula: Formula) -> Callable[[list[list[Token]]], Number]:
@@ -202,7 +53,6 @@ def test_objective_and_gradient_are_those_of_the_papers_formula(name, seed):
 
 # Terms beside the objective -------------------------------------------------------------------------------------------
 
-CLIP: Formula = OBJECTIVES["clip"][1]
 KL: dict[str, Callable[[Number, Number], Number]] = {
     "k1": lambda p, q: torch.log(p / q),
     "k2": lambda p, q: torch.log(p / q) ** 2 / 2,
@@ -291,13 +141,6 @@ def test_a_teacher_in_the_advantages():
 # Corrections ----------------------------------------------------------------------------------------------------------
 
 
-def gap_of(tokens: list[Token], level: str) -> list[float]:
-    each = [math.exp(t.old.item()) / math.exp(t.rollout.item()) for t in tokens]
-    if level == "token":
-        return each
-    return [math.prod(each) ** (1 if level == "sequence" else 1 / len(each))] * len(each)
-
-
 RULES = {
     "truncate": lambda w, low, high: min(max(w, low), high),
     "icepop": lambda w, low, high: w if low <= w <= high else 0.0,
@@ -321,18 +164,6 @@ def test_corrections_weigh_the_objective(kind, level):
 
     agree(Algorithm(clip_high=0.28, old_logprobs="recompute", correction=keys), sequences, formula)
     assert min(seen) < low and max(seen) > high and any(low < w < high for w in seen), "all three sides must occur"
-
-
-def three_tokens() -> LossInputs:
-    """One sequence with w = 0.25, 1, 4 and ratios of 1."""
-    old = torch.tensor([0.25, 0.3, 0.4], dtype=torch.float64).log()
-    return LossInputs(
-        logprobs=old.clone().requires_grad_(),
-        weight=torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
-        advantages=torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64),
-        old_logprobs=old,
-        rollout_logprobs=torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64).log(),
-    )
 
 
 def test_truncation_by_hand_and_its_metrics():

@@ -13,7 +13,7 @@ from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.objective import make_loss
 from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
-from tests.unit.algorithms.test_algorithm_losses import CLIP, Number, Token, agree, batch, gap_of, three_tokens
+from tests.unit.algorithms.loss_stand import CLIP, Number, Token, agree, batch, gap_of, three_tokens
 
 KEYS: dict[str, Any] = {"clip_high": 0.28, "old_logprobs": "recompute"}
 

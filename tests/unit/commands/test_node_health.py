@@ -8,7 +8,7 @@ import pytest
 
 from slimx.commands.node_health import Places, Wanted, examine_node
 from slimx.errors import SlimxError
-from tests.unit.trainer.test_gpu import FakeGpu
+from tests.unit.trainer.fake_gpu import FakeGpu
 
 
 @pytest.fixture

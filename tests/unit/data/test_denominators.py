@@ -7,21 +7,9 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from slimx.data.records import Span, Trajectory
+from slimx.data.records import Trajectory
 from slimx.data.weights import loss_weights
-
-
-def trajectory(group: str, rollout: str, mask: list[int]) -> Trajectory:
-    return Trajectory(
-        id=f"{group}/{rollout}",
-        rollout_id=rollout,
-        group_id=group,
-        index=0,
-        token_ids=np.ones(len(mask), np.int32),
-        loss_mask=np.array(mask, np.uint8),
-        logprobs=np.full(len(mask), np.nan, np.float32),
-        spans=[Span(start=0, stop=len(mask), source="inserted")],
-    )
+from tests.unit.data.trajectory_stand import trajectory
 
 
 def nested_mean(losses: list[np.ndarray], batch: list[Trajectory], aggregation: str) -> float:

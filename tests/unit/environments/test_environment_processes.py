@@ -21,8 +21,8 @@ from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import multi_turn
 from slimx.rollout.hook_loading import load_hooks
-from tests.unit.project.test_examples import PROMPT, ScriptedEngine, context
 from tests.unit.rollout.rollout_stand import config_of
+from tests.unit.rollout.scripted_engine import PROMPT, ScriptedEngine, context
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = "tests.unit.environments.environment_stand.Misbehaving"

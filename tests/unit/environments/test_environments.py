@@ -20,8 +20,8 @@ from slimx.rollout import multi_turn
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.unit.environments.environment_stand import Counting
-from tests.unit.project.test_examples import PROMPT, ScriptedEngine, context, spans
 from tests.unit.rollout.rollout_stand import config_of
+from tests.unit.rollout.scripted_engine import PROMPT, ScriptedEngine, context, spans
 
 HERE = "tests.unit.environments.environment_stand"
 

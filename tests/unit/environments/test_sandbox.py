@@ -241,7 +241,7 @@ def test_a_prompt_without_tests_is_refused(tests):
 
 
 def test_a_run_with_this_reward_does_not_start_where_the_sandbox_does_not_hold(monkeypatch):
-    from tests.unit.rewards.test_rewards import hooks_of
+    from tests.unit.rewards.reward_stand import hooks_of
 
     hooks_of(function="slimx.rewards.code.reward", options={"seconds": 3.0})
     monkeypatch.setattr(Sandbox, "check", lambda self: (_ for _ in ()).throw(SlimxError("does not hold")))

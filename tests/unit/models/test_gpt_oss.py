@@ -36,7 +36,7 @@ from slimx.reshard.plan.precision import Precision
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.trainer.device.backends import choose_backends
 from tests.refusals import refused
-from tests.unit.reshard.test_plan import carry_out
+from tests.unit.reshard.plan_oracle import carry_out
 
 HF: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],

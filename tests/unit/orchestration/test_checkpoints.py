@@ -3,94 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from slimx.config.schema import Config
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.files.megatron_directory import find_checkpoint
-from slimx.observability.tracking.timeline import Timeline
 from slimx.orchestration.state import checkpoints as module
-from slimx.orchestration.state.checkpoints import Checkpoints, check_resume, layout_of
-from slimx.orchestration.state.saves import RunState, Saves, read_state
+from slimx.orchestration.state.checkpoints import check_resume, layout_of
+from slimx.orchestration.state.saves import RunState, read_state
 from slimx.trainer.checkpoint import files
-from slimx.trainer.checkpoint.files import FileRecord, Report, read_manifest
-
-LAYOUT = Sizes(data=2)
-
-
-def config(tmp_path: Path, **options: Any) -> Config:
-    trainer = options.pop("trainer", {"world_size": 2})
-    return Config.model_validate(
-        {
-            "run": {"dir": str(tmp_path)},
-            "model": {"path": "m"},
-            "rollout": {"prompts": "p", "engines": []},
-            "algorithm": {"name": "sft"},
-            "trainer": trainer,
-            "checkpoint": options,
-        }
-    )
-
-
-def state(step: int, **fields: Any) -> RunState:
-    known = {"version": step, "layout": layout_of(LAYOUT), "distributed_optimizer": True}
-    return RunState(step=step, rollouts={"source": {}, "next": 0, "tickets": []}, **(known | fields))
-
-
-class Trainers:
-    """Two ranks that write when they are told to."""
-
-    def __init__(self) -> None:
-        self.saves: list[Path] = []
-        self.restored: list[tuple[Path, bool, bool]] = []
-        self.checked: list[list[dict[str, FileRecord]]] = []
-
-    async def save(self, path: Path, *, step: int) -> None:
-        self.saves.append(path)
-
-    def write(self, rank: int, path: Path | None = None) -> None:
-        path = path or self.saves[-1]
-        name = f"__{rank}_0.distcp"
-        record = files.write(path / name, b"shards of %d" % rank)
-        files.write_report(path, rank, Report({name: record}, []))
-
-    async def restore(self, path: Path, *, same_layout: bool, load_optimizer: bool) -> None:
-        self.restored.append((path, same_layout, load_optimizer))
-
-    async def check_files(self, path: Path, shares: list[bytes]) -> None:
-        decoded = [files.decode_records(share) for share in shares]
-        self.checked.append(decoded)
-        for share in decoded:
-            files.check_digests(path, share)
-
-
-class Bench:
-    def __init__(self, tmp_path: Path, **options: Any):
-        self.trainers, self.notes = Trainers(), []
-        self.config = config(tmp_path, **options)
-        self.saves = Saves(
-            tmp_path / "checkpoints",
-            keep=self.config.checkpoint.keep,
-            keep_every=self.config.checkpoint.keep_every,
-        )
-        self.checkpoints = Checkpoints(
-            self.config, LAYOUT, self.trainers, self.saves, Timeline(tmp_path), self.notes.append
-        )
-
-    async def save(self, step: int) -> None:
-        """A whole save."""
-        await self.checkpoints.save(state(step))
-        for rank in range(2):
-            self.trainers.write(rank)
-        await self.checkpoints.settle()
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(path.name for path in self.saves.directory.iterdir() if path.is_dir())
+from slimx.trainer.checkpoint.files import read_manifest
+from tests.unit.orchestration.checkpointing_stand import LAYOUT, Bench, config, state
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from slimx.orchestration.state import checkpoints as module
 from slimx.orchestration.state.checkpoints import Checkpoints, check_resume, layout_of
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.trainer.checkpoint.files import read_manifest
-from tests.unit.orchestration.test_checkpoints import LAYOUT, Trainers, config, state
+from tests.unit.orchestration.checkpointing_stand import LAYOUT, Trainers, config, state
 
 CRITIC = Sizes(pipeline=2)
 

@@ -18,7 +18,7 @@ from slimx.data.packing import pack
 from slimx.data.support import Support
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.ranks.critic import CriticGroup
-from tests.unit.algorithms.test_gae import naive
+from tests.unit.algorithms.naive_gae import naive
 
 
 def row(number: int, length: int) -> Row:

@@ -17,7 +17,7 @@ from slimx.config.presets import PRESETS
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.preflight.effects.probe import try_hooks
-from tests.unit.algorithms.test_algorithm_advantages import group
+from tests.unit.algorithms.advantage_stand import group
 
 BASE: dict[str, Any] = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
 

@@ -16,23 +16,9 @@ from slimx.config.schema import Config
 from slimx.config.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.preflight.effects.effects import Effect, effects
+from tests.unit.preflight.effects_stand import config
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "moe"
-
-
-def config(algorithm: dict[str, Any], **schedule: Any) -> Config:
-    name = algorithm.get("name")
-    return Config.model_validate(
-        {
-            "run": {"dir": "r"},
-            "model": {"path": "m"},
-            "rollout": {"prompts": "p", "group_size": 4, **({"engines": []} if name == "sft" else {})},
-            "reward": {"function": None} if name in ("sft", "distillation") else {},
-            "algorithm": algorithm,
-            "critic": {} if name == "ppo" else None,
-            "schedule": schedule,
-        }
-    )
 
 
 def by_key(found: list[Effect]) -> dict[str, Effect]:

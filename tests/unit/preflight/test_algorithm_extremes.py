@@ -12,7 +12,7 @@ import pytest
 
 from slimx.config.presets import PRESETS
 from slimx.preflight.effects.probe import Probe, make_probe, policy_gradient, value_gradient
-from tests.unit.preflight.test_algorithm_effects import config
+from tests.unit.preflight.effects_stand import config
 
 FAR = -1000.0
 MEASURED = ("begin", "now", "reference", "teacher", "entropy", "values", "values_now")

@@ -28,7 +28,7 @@ from slimx.preflight.memory.state import state_bytes
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.reshard.pack.served import ServedWeights
 from slimx.reshard.plan.precision import Quantisation
-from tests.unit.preflight.test_plan_command import DEEPSEEK_V3, QWEN3_30B
+from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
 
 QWEN = QWEN3_30B | {
     "hidden_size": 64,

@@ -14,7 +14,10 @@ from slimx.reshard.pack.packer import Packer, describe
 from slimx.reshard.pack.pieces import compact, pieces_of, spread
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
-from tests.unit.layout.layout_stand import Tensors
+from tests.unit.layout.layout_stand import (
+    MODELS,
+    Tensors,
+)
 
 HUGE = 2**40
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8, "float8_e4m3fn": torch.uint8}
@@ -93,3 +96,19 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+WIDE = MODELS["deepseek"].hf | {
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+"""Dimensions of whole blocks of 128 for two ranks; kv_b_proj ends with half a block of columns."""

@@ -15,35 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimx.layout.engine import EngineLayout
-from slimx.layout.megatron import MegatronLayout
-from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.reshard.kernels import reference
 from slimx.reshard.pack.gather import PUBLISHER, Gatherer
 from slimx.reshard.pack.packer import Packer, Share, describe
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.plan.copy_plan import Plan, compile_plan
-from slimx.reshard.plan.precision import Precision
 from tests.unit.layout.engine_stand import SERVED, engine_rank
-from tests.unit.layout.layout_stand import MODELS, Tensors, bytes_read, checkpoint, held_by_trainers
-
-MODEL, SIZES, ENGINE = MODELS["qwen"], Sizes(data=3), EngineSizes(tensor=2)
-WORLD, REMOTE, DEADLINE_S = 3, (2,), 60
-
-
-def plan(bucket_bytes: int = 8000) -> Plan:
-    return compile_plan(
-        MegatronLayout(MODEL.table, SIZES).parts(),
-        EngineLayout(SERVED["qwen"].table, ENGINE).parts(),
-        precision=Precision("float32", "bfloat16"),
-        bucket_bytes=bucket_bytes,
-        ranks=ENGINE.world,
-    )
-
-
-def dressed(tensors: Tensors) -> Tensors:
-    """Numbers that bf16 has to round."""
-    return {name: tensor.float() * 1.0001 for name, tensor in tensors.items()}
+from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
+from tests.unit.reshard.gather_stand import DEADLINE_S, ENGINE, MODEL, REMOTE, SIZES, WORLD, dressed, plan
 
 
 def fill_all(rank: int, directory: Path) -> Iterator[tuple[PackedBucket, torch.Tensor]]:

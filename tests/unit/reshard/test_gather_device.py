@@ -29,7 +29,7 @@ from slimx.trainer.worker import TrainerWorker
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
-from tests.unit.reshard.test_gather import DEADLINE_S, ENGINE, MODEL, REMOTE, SIZES, WORLD, dressed, plan
+from tests.unit.reshard.gather_stand import DEADLINE_S, ENGINE, MODEL, REMOTE, SIZES, WORLD, dressed, plan
 
 PROGRAM = """
 import sys

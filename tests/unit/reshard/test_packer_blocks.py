@@ -20,7 +20,6 @@ from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import (
-    MODELS,
     Model,
     Tensors,
     checkpoint,
@@ -29,6 +28,7 @@ from tests.unit.layout.layout_stand import (
 from tests.unit.reshard.packer_stand import (
     DTYPES,
     HUGE,
+    WIDE,
     Values,
     assert_packed,
     assert_runs_give_the_same,
@@ -41,22 +41,6 @@ from tests.unit.reshard.packer_stand import (
 def single_threaded():
     with one_thread():
         yield
-
-
-WIDE = MODELS["deepseek"].hf | {
-    "vocab_size": 64,
-    "num_hidden_layers": 2,
-    "n_routed_experts": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 128,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-}
-"""Dimensions of whole blocks of 128 for two ranks; kv_b_proj ends with half a block of columns."""
 
 
 def quantised(tensors: Tensors, parts: dict[str, Part], rule: Quantisation, block: tuple[int, int]) -> Tensors:

@@ -28,7 +28,7 @@ from slimx.reshard.publish import Publisher
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
-from tests.unit.reshard.test_gather import ENGINE, MODEL, SIZES, dressed, plan
+from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, dressed, plan
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from slimx.config.schema import Config
 from slimx.data.records import Prompt, Span, Trajectory
+from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 
 
@@ -58,3 +60,8 @@ async def misbehaving(ctx: RewardContext, _: Trajectory, *, worth: float = 1.0) 
         case "process":
             return float(os.getpid())
     return worth
+
+
+def hooks_of(**reward: Any) -> Any:
+    sections = {"run": {"dir": "d"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
+    return load_hooks(Config.model_validate({**sections, "reward": reward}))

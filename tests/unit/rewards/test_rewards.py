@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.rewards import choice, f1, http, judge, math, overlong, pattern, remote
-from slimx.rollout.hook_loading import load_hooks
-from tests.unit.rewards.reward_stand import context, judged, trajectory
+from tests.unit.rewards.reward_stand import context, hooks_of, judged, trajectory
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 
@@ -252,11 +250,6 @@ async def test_a_reward_model_scores_the_whole_conversation():
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
-
-
-def hooks_of(**reward: Any) -> Any:
-    sections = {"run": {"dir": "d"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
-    return load_hooks(Config.model_validate({**sections, "reward": reward}))
 
 
 PARTS = [

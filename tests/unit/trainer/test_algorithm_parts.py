@@ -31,7 +31,7 @@ from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from slimx.trainer.context import ContextShard
 from slimx.trainer.step.metrics import mismatch_metrics, mismatch_sums
-from tests.unit.algorithms.test_algorithm_advantages import group
+from tests.unit.algorithms.advantage_stand import group
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of, one
 
 

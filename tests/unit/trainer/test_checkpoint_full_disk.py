@@ -13,7 +13,7 @@ import pytest
 from slimx.errors import SlimxError
 from slimx.trainer.checkpoint import files
 from tests.full_disk import fill, small_disk
-from tests.unit.orchestration.test_checkpoints import Bench, state
+from tests.unit.orchestration.checkpointing_stand import Bench, state
 from tests.unit.trainer.full_disk_rank import NBYTES
 
 

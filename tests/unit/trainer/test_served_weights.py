@@ -16,8 +16,7 @@ from slimx.reshard.kernels.cpu import RULE
 from slimx.reshard.pack.served import ServedWeights
 from slimx.reshard.plan.precision import Quantisation
 from tests.unit.layout.layout_stand import MODELS, Model, checkpoint, held_by_trainers
-from tests.unit.reshard.packer_stand import DTYPES, Values, one_thread
-from tests.unit.reshard.test_packer_blocks import WIDE
+from tests.unit.reshard.packer_stand import DTYPES, WIDE, Values, one_thread
 
 
 @pytest.fixture(autouse=True)

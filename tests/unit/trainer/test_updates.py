@@ -14,7 +14,7 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.orchestration.batches import batch_metrics, make_packer, make_update_rows, split_groups
 from slimx.trainer.step.updates import combine
-from tests.unit.data.test_denominators import trajectory
+from tests.unit.data.trajectory_stand import trajectory
 
 
 def config(**sections: dict) -> Config:

@@ -15,7 +15,7 @@ from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.trainer.model.weights import Weights
-from tests.unit.models.test_deepseek_v3 import V3
+from tests.unit.models.deepseek_v3_config import V3
 
 SMALL = {
     "vocab_size": 64,

@@ -1,0 +1,42 @@
+"""The two models whose losses must not depend on the layout."""
+
+from __future__ import annotations
+
+from tests.integration.deepseek_v3_oracle import MODELS, SHAPE
+from tests.integration.layout_cases import (
+    EXPERTS,
+    LAYERS,
+)
+
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_experts": EXPERTS,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    **SHAPE,
+    **{key: value for key, value in MODELS["V3"].items() if key != "num_mtp_layers"},
+    "num_nextn_predict_layers": 1,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "tie_word_embeddings": False,
+}

@@ -1,0 +1,44 @@
+"""One rank's receiver of a publication, and what it must hold afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slimx.adapters.sglang.weights.receiver import load_staged, receiver_of
+from slimx.layout.ranks import EngineSizes
+from slimx.reshard.manifest import Manifest
+from tests.unit.adapters.engine_model import (
+    DEEPSEEK,
+    ServerModel,
+    Weights,
+    engine_layout,
+    rank_local,
+)
+
+SIZES = EngineSizes(tensor=2, expert=2)
+LAYOUT = engine_layout(DEEPSEEK, SIZES)
+LATENT = ["model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
+
+
+def manifest(version: int = 1, epoch: int = 0, **change: Any) -> dict[str, Any]:
+    base = {"policy": "actor", "version": version, "encoding": "hf", "trainer_step": 5, "membership_epoch": epoch}
+    return Manifest(**(base | change)).to_json()
+
+
+def held(model: ServerModel) -> Weights:
+    return {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_holds(model: ServerModel, weights: Weights) -> None:
+    want = rank_local(LAYOUT, weights, 1)
+    assert all(torch.equal(value, want[name]) for name, value in held(model).items())
+    for k in range(2):
+        attention = model.get_submodule(f"model.layers.{k}.self_attn")
+        assert torch.equal(attention.w_kc, attention.kv_b_proj.weight * 2), "derived from other weights"
+
+
+def outcome(model: ServerModel) -> dict[str, Any]:
+    load_staged(model, [])
+    return receiver_of(model).status()["outcome"]
