@@ -81,8 +81,8 @@ test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ran
 	$(TESTS) tests/integration
 
 .PHONY: test-unit
-test-unit: $(LIBRARY) ## unit tests alone
-	$(TESTS) tests/unit
+test-unit: $(LIBRARY) ## unit tests for the edit loop: none that is marked costly
+	$(TESTS) -m "not slow and not costly" tests/unit
 
 .PHONY: test-all
 test-all: $(LIBRARY) lint ## the same and the tests marked slow

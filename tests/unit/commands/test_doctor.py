@@ -77,6 +77,7 @@ def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_not
     assert "note     ray: 2.59.0 is not the 2.60.0 of cpu.txt" in screen.text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "absent",
     ["torch", "numpy", "pynvml", "packaging", "torch,numpy,pynvml,packaging,rich,typer,pydantic,omegaconf,yaml"],

@@ -434,6 +434,7 @@ def slimx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["train", "doctor"])
 def test_the_process_prints_the_sentence_alone_and_exits_with_2(file, name):
     done = slimx(name, file, "run.nmae=x")
@@ -441,6 +442,7 @@ def test_the_process_prints_the_sentence_alone_and_exits_with_2(file, name):
     assert done.stderr == f"slimx: {file}: unknown key run.nmae; did you mean run.name?\n"
 
 
+@pytest.mark.costly
 def test_debug_adds_the_traceback(file):
     done = slimx("train", file, "run.nmae=x", "--debug")
     assert done.returncode != 0 and "Traceback" in done.stderr

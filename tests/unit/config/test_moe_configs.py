@@ -9,6 +9,8 @@ import pytest
 from slimx.config import load_config
 from slimx.preflight.plan.report import plan_report
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).parents[3]
 FILES = sorted(file for file in (ROOT / "configs/moe").glob("*.yaml") if not file.stem.startswith("quickstart"))
 PARAMETERS = {  # billions, as published, without layers of multi-token prediction

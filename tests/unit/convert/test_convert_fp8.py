@@ -22,6 +22,8 @@ from slimx.reshard.kernels.cpu import RULE
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.unit.convert.convert_stand import LAYOUT, WIDE, change, go
 
+pytestmark = pytest.mark.costly
+
 BLOCK = 16
 
 

@@ -24,6 +24,8 @@ from tests.checkpoint_stand import QWEN3_MOE, same, tensors_of, write_checkpoint
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.unit.convert.convert_stand import LAYOUT, QWEN3, fields, go
 
+pytestmark = pytest.mark.costly
+
 
 def spoil(source: Path, how: str) -> None:
     files = sorted(source.glob("*.safetensors"))

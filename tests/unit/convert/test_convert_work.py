@@ -22,6 +22,8 @@ from slimx.errors import SlimxError
 from tests.checkpoint_stand import write_checkpoint
 from tests.unit.convert.convert_stand import WIDE, content
 
+pytestmark = pytest.mark.costly
+
 
 class Numbered:
     """A file of bytes that may fail, or end the process, in its middle."""

@@ -19,6 +19,8 @@ from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, TransportLost
 from slimx.reshard.transports.collective import ChannelError
 
+pytestmark = pytest.mark.costly
+
 BUCKET = PackedBucket("/proc/1/fd/3", 4, ((),))
 MANIFEST = Manifest(policy="actor", version=7, trainer_step=7, membership_epoch=3)
 

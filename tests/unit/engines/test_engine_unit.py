@@ -155,6 +155,7 @@ def test_stop_ends_a_stubborn_tree_with_its_orphans(tmp_path: Path) -> None:
     process.stop()
 
 
+@pytest.mark.costly
 def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom slimx.runtime.process import SupervisedProcess\n"

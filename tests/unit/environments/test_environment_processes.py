@@ -24,6 +24,8 @@ from slimx.rollout.hook_loading import load_hooks
 from tests.unit.rollout.rollout_stand import config_of
 from tests.unit.rollout.scripted_engine import PROMPT, ScriptedEngine, context
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = "tests.unit.environments.environment_stand.Misbehaving"
 

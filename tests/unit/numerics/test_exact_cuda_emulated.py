@@ -21,6 +21,8 @@ from slimx.numerics.exact.contract import fingerprint
 from tests.exact_batches import check_attention, check_rows
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
 
+pytestmark = pytest.mark.costly
+
 CSRC = Path(__file__).parents[3] / "csrc"
 EMULATION = Path(__file__).with_name("exact_emulation")
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

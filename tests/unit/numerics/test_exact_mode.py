@@ -423,6 +423,7 @@ print(*uncovered(model), sep="|")
 """
 
 
+@pytest.mark.costly
 def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
     environment = {**os.environ, **CPU_VARIABLES, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", UNCOVERED], capture_output=True, text=True, env=environment)

@@ -20,6 +20,8 @@ from slimx.orchestration.lifetime.signals import Signals
 from slimx.orchestration.lifetime.watchdog import Watchdog
 from slimx.runtime.threads import in_thread
 
+pytestmark = pytest.mark.costly
+
 PRELUDE = """
 import asyncio, ctypes, os, sys, threading, time
 from types import SimpleNamespace

@@ -103,6 +103,7 @@ def test_the_text_tells_layouts_bytes_work_and_proof(plan):
     assert "predicted" not in text
 
 
+@pytest.mark.costly
 def test_memory_for_buckets_follows_transport_and_staging(plan):
     def memory(*overrides: str) -> tuple[float, float]:
         _, text = plan(QWEN3_30B, *RUN_30B, "publish.bucket_mib=256", *overrides, "--json")
@@ -334,6 +335,7 @@ def test_a_configuration_that_contradicts_itself_is_told_of_all_of_it(plan):
         assert part in text
 
 
+@pytest.mark.costly
 def test_suggested_layouts_pass_the_plan(plan):
     """Each of them, with everything that a run checks."""
     code, text = plan(QWEN3_30B, *RUN_30B, H100, "--suggest", "--json")

@@ -12,6 +12,8 @@ import pytest
 from slimx import cli
 from tests.unit.config.config_mutations import ROOT, Case, case
 
+pytestmark = pytest.mark.costly
+
 CPU_SECONDS = 10.0
 """CPU seconds that one plan may take on one core."""
 

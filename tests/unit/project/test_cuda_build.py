@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).parents[3]
 ARCHITECTURES = {"sm_90", "sm_100"}
 KERNELS = {

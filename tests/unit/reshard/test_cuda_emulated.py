@@ -22,6 +22,8 @@ from tests.gpu.plans import FORMS, Plan, random_plan
 from tests.gpu.running import OnDevice, on_cpu
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 
+pytestmark = pytest.mark.costly
+
 PATHS = 9
 """Of slimx::Path in csrc/tiles.cuh."""
 

@@ -22,6 +22,8 @@ from slimx.reshard.transports.collective import ChannelError, Receiving, Sending
 from slimx.reshard.transports.memory import MemoryFile, open_memory
 from tests.unit.reshard.transport_peer import Peer, region
 
+pytestmark = pytest.mark.costly
+
 DEADLINE_S = 4.0
 MANIFEST = Manifest(policy="actor", version=7, trainer_step=7, membership_epoch=3)
 

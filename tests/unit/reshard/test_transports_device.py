@@ -24,6 +24,8 @@ from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.device_peer import DeviceRank
 from tests.unit.reshard.transport_peer import Peer, check
 
+pytestmark = pytest.mark.costly
+
 SIZE = 5000
 DEADLINE_S = 3.0
 

@@ -10,7 +10,7 @@ from slimx.errors import SlimxError
 from slimx.rewards import code
 from tests.unit.rewards.reward_stand import context, trajectory
 
-pytestmark = pytest.mark.needs("bwrap", "unshare", "prlimit")
+pytestmark = [pytest.mark.costly, pytest.mark.needs("bwrap", "unshare", "prlimit")]
 
 FORGED_ANSWER = r'{"value": 4, "changed": []}\n'
 WRONG = "def f(x): return 0\n"

@@ -43,6 +43,7 @@ def test_math_refuses_an_answer_without_a_value():
         judged(math.reward, "18", "as you like")
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K files beside the repository")
 def test_math_agrees_with_the_graders_of_gsm8k_and_pays_every_gold_answer():
     agreed = seen = 0

@@ -28,6 +28,8 @@ from tests.refusals import refused
 from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, expected_tokens, kept, run_virtually
 from tests.unit.rollout.rollout_stand import config_of
 
+pytestmark = pytest.mark.costly
+
 STEPS, SIZE = 7, 4
 PROMPTS = [Prompt(id=f"p{n}", token_ids=[5, 6, 7]) for n in range(23)]
 

@@ -21,6 +21,8 @@ from slimx.errors import SlimxError
 from slimx.reshard.transports.meeting import meet
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
 
+pytestmark = pytest.mark.costly
+
 LIMIT = timedelta(seconds=60)
 
 

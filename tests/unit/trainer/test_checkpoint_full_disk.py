@@ -16,6 +16,8 @@ from tests.full_disk import fill, small_disk
 from tests.unit.orchestration.checkpointing_stand import Bench, state
 from tests.unit.trainer.full_disk_rank import NBYTES
 
+pytestmark = pytest.mark.costly
+
 
 def written(directory: Path, rank: int = 1) -> SlimxError | None:
     """Write about a megabyte as the thread of one rank of two does; the failure that the rank itself tells."""

@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.costly
+
 SPECS = """
 from types import SimpleNamespace
 from slimx.trainer.worker import install_adapters
