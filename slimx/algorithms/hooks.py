@@ -27,18 +27,26 @@ def load_loss(path: str) -> Loss:
     def checked(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         result = hook(inputs)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            raise SlimxError(f"algorithm.loss: {path} returned {_kind(result)}; return (loss, metrics)")
+            raise SlimxError(
+                f"algorithm.loss: {path} returned {_kind(result)}; return (loss, metrics)",
+                code="hook.loss_result",
+                about=path,
+            )
         loss, metrics = result
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
             raise SlimxError(
                 f"algorithm.loss: {path} returned {_kind(loss)} as the loss; return a tensor of one number with a "
-                "gradient: the sum of inputs.weight * something"
+                "gradient: the sum of inputs.weight * something",
+                code="hook.loss_tensor",
+                about=path,
             )
         for name, value in metrics.items():
             if not isinstance(value, torch.Tensor) or value.shape or value.requires_grad:
                 raise SlimxError(
                     f"algorithm.loss: {path} returned {_kind(value)} as metric {name}; return tensors of one number "
-                    "without a gradient (.detach()), which are added up over micro-batches"
+                    "without a gradient (.detach()), which are added up over micro-batches",
+                    code="hook.loss_metric",
+                    about=name,
                 )
         return loss, metrics
 
@@ -55,14 +63,18 @@ def load_advantages(path: str) -> Advantages:
         if not isinstance(result, Sequence) or len(result) != len(trajectories):
             raise SlimxError(
                 f"algorithm.advantages: {path} returned {_kind(result)} for {len(trajectories)} trajectories; return a "
-                "list with one number, or one array [L-1], for each"
+                "list with one number, or one array [L-1], for each",
+                code="hook.advantages_result",
+                about=path,
             )
         for trajectory, value in zip(trajectories, result, strict=True):
             array, wanted = np.asarray(value), len(trajectory.token_ids) - 1
             if array.dtype.kind not in "fiu" or array.shape not in ((), (wanted,)) or not np.isfinite(array).all():
                 raise SlimxError(
                     f"algorithm.advantages: {path} returned {_kind(value)} for trajectory {trajectory.id}; return a "
-                    f"finite number, or an array of its {wanted} predicted tokens"
+                    f"finite number, or an array of its {wanted} predicted tokens",
+                    code="hook.advantages_value",
+                    about=str(trajectory.id),
                 )
         return list(result)
 

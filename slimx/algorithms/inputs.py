@@ -1,4 +1,4 @@
-"""What a loss receives and returns."""
+"""Inputs and result of a loss function."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class LossInputs:
     """Loss weight with the denominators of the whole update inside (`slimx.data.weights`); 0 where not trained."""
     advantages: torch.Tensor
     old_logprobs: torch.Tensor
-    """What the ratio compares with: the engine's, or the trainer's own before the step (algorithm.old_logprobs)."""
+    """Denominator of the ratio: the engine's, or the trainer's own before the step (algorithm.old_logprobs)."""
     rollout_logprobs: torch.Tensor | None = None
     """The engine's; None: `old_logprobs` are."""
     reference_logprobs: torch.Tensor | None = None
-    """Of the reference (algorithm.reference)."""
+    """The reference's (algorithm.reference)."""
     teacher_logprobs: torch.Tensor | None = None
-    """Of another model (algorithm.teacher, algorithm.teacher_engine)."""
+    """Another model's (algorithm.teacher, algorithm.teacher_engine)."""
     entropy: torch.Tensor | None = None
-    """Of the distribution that each label is from, in nats, with gradient."""
+    """Entropy of the distribution that each label is from, in nats, with gradient."""
     selected: torch.Tensor | None = None
     """1 at the tokens that were chosen by their covariance (`slimx.algorithms.advantages.covariance`), else 0."""
     sequence_sum: SequenceSum | None = None

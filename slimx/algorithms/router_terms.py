@@ -53,7 +53,7 @@ def z_loss(logits: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 def top_counts(
     scores: torch.Tensor, topk: int, counted: torch.Tensor, segments: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """float32 [count, E]: how many tokens of each segment have an expert among their k highest scores."""
+    """Count each segment's tokens that have an expert among their k highest scores: float32 [count, E]."""
     highest = torch.zeros_like(scores).scatter(1, scores.topk(topk).indices, 1.0) * counted[:, None]
     return scores.new_zeros(count, scores.shape[1]).index_add(0, segments, highest)
 

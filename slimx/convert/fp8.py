@@ -36,7 +36,9 @@ def quantised_names(table: Table, block: tuple[int, int]) -> frozenset[str]:
             if len(shapes) > 1 and shape[0] % block[0]:
                 raise SlimxError(
                     f"tensor {name} has {shape[0]} rows, no whole blocks of {block[0]}: engines put it in one "
-                    f"tensor with {entry.sources[len(shapes) - 1]}; this model cannot be served in block fp8"
+                    f"tensor with {entry.sources[len(shapes) - 1]}; this model cannot be served in block fp8",
+                    code="convert.blocks",
+                    about=name,
                 )
             names.add(name)
     return frozenset(names)
@@ -88,12 +90,16 @@ def _quantise(
     flags = np.zeros(2, dtype=np.uint32)
     kernel.pack(piece, bucket, np.zeros(2, dtype=np.uint64), flags, threads=1)
     if flags[0] & NONFINITE:
-        raise SlimxError(f"tensor {name} holds a value that is infinite or not a number: it cannot be quantised")
+        raise SlimxError(
+            f"tensor {name} holds a value that is infinite or not a number: it cannot be quantised",
+            code="convert.nonfinite",
+            about=name,
+        )
     return bucket[: rows * cols].view(rows, cols), bucket[at:].view(torch.float32).view(down, across)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
-    """`slimx.models.files.block_fp8.dequantise` by the kernels where a block begins at (row, col), which is faster."""
+    """Dequantise as `slimx.models.files.block_fp8` does, faster: by the kernels where a block begins at (row, col)."""
     (rows, cols), (high, wide) = codes.shape, block
     if row % high or col % wide or codes.stride(1) != 1:
         return block_fp8.dequantise(codes, scales, block, row, col)
@@ -105,9 +111,13 @@ def check_rule(rule: Rule, dtype: torch.dtype, name: str) -> None:
     """Raises SlimxError where `rule` cannot quantise tensor `name` of `dtype` here."""
     if rule != "triton":
         return
-    kernel.triton_scales(kernel.TRITON_SCALES)
     if dtype != torch.bfloat16:
-        raise SlimxError(f"tensor {name} is {dtype}: the rule triton quantises bf16 only; choose another rule")
+        raise SlimxError(
+            f"tensor {name} is {dtype}: the rule triton quantises bf16 only; choose another rule",
+            code="convert.rule",
+            about=name,
+        )
+    kernel.triton_scales(kernel.TRITON_SCALES)  # refuses a machine that lacks the table
 
 
 def with_quantisation(hf: Mapping[str, Any], quantisation: Quantisation, plain: Sequence[str]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _with_prediction(path: Path, layers: int, family: Family | None) -> ModelSpe
 
 
 def _prediction_layers(path: Path) -> int:
-    """How many layers of multi-token prediction a torch_dist checkpoint holds."""
+    """Count the layers of multi-token prediction in a torch_dist checkpoint."""
     keys = read_metadata(path / ".metadata").state_dict_metadata
     return len({key.removeprefix(_PREDICTION).split(".")[0] for key in keys if key.startswith(_PREDICTION)})
 

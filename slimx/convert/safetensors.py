@@ -31,7 +31,7 @@ from slimx.models.files.writer import TENSOR_SUFFIXES, shard_name
 CONFIG = "config.json"
 FILE_BYTES = 2 * 10**9
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
-"""What safetensors calls a dtype."""
+"""Dtypes by their names in safetensors files."""
 
 
 class Tensor(NamedTuple):
@@ -161,7 +161,7 @@ class ToHuggingFace:
         self.fingerprint = digest.hexdigest()
 
     def writing(self) -> AbstractContextManager[None]:
-        """Nothing is needed."""
+        """Return a context that does nothing: writing safetensors files needs no preparation."""
         return nullcontext()
 
     @property

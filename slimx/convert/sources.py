@@ -1,4 +1,4 @@
-"""Where a conversion reads tensors, slice by slice, and how much of them stays in memory."""
+"""Sources of a conversion's tensors, read slice by slice with a bounded part in memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slimx.layout.parts import matrix
 BLOCK_BYTES = 32 * 2**20
 """About what is held of one tensor at a time."""
 MAPPED_BYTES = 128 * 2**20
-"""Of a source's files, read since they were opened. They are mapped, and what was read stays in memory until they are
-closed."""
+"""Bytes that are read from a source's files before they are opened anew: they are mapped, and what was read stays in
+memory until they are closed."""
 
 
 class Source(Protocol):
@@ -25,7 +25,7 @@ class Source(Protocol):
     def names(self) -> Collection[str]: ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of what `read` gives."""
+        """Dtype in which `read` returns a tensor."""
         ...
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
@@ -60,14 +60,14 @@ class Reading:
     def __init__(self, source: Source):
         self._source, self._bytes = source.again(), 0
         self.scratch = Scratch()
-        """For what is made of the parts that were read."""
+        """Memory for what is made of the parts that were read."""
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which tensor `name` is stored, as `Source.dtype`."""
         return self._source.dtype(name)
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """As `Source.read`; give it up before the next call, so that its file can be closed."""
+        """Read as `Source.read` does; drop the result before the next call, so that its file can be closed."""
         if self._bytes > MAPPED_BYTES:
             self._source, self._bytes = self._source.again(), 0
         part = self._source.read(name, rect)

@@ -74,7 +74,7 @@ class Target:
             cut(row, self._ways(row))
 
     def boxes(self, entry: Entry) -> list[Box]:
-        """How the tensor of `entry` is cut."""
+        """The boxes that the tensor of `entry` is cut into."""
         return cut(entry.row, self._ways(entry.row))
 
     def rank(self, entry: Entry, shard: int) -> int:
@@ -99,7 +99,7 @@ class Target:
 
 
 def cut(row: Row, ways: int) -> list[Box]:
-    """Where `row`'s tensor is cut between `ways` ranks. A rank's share of several sources (gate and up) is in several
+    """Cut `row`'s tensor between `ways` ranks. A rank's share of several sources (gate and up) is in several
     boxes of the whole."""
     shapes = [matrix(shape) for _, shape in row.sources]
     (rows, cols), whole = row.map.local(shapes, row.axis, 0, 1)

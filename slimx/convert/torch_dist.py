@@ -60,7 +60,7 @@ class Piece:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of its first element in the whole tensor."""
+        """Position of its first element in the whole tensor."""
         return (*self.place.index, *self._trim(self.box.row, self.box.col))
 
     @property
@@ -75,7 +75,7 @@ class Piece:
         return (row,) if len(self.place.part.shape) == 1 else (row, col)
 
     def make(self, reading: Reading) -> torch.Tensor:
-        """Its values, in the scratch memory of `reading`."""
+        """Make the piece's values, in the scratch memory of `reading`."""
         box, part = self.box, self.place.part
         out = reading.scratch.tensor((box.rows, box.cols), self.dtype)
         for rect in part.rects:
@@ -160,7 +160,7 @@ class ToMegatron:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Without the checksums of `torch.save`, which take half its time: `torch.load` does not look at them, and a
+        """Leave out the checksums of `torch.save`, which take half its time: `torch.load` does not look at them, and a
         conversion has its own."""
         before = get_crc32_options()
         set_crc32_options(False)

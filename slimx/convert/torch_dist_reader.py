@@ -98,7 +98,7 @@ class TorchDistReader:
         return self._holders.keys()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor as it was saved."""
+        """Dtype in which tensor `name` was saved."""
         return self._dtypes[self._holders[name][0][0].key]
 
     def again(self) -> TorchDistReader:
@@ -137,7 +137,9 @@ class TorchDistReader:
         if filled != view.numel():
             raise SlimxError(
                 f"{self.path}: tensor {place.key} is not whole in it (at {list(place.index)}: {filled} of "
-                f"{view.numel()} elements); save it again"
+                f"{view.numel()} elements); save it again",
+                code="megatron.incomplete",
+                about=place.key,
             )
 
     def _bytes(self, piece: _Stored, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -162,7 +164,9 @@ class TorchDistReader:
             if tuple(found.shape) != piece.sizes:
                 raise SlimxError(
                     f"{self.path / piece.file}: holds a tensor {list(found.shape)} where .metadata has "
-                    f"{list(piece.sizes)}; restore the file from its source"
+                    f"{list(piece.sizes)}; restore the file from its source",
+                    code="megatron.file",
+                    about=piece.file,
                 )
             start = piece.start + storage._checkpoint_offset + found.storage_offset() * found.itemsize
             if found.dtype != dtype:
@@ -219,9 +223,17 @@ class _Pieces:
 def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadata) -> _Stored:
     found = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
     if found is None:
-        raise SlimxError(f"{path / '.metadata'}: does not say where {key} at {list(chunk.offsets)} is; save it again")
+        raise SlimxError(
+            f"{path / '.metadata'}: does not say where {key} at {list(chunk.offsets)} is; save it again",
+            code="megatron.metadata",
+            about=key,
+        )
     if getattr(found, "transform_descriptors", None):
-        raise SlimxError(f"{path}: tensor {key} is compressed; save it again without extensions")
+        raise SlimxError(
+            f"{path}: tensor {key} is compressed; save it again without extensions",
+            code="megatron.compressed",
+            about=key,
+        )
     return _Stored(tuple(chunk.offsets), tuple(chunk.sizes), found.relative_path, found.offset, found.length)
 
 

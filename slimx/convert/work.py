@@ -30,7 +30,7 @@ class PlannedFile(Protocol):
     name: str
     """Path relative to the output."""
     nbytes: int
-    """Of its tensors."""
+    """Bytes of its tensors."""
 
     def write(self, stream: Stream) -> Any:
         """Write it; what is returned goes, as JSON, to the conversion's `finish`."""
@@ -38,7 +38,7 @@ class PlannedFile(Protocol):
 
 
 class Conversion(Protocol):
-    """What becomes of what."""
+    """A planned conversion: the files that it writes, and how its output is compared with its source."""
 
     files: Sequence[PlannedFile]
     fingerprint: str
@@ -94,15 +94,15 @@ class Stream:
         return len(view)
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return self._size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no byte is held back."""
 
     @property
     def record(self) -> FileRecord:
-        """Of what has been written."""
+        """Size and digest of the bytes written so far."""
         return FileRecord(self._size, self._digest.hexdigest())
 
 
@@ -110,7 +110,7 @@ class Progress(Protocol):
     """Hears how far the work is."""
 
     def start(self, what: str, total: int, done: int) -> None:
-        """`total` bytes are to be done, of which `done` were before."""
+        """Begin a part of the work: `total` bytes, of which `done` were done before."""
         ...
 
     def advance(self, nbytes: int) -> None: ...
@@ -209,7 +209,7 @@ def _collect(running: Mapping[Any, PlannedFile], done: dict[str, Done]) -> None:
 
 
 def _failure(future: Future[Done]) -> BaseException | None:
-    """What ended a file by itself."""
+    """The error that ended a file by itself, not because another one failed."""
     error = None if future.cancelled() else future.exception()
     return None if isinstance(error, _Stopped) else error
 

@@ -1,4 +1,4 @@
-"""What the config.json of most decoders says alike: fields of megatron-core's TransformerConfig and GPTModel."""
+"""Fields that most decoders' config.json has in common, as arguments of megatron-core's configuration and model."""
 
 from __future__ import annotations
 

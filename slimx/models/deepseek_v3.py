@@ -72,7 +72,7 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What of this checkpoint's config cannot be built, in words; None if all can."""
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
     return _unsupported_rotary(hf) or unsupported_router(hf) or _unsupported_rest(hf)
 
 
@@ -106,7 +106,7 @@ def _unsupported_rest(hf: dict[str, Any]) -> str | None:
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """Where every checkpoint tensor lives in the Megatron model that has `mtp` layers of multi-token prediction.
+    """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction.
 
     The constants that Kimi-K2 and Moonlight store with every layer are the table's `frozen` tensors, as are the layers
     of multi-token prediction that the checkpoint has beyond."""

@@ -1,4 +1,4 @@
-"""Where SGLang 0.5.23 holds the tensors of a DeepSeek-V3 checkpoint (`sglang.srt.models.deepseek_v2`, and
+"""SGLang 0.5.23's layout of the tensors of a DeepSeek-V3 checkpoint (`sglang.srt.models.deepseek_v2`, and
 `deepseek_nextn` for the draft model of multi-token prediction)."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from slimx.models.sigmoid_router import engine_moe_rows
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False, gate_dtype: str | None = None) -> Table:
-    """The target model. `fused_shared_experts`: the shared expert stands after the routed ones in the same tensors;
-    `gate_dtype`: of the router's weight, where that is not the model's."""
+    """Layout of the target model. `fused_shared_experts`: the shared expert stands after the routed ones in the same
+    tensors; `gate_dtype`: of the router's weight, where that is not the model's."""
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     first = engine_rows.layer(range(dense))
     rows = (
@@ -30,7 +30,7 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False, gate
 
 
 def draft_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """The draft model: the checkpoint's layer of multi-token prediction, with embedding and output of the target."""
+    """Layout of the draft model: the layer of multi-token prediction, with embedding and output of the target."""
     hidden, there = hf["hidden_size"], f"model.layers.{hf['num_hidden_layers']}."
     outer, inside = Layer("model.", there, stage="first"), Layer("model.decoder.", there, stage="first")
     rows = (

@@ -10,7 +10,7 @@ from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 
 def dense_table(hf: dict[str, Any], attention: Attention) -> Table:
-    """Where every checkpoint tensor lives in the Megatron model."""
+    """The trainer's layout of every checkpoint tensor."""
     layer = Layer()
     mlp = layer.dense(hf["hidden_size"], hf["intermediate_size"])
     rows = (embedding(hf), *layer.attention(attention), *mlp, *head(hf))
@@ -18,7 +18,7 @@ def dense_table(hf: dict[str, Any], attention: Attention) -> Table:
 
 
 def dense_engine_table(hf: dict[str, Any], attention: Attention, group: Group = "attention") -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor. `group`: "tensor" where its model knows no DP-attention."""
+    """SGLang 0.5.23's layout of every checkpoint tensor. `group`: "tensor" where its model knows no DP-attention."""
     layer = engine_rows.layer()
     rows = (
         engine_rows.embedding(hf, group),

@@ -84,7 +84,7 @@ def moe(
 
 
 def embedding(hf: dict[str, Any], group: Group = "attention") -> Row:
-    """`VocabParallelEmbedding`; `group` as of `attention`."""
+    """The word embedding (`VocabParallelEmbedding`); `group` as of `attention`."""
     name = "model.embed_tokens.weight"
     return padded_vocabulary(name, hf["vocab_size"], hf["hidden_size"], stage="first", group=group)
 
@@ -96,5 +96,5 @@ def head(hf: dict[str, Any], *, tied: bool = False) -> tuple[Row, ...]:
 
 
 def output(hf: dict[str, Any], stage: Stage = "last") -> Row:
-    """`ParallelLMHead`."""
+    """The output layer (`ParallelLMHead`)."""
     return padded_vocabulary("lm_head.weight", hf["vocab_size"], hf["hidden_size"], stage=stage, group="tensor")

@@ -1,4 +1,4 @@
-"""Which family a Hugging Face directory belongs to, and what slimx needs to know of it."""
+"""The registry of model families, and what slimx needs to know of a Hugging Face directory's model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slimx.models.files.index import read_object
 
 
 class Family(Protocol):
-    """What a family's file defines; `hf` is the content of config.json. A field that is missing there is a KeyError."""
+    """The names that a family's file defines; `hf` is the content of config.json, and a missing field is a KeyError."""
 
     ARCHITECTURE: str
-    """Of config.json's `architectures`."""
+    """The name in config.json's `architectures`."""
 
     def unsupported(self, hf: dict[str, Any]) -> str | None:
-        """What of this config cannot be built, in words; None if all can."""
+        """Name the part of config.json `hf` that cannot be built; None if all can."""
         ...
 
     def transformer_config(self, hf: dict[str, Any]) -> dict[str, Any]:
@@ -38,11 +38,11 @@ class Family(Protocol):
         ...
 
     def engine_table(self, hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-        """Where SGLang holds every checkpoint tensor; `fused_shared_experts`: with shared experts after the others."""
+        """SGLang's layout of every checkpoint tensor; `fused_shared_experts`: with shared experts after the others."""
         ...
 
     def weight_table(self, hf: dict[str, Any], mtp: int = 0) -> Table:
-        """Where every checkpoint tensor lives in a model with `mtp` of those layers; the others are frozen."""
+        """The trainer's layout of every checkpoint tensor, with `mtp` of those layers; the others are frozen."""
         ...
 
 
@@ -82,7 +82,7 @@ class ModelSpec:
     gpt: dict[str, Any]
     """Arguments of megatron-core's GPTModel."""
     table: Table
-    """Where the trainer holds every checkpoint tensor."""
+    """The trainer's layout of every checkpoint tensor."""
     family: Family
 
     @property
@@ -109,7 +109,7 @@ class ModelSpec:
 
     @property
     def normalises_projections(self) -> bool:
-        """Whether queries and keys are normed over all heads together: the norms are then split as the heads are."""
+        """True if queries and keys are normed over all heads together: the norms are then split as the heads are."""
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
 
     @property
@@ -120,18 +120,18 @@ class ModelSpec:
 
     @property
     def no_cpu_engine(self) -> str | None:
-        """Why SGLang cannot serve the model on the CPU (the family's NO_CPU_ENGINE); None if it can."""
+        """The reason why SGLang cannot serve the model on the CPU (the family's NO_CPU_ENGINE); None if it can."""
         return getattr(self.family, "NO_CPU_ENGINE", None)
 
     def unfused(self, *, cpu: bool, expert: int) -> str | None:
-        """Why SGLang leaves shared experts apart although it is asked to fuse them, in an engine of expert parallel
-        size `expert`; None if it does not (the family's FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM, if it has one)."""
+        """The reason why SGLang leaves shared experts apart although it is asked to fuse them, in an engine of expert
+        parallel size `expert`; None if it fuses them (see the family's FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM)."""
         if not getattr(self.family, "FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM", False):
             return None
         return "on the CPU" if cpu else f"with expert parallelism ({expert})" if expert > 1 else None
 
     def engine_table(self, *, fused_shared_experts: bool = False) -> Table:
-        """Where SGLang holds every checkpoint tensor."""
+        """SGLang's layout of every checkpoint tensor."""
         return self.family.engine_table(self.hf, fused_shared_experts=fused_shared_experts)
 
 
@@ -141,7 +141,11 @@ def load_family(path: str, key: str = "model.family") -> Family:
     module = load_module(key, path)
     parts = [name for name in (*Family.__annotations__, *vars(Family)) if not name.startswith("_")]
     if missing := [name for name in parts if not hasattr(module, name)]:
-        raise SlimxError(f"{key}: {path} lacks {', '.join(missing)}; docs/models.md says what a family defines")
+        raise SlimxError(
+            f"{key}: {path} lacks {', '.join(missing)}; docs/models.md says what a family defines",
+            code="model.family_part",
+            about=missing[0],
+        )
     return module
 
 
@@ -160,20 +164,32 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     file = Path(path) / "config.json"
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:
-        raise SlimxError(f"trainer.megatron.mtp_num_layers={mtp_layers!r} is no number of layers; give 0 or more")
+        raise SlimxError(
+            f"trainer.megatron.mtp_num_layers={mtp_layers!r} is no number of layers; give 0 or more",
+            code="model.mtp_layers",
+            about="trainer.megatron.mtp_num_layers",
+        )
     family = _family_of(architecture, file, family)
     try:
         problem = family.unsupported(hf)
         if problem:
-            raise SlimxError(f"{file}: {architecture} with {problem} is not supported")
+            raise SlimxError(
+                f"{file}: {architecture} with {problem} is not supported", code="model.unsupported", about=problem
+            )
         if mtp_layers > (declared := family.mtp_layers(hf)):
             raise SlimxError(
-                f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}"
+                f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}",
+                code="model.mtp_layers",
+                about="trainer.megatron.mtp_num_layers",
             )
         table = family.weight_table(hf, mtp_layers)
         return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), table, family)
     except KeyError as error:
-        raise SlimxError(f"{file}: field {error} is missing; a {architecture} checkpoint must have it") from error
+        raise SlimxError(
+            f"{file}: field {error} is missing; a {architecture} checkpoint must have it",
+            code="model.field_missing",
+            about=str(error.args[0]),
+        ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise SlimxError(
             f"{file}: a field has a value that a {architecture} cannot have ({error}); restore it from the "
@@ -187,12 +203,18 @@ def _config_of(file: Path) -> tuple[dict[str, Any], str]:
     """Content and architecture of a config.json."""
     if not file.is_file():
         raise SlimxError(
-            f"{file.parent}: no checkpoint there (config.json is missing); give a Hugging Face model directory"
+            f"{file.parent}: no checkpoint there (config.json is missing); give a Hugging Face model directory",
+            code="model.directory",
+            about=str(file.parent),
         )
     hf = read_object(file)
     names = hf.get("architectures") or ["nothing"]
     if not isinstance(names, list) or not isinstance(names[0], str):
-        raise SlimxError(f"{file}: architectures is {names!r}, not a list of names; restore it from the source")
+        raise SlimxError(
+            f"{file}: architectures is {names!r}, not a list of names; restore it from the source",
+            code="model.architectures",
+            about=str(file),
+        )
     return hf, names[0]
 
 
@@ -201,14 +223,22 @@ def _family_of(architecture: str, file: Path, given: Family | None) -> Family:
         if architecture != given.ARCHITECTURE:
             raise SlimxError(
                 f"{file}: architecture {architecture} is not the family's, {given.ARCHITECTURE}; give the checkpoint's "
-                "own family in model.family, or leave it out"
+                "own family in model.family, or leave it out",
+                code="model.other_family",
+                about=architecture,
             )
         return given
     if architecture in UNBUILDABLE:
-        raise SlimxError(f"{file}: architecture {architecture} is not supported: {UNBUILDABLE[architecture]}")
+        raise SlimxError(
+            f"{file}: architecture {architecture} is not supported: {UNBUILDABLE[architecture]}",
+            code="model.unbuildable",
+            about=architecture,
+        )
     if architecture not in FAMILIES:
         raise SlimxError(
             f"{file}: architecture {architecture} is not supported; slimx knows {', '.join(sorted(FAMILIES))}, and "
-            "docs/models.md shows how to add one (model.family)"
+            "docs/models.md shows how to add one (model.family)",
+            code="model.unknown",
+            about=architecture,
         )
     return FAMILIES[architecture]

@@ -1,4 +1,4 @@
-"""What a sequence costs to train, from the sizes of the model."""
+"""Floating-point operations that training on a sequence takes, from the sizes of the model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class SequenceFlops:
     """Floating-point operations of forward and backward pass on one sequence of n tokens: linear n + quadratic n^2."""
 
     linear: float
-    """Of every token: matrix products with weights."""
+    """Operations of every token: matrix products with weights."""
     quadratic: float
-    """Of every pair of tokens: causal attention, where half of the pairs are masked."""
+    """Operations of every pair of tokens: causal attention, where half of the pairs are masked."""
 
     def __call__(self, tokens: int) -> float:
         """FLOPs of a sequence of `tokens` tokens."""
@@ -48,7 +48,7 @@ def _windowed_layers(transformer: dict[str, Any]) -> int:
 
 
 def _attention(transformer: dict[str, Any]) -> tuple[int, int]:
-    """Of one layer: weights that every token is multiplied with; dimensions of both products of each pair, all heads
+    """Sizes of one layer: weights that every token is multiplied with; dimensions of a pair's two products, all heads
     together."""
     hidden, heads = transformer["hidden_size"], transformer["num_attention_heads"]
     if not transformer.get("multi_latent_attention"):
@@ -70,7 +70,7 @@ def _moe_layers(transformer: dict[str, Any]) -> int:
 
 
 def _experts(transformer: dict[str, Any]) -> int:
-    """Of one MoE layer: weights that every token is multiplied with, router and shared experts included."""
+    """Weights of one MoE layer that every token is multiplied with, router and shared experts included."""
     hidden = transformer["hidden_size"]
     chosen = transformer["moe_router_topk"] * transformer["moe_ffn_hidden_size"]
     shared = transformer.get("moe_shared_expert_intermediate_size") or 0

@@ -29,7 +29,7 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What of this config cannot be built, in words; None if all can."""
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
     if (kind := decoder.rotary(hf)[0]) != "default":
         return f"rotary scaling of type {kind}"
     other = decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
@@ -37,7 +37,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """Where every checkpoint tensor lives in the Megatron model that has `mtp` layers of multi-token prediction."""
+    """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction."""
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
 
     def inside(at: Layer) -> tuple[Row, ...]:
@@ -54,7 +54,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.glm4_moe`); its router weighs in fp32."""
+    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe`); its router weighs in fp32."""
     layers, dense, hidden = hf["num_hidden_layers"], hf["first_k_dense_replace"], hf["hidden_size"]
     first, rest = engine_rows.layer(range(dense)), engine_rows.layer(range(dense, layers))
     rows = (

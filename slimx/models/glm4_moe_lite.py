@@ -13,11 +13,11 @@ from slimx.models.deepseek_v3 import weight_table as weight_table
 
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
-"""As GLM-4.5's (`slimx.models.glm4_moe`)."""
+"""The same limit as GLM-4.5's (`slimx.models.glm4_moe`)."""
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What of this config cannot be built, in words; None if all can."""
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     # transformers builds the layers that this list names, SGLang those after the first ones.
     if hf.get("mlp_layer_types") not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
@@ -26,5 +26,5 @@ def unsupported(hf: dict[str, Any]) -> str | None:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.glm4_moe_lite`)."""
+    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe_lite`)."""
     return deepseek_v3_engine.engine_table(hf, fused_shared_experts=fused_shared_experts, gate_dtype="float32")

@@ -61,7 +61,7 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What of this checkpoint's config cannot be built, in words; None if all can."""
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
     kind, scaling = decoder.rotary(hf)
     if kind != "yarn":
         return f"rope scaling {kind} (its own is yarn)"
@@ -84,7 +84,7 @@ def mtp_layers(hf: dict[str, Any]) -> int:
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """Where every checkpoint tensor lives in the Megatron model."""
+    """The trainer's layout of every checkpoint tensor."""
     sizes, layer = _attention(hf), Layer()
     hidden, inner, experts = sizes.hidden, hf["intermediate_size"], hf["num_local_experts"]
     one, two = "mlp.experts.linear_fc1.", "mlp.experts.linear_fc2."
@@ -108,7 +108,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.gpt_oss`) with the experts' kernel `triton`
+    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.gpt_oss`) with the experts' kernel `triton`
     and an attention backend other than trtllm_mha, whose sinks are fp32. There are no shared experts to fuse."""
     sizes, layer = _attention(hf), engine_rows.layer()
     hidden, inner, experts = sizes.hidden, hf["intermediate_size"], hf["num_local_experts"]

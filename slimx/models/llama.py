@@ -29,7 +29,7 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What of this config cannot be built, in words; None if all can."""
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
     kind, fields = decoder.rotary(hf)
     if kind not in ("default", "llama3"):
         return f"rotary scaling of type {kind}"
@@ -47,10 +47,10 @@ def mtp_layers(hf: dict[str, Any]) -> int:
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """Where every checkpoint tensor lives in the Megatron model."""
+    """The trainer's layout of every checkpoint tensor."""
     return dense_table(hf, Attention.of(hf))
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang holds every checkpoint tensor (`sglang.srt.models.llama`); there are no experts to fuse."""
+    """SGLang's layout of every checkpoint tensor (`sglang.srt.models.llama`); there are no experts to fuse."""
     return dense_engine_table(hf, Attention.of(hf), "tensor")

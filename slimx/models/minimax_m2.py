@@ -38,7 +38,7 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What of this config cannot be built, in words; None if all can."""
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
     if (kind := decoder.rotary(hf)[0]) != "default":
         return f"rotary scaling of type {kind}"
     if set(hf.get("attn_type_list") or [1]) != {1}:
@@ -63,7 +63,7 @@ def mtp_layers(hf: dict[str, Any]) -> int:
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """Where every checkpoint tensor lives in the Megatron model."""
+    """The trainer's layout of every checkpoint tensor."""
     hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
     at, expert = Layer(), f"{_MOE}.experts.{{expert}}"
     rows = (
@@ -86,7 +86,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.minimax_m2`); its router weighs in fp32.
+    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.minimax_m2`); its router weighs in fp32.
     There are no shared experts to fuse.
 
     Raises SlimxError for a config.json without the fields of the published ones: SGLang's own defaults are another
@@ -95,7 +95,9 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
         if hf.get(key) is None:
             raise SlimxError(
                 f"{ARCHITECTURE} without {key}: SGLang 0.5.23 would serve another model; write it into config.json "
-                "(use_qk_norm and use_routing_bias true, scoring_func sigmoid, rotary_dim)"
+                "(use_qk_norm and use_routing_bias true, scoring_func sigmoid, rotary_dim)",
+                code="model.served_field",
+                about=key,
             )
     hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
     at, expert = engine_rows.layer(), f"{_MOE}.experts.{{expert}}"

@@ -19,7 +19,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What of this config cannot be built, in words; None if all can."""
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
     if (kind := rotary(hf)[0]) != "default":
         return f"rotary scaling of type {kind}"
     return unusual(hf, ("use_sliding_window", False), ("hidden_act", "silu")) or quantised_otherwise(hf)
@@ -31,12 +31,12 @@ def mtp_layers(hf: dict[str, Any]) -> int:
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """Where every checkpoint tensor lives in the Megatron model."""
+    """The trainer's layout of every checkpoint tensor."""
     return dense_table(hf, _attention(hf))
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang holds every checkpoint tensor (`sglang.srt.models.qwen2`); there are no experts to fuse."""
+    """SGLang's layout of every checkpoint tensor (`sglang.srt.models.qwen2`); there are no experts to fuse."""
     return dense_engine_table(hf, _attention(hf), "tensor")
 
 

@@ -30,7 +30,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What of this checkpoint's config cannot be built yet, in words; None if all can."""
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
     # Of this architecture SGLang 0.5.23 builds MoE layers only: an engine could not serve such a checkpoint. No
     # published one has dense layers.
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
@@ -56,7 +56,7 @@ def _experts(hf: dict[str, Any]) -> int:
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """Where every checkpoint tensor lives in the Megatron model."""
+    """The trainer's layout of every checkpoint tensor."""
     hidden, inner, experts = hf["hidden_size"], hf["moe_intermediate_size"], _experts(hf)
     layer = Layer()
     rows = (embedding(hf), *layer.attention(_attention(hf)), *layer.moe(hidden, inner, experts), *head(hf))
@@ -64,13 +64,15 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang 0.5.23 holds every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels want.
+    """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.qwen3_moe`), fused as its kernels want.
 
     There are no shared experts to fuse. Raises SlimxError for tied embeddings."""
     if hf.get("tie_word_embeddings"):
         raise SlimxError(
             f"{ARCHITECTURE} with tie_word_embeddings: SGLang 0.5.23 builds an output layer of its own for it, and an "
-            "engine would serve wrong logits; train it without engines, or untie the embeddings"
+            "engine would serve wrong logits; train it without engines, or untie the embeddings",
+            code="model.served_field",
+            about="tie_word_embeddings",
         )
     hidden, experts, layer = hf["hidden_size"], _experts(hf), engine_rows.layer()
     rows = (

@@ -31,15 +31,19 @@ def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def moe_rows(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
-    """Where the trainer holds a MoE layer, the norm before it included."""
+    """The trainer's rows of a MoE layer, the norm before it included."""
     return at.moe(**_sizes(hf), selection=True)
 
 
 def engine_moe_rows(hf: dict[str, Any], at: Layer, *, fused: bool, gate_dtype: str | None = None) -> tuple[Row, ...]:
-    """Where SGLang holds it. `fused`: the shared expert stands after the routed ones in the same tensors;
+    """SGLang's rows of a MoE layer. `fused`: the shared expert stands after the routed ones in the same tensors;
     `gate_dtype`: of the router's weight, where that is not the model's."""
     if fused and (shared := hf.get("n_shared_experts")) != 1:
-        raise SlimxError(f"SGLang fuses one shared expert with the others, this model has {shared}; do not fuse them")
+        raise SlimxError(
+            f"SGLang fuses one shared expert with the others, this model has {shared}; do not fuse them",
+            code="model.fused_shared_experts",
+            about="n_shared_experts",
+        )
     return engine_rows.moe(at, **_sizes(hf), fused=fused, selection=True, gate_dtype=gate_dtype)
 
 
@@ -51,7 +55,7 @@ def _sizes(hf: dict[str, Any]) -> dict[str, int]:
 
 
 def unsupported_router(hf: dict[str, Any]) -> str | None:
-    """What of the router cannot be built, in words; None if all can."""
+    """Name the part of the router that cannot be built; None if all can."""
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if hf.get(key, only) != only:
             return f"{key} {hf[key]}"
@@ -66,5 +70,5 @@ def unsupported_router(hf: dict[str, Any]) -> str | None:
 
 
 def _grouped(hf: dict[str, Any]) -> bool:
-    """Whether the choice of groups excludes any expert."""
+    """Returns True if the choice of groups excludes any expert."""
     return (hf.get("n_group") or 1) > (hf.get("topk_group") or 1)

@@ -8,7 +8,7 @@ from slimx.config.schema import Config
 from slimx.models.families import ModelSpec, load_family, read_model
 
 OUTPUT_LAYER = "output_layer.weight"
-"""Its name in every family's table: megatron-core's."""
+"""Name of the output layer in every family's table: megatron-core's."""
 
 
 def read_trunk(config: Config) -> ModelSpec:

@@ -59,7 +59,7 @@ def _padded_attention(
 
 
 def _seen(place: torch.Tensor, keys: int, window: int | None) -> torch.Tensor:
-    """Which of a sequence's first `keys` tokens each query sees: `place` [..., Q] -> bool [..., Q, keys]."""
+    """Mark those of a sequence's first `keys` tokens that each query sees: `place` [..., Q] -> bool [..., Q, keys]."""
     before = place[..., None] - torch.arange(keys, device=place.device)
     return before >= 0 if window is None else (before >= 0) & (before < window)
 
@@ -98,7 +98,7 @@ def partial_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`packed_attention` of some tokens only.
+    """Causal attention over packed sequences as `packed_attention`, for the queries of some tokens only.
 
     query [R, heads, d] stands at positions `rows` [R] of the pack, which hold the same share of every sequence; keys
     and values are those of all T tokens. Returns [R, heads * dv].

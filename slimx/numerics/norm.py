@@ -5,11 +5,12 @@ import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [..., hidden], weight [hidden]."""
+    """Root-mean-square norm `x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [..., hidden]."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rms_scale(x: torch.Tensor, mean_square: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` of a part of the features, given the mean square of all: x [..., part], mean_square [..., 1] fp32,
-    weight [part]; computed in fp32, in x's dtype."""
+    """Normalise a part of the features as `rms_norm` does, given the mean square of all.
+
+    x [..., part], mean_square [..., 1] fp32, weight [part]; computed in fp32, in x's dtype."""
     return (x.float() * torch.rsqrt(mean_square + eps) * weight.float()).to(x.dtype)

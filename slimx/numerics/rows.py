@@ -1,4 +1,4 @@
-"""What both sides of a comparison note of a layer: one digest of each token's row, by point of the model."""
+"""Digests by which engine and trainer are compared layer by layer: one of each token's row, by point of the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row_digests(x: torch.Tensor) -> list[str]:
 
 
 def first_difference(engine: dict[str, list[str]], trainer: dict[str, list[str]]) -> tuple[str, int] | None:
-    """Which part of the model is the first whose result differs for some token, and for how many tokens; None if the
+    """Find the first part of the model whose result differs for some token, and for how many tokens; None if the
     residual stream is the same up to the last norm.
 
     Both: digests of rows by point. An engine may have noted other tokens before and after those of the trainer, such as

@@ -33,8 +33,9 @@ class ContextShard:
         return replace(batch, **cut, support=None if batch.support is None else batch.support.take(index))
 
     def whole(self, part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """All ranks' parts of a per-token tensor, in the order of the pack: [T / size, ...] -> [T, ...]. Collective, no
-        gradient."""
+        """Join all ranks' parts of a per-token tensor in the order of the pack: [T / size, ...] -> [T, ...].
+
+        Collective, no gradient."""
         if self.size == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)]
@@ -45,7 +46,8 @@ class ContextShard:
         return out
 
     def sequence_sum(self, values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """At every token of this rank the sum of `values` over all tokens of its sequence: [T / size] -> [T / size].
+        """Sum `values` over the sequence of each token of this rank: [T / size] -> [T / size].
+
         Collective, no gradient; added in fp64, so that the order in which ranks hold the tokens does not show."""
         number = np.repeat(np.arange(len(lengths)), lengths)
         if self.size > 1:

@@ -64,7 +64,7 @@ class Critic:
     """Value model, optimizer and pipeline of one rank."""
 
     def __init__(self, config: Config, parallel: ParallelState):
-        """`config`: of the run; `parallel`: the place of this rank among the critic's."""
+        """`config`: that of the run; `parallel`: the place of this rank among the critic's."""
         self.config, self.parallel = config.as_critic(), parallel
         trainer, critic = self.config.trainer, self.config.critic
         spec = read_trunk(config)
@@ -109,14 +109,17 @@ class Critic:
         ]
 
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int) -> dict[str, float]:
-        """All updates of step `step` (from 0), one optimizer step for each list of micro-batches; the metrics of them
-        all."""
+        """Run all updates of step `step` (from 0), one optimizer step for each list of micro-batches.
+
+        Returns the metrics of them all."""
         done = step * len(updates)
         return combine([self.train_step(batches, step=done + number) for number, batches in enumerate(updates)])
 
     def train_step(self, batches: list[MicroBatch], *, step: int) -> dict[str, float]:
-        """Forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry `values` and
-        `returns`. `step`: optimizer steps done so far, which the learning rate follows. Metrics are those of the whole
+        """Run forward, backward and one optimizer step on this data-parallel rank's micro-batches, which carry `values`
+        and `returns`.
+
+        `step`: optimizer steps done so far, which the learning rate follows. Metrics are those of the whole
         batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
         batches = [self.context.take(batch) for batch in batches]
         for chunk in self.chunks:

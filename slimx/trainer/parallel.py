@@ -52,12 +52,14 @@ class ParallelState:
         if first != self.rank:
             raise SlimxError(
                 f"trainer ranks {first} and {self.rank} were given the same GPU ({mine}), and NCCL wants one for each; "
-                "lower trainer.world_size to the number of GPUs"
+                "lower trainer.world_size to the number of GPUs",
+                code="trainer.shared_gpu",
+                about="trainer.world_size",
             )
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank computes logits."""
+        """True on the ranks of the last pipeline stage, which compute logits."""
         return self.place.pipeline == self.sizes.pipeline - 1
 
     @property

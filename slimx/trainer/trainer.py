@@ -80,8 +80,9 @@ class Trainer:
         settings.grad_scale_func = self.optimizer.scale_loss
 
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
-        """All updates of step `step` (from 0), one optimizer step for each list of micro-batches of this data-parallel
-        rank; the metrics of them all, on the ranks of the last pipeline stage (elsewhere only the optimizer's).
+        """Run all updates of step `step` (from 0), one optimizer step for each list of micro-batches of this
+        data-parallel rank; returns the metrics of them all, on the ranks of the last pipeline stage (elsewhere only the
+        optimizer's).
 
         `version` is the weight version that the engines hold now. The log-prob gap is measured on its tokens in the
         first update: at the others these weights are no longer the engines'."""
@@ -118,7 +119,7 @@ class Trainer:
         step: int,
         version: int | None,
     ) -> dict[str, float]:
-        """Forward, backward and one optimizer step.
+        """Run forward, backward and one optimizer step.
 
         `batches`: this rank's tokens; `others`: what other forward passes brought. `replay`: experts to take, None for
         each router's own choice; `totals`: denominators of the routers' terms. `step`: optimizer steps done so far,
@@ -141,8 +142,8 @@ class Trainer:
         return metrics
 
     def scores(self, batches: list[MicroBatch], *, under: Holder = "policy") -> list[dict[str, np.ndarray]]:
-        """`logprobs` and `entropy` of every label under the present weights, or those of the reference or the teacher:
-        one dictionary of arrays [T] per micro-batch (last stage only)."""
+        """Score every label under the present weights, or those of the reference or the teacher: `logprobs` and
+        `entropy`, one dictionary of arrays [T] per micro-batch (last stage only)."""
         values = self.passes.scores(self._local(batches), under=under)
         if not self.parallel.last_stage:
             return []
@@ -220,7 +221,7 @@ class Trainer:
             self.weights.load(str(path))
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Whether a token or one before it in its sequence differs, for this rank's tokens."""
+        """Mark this rank's tokens that differ, or follow one of their sequence that does."""
         whole = self.context.whole(differs.to(torch.uint8), lengths)
         return self.context.part(within_sequence(whole, lengths), lengths)
 

@@ -34,14 +34,14 @@ class TrainerWorker:
         self._guard: Any = None
 
     def ping(self) -> None:
-        """Answers when this rank has done all that it was asked before. Raises what a save in the background could not
-        report in the checkpoint's directory."""
+        """Answer when all earlier calls are done. Raises the error of a save in the background that could not be
+        reported in the checkpoint's directory."""
         for part in (self._trainer, self._critic):
             if part is not None and part.saver.failure is not None:
                 raise part.saver.failure
 
     def rendezvous(self) -> str:
-        """Where the ranks meet, on this rank's node: an init_method for torch.distributed."""
+        """Address on this rank's node at which all ranks meet: an init_method for torch.distributed."""
         from slimx.config.run import Cluster
 
         host = own_address(Cluster.model_validate(self._values["cluster"]).network)
@@ -151,7 +151,7 @@ class TrainerWorker:
             self._trainer.restore(path, same_layout=same_layout, load_optimizer=load_optimizer)
 
     def memory(self) -> dict[str, float]:
-        """`memory/PHASE_peak_mib` of this rank since the last call, in MiB."""
+        """Return `memory/PHASE_peak_mib` of this rank since the last call, in MiB."""
         return self._memory.take()
 
     def check_files(self, path: str, records: bytes) -> None:
@@ -196,8 +196,8 @@ class TrainerWorker:
         return self._probe.path
 
     def reaches(self, path: str) -> bool:
-        """Whether this rank can write into the publisher's memory: the same machine and the same namespace, and for a
-        GPU's one that this rank's GPU reaches."""
+        """Returns True if this rank can write into the publisher's memory: on the same machine, in the same namespace,
+        and for a GPU's memory within reach of this rank's GPU."""
         from slimx.errors import SlimxError
         from slimx.reshard.packed import ON_DEVICE
         from slimx.reshard.transports.device import fetch

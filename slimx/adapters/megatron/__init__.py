@@ -1,1 +1,1 @@
-"""What megatron-core needs from slimx."""
+"""Adapters for megatron-core: attention, layers without Transformer Engine, exact mode, and the CPU."""

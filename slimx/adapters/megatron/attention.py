@@ -60,7 +60,7 @@ class Attention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """query [T, heads, d] and so on; returns [T, 1, heads * d] as megatron's packed path expects.
+        """Attention of query [T, heads, d] over key and value: [T, 1, heads * d], as megatron's packed path expects.
 
         Under context parallelism T is this rank's part of the tokens; every rank gathers all keys and values."""
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
@@ -84,14 +84,14 @@ class Attention(MegatronModule):
         lengths: list[int],
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[R, heads * dv], of the queries at places `rows` [R] of the pack, or of all of them (None)."""
+        """Results [R, heads * dv] of the queries at places `rows` [R] of the pack, or of all of them (None)."""
         how = {"window": self.window, "sinks": self.softmax_offset}
         if rows is None:
             return packed_attention(query, key, value, lengths, self.scale, **how)
         return partial_attention(query, key, value, lengths, rows, self.scale, **how)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """Of the sinks, as Transformer Engine's layer writes them."""
+        """Checkpoint keys of the sinks, as Transformer Engine's layer writes them."""
         state = {} if self.softmax_offset is None else self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
             state,

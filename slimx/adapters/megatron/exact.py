@@ -55,7 +55,7 @@ WITHOUT_ARITHMETIC = (
     TransformerLayer,
     get_bias_dropout_add,  # without bias and dropout the residual's sum, as engines add it
 )
-"""What a spec may name besides the modules here: parts that leave all rounding to their own parts."""
+"""Modules that a spec may name besides those here: they leave all rounding to their own parts."""
 
 
 def install(block: Any, *, leaves: int, rotary: exact.Rotary, known: Collection[type]) -> None:
@@ -104,7 +104,9 @@ def _check(module: Any, place: str, known: Collection[type]) -> None:
     if kind not in WITHOUT_ARITHMETIC and kind not in known and getattr(kind, "__module__", None) != __name__:
         raise SlimxError(
             f"numerics.mode exact does not know {getattr(kind, '__name__', kind)}, which is {place} of this model in "
-            "megatron-core; set numerics.mode=fast"
+            "megatron-core; set numerics.mode=fast",
+            code="exact.module",
+            about=getattr(kind, "__name__", str(kind)),
         )
     parts = module.submodules if isinstance(module, ModuleSpec) else None
     for field in dataclasses.fields(parts) if parts is not None else ():
@@ -207,7 +209,11 @@ class ExactRow(RowParallelLinear):
         super().__init__(*args, **kwargs)
         self.leaves = leaves // self.tp_group.size()
         if self.bias is not None:
-            raise SlimxError("a bias of a row-parallel layer has no place in exact mode; set numerics.mode=fast")
+            raise SlimxError(
+                "a bias of a row-parallel layer has no place in exact mode; set numerics.mode=fast",
+                code="exact.bias",
+                about="bias",
+            )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         if self.tp_group.size() == 1:
@@ -369,7 +375,7 @@ class ExactMoe(MoELayer):
         return super().preprocess(hidden_states, probs, routing_map)
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """output: one row for each token and expert, sorted by expert and then token."""
+        """Combine `output`, which has one row for each token and expert, sorted by expert and then token."""
         probs, routing_map = self._routed
         self._routed = None
         dispatcher, choices = self.token_dispatcher, self.config.moe_router_topk

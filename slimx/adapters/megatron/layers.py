@@ -125,7 +125,7 @@ class GroupedLinear(torch.nn.Module):
                 self.register_parameter(f"bias{index}", expert.bias)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: Any) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """x [tokens sorted by expert, input]; one product per expert. The biases come beside it if they are not to be
+        """One product per expert of x [tokens sorted by expert, input]. The biases come beside it if they are not to be
         added here."""
         parts = x.split(list(tokens_per_expert))
         pairs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
@@ -173,7 +173,7 @@ class RowGroupedLinear(GroupedLinear):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """Where megatron.core asks which class builds each part of a layer."""
+    """Tells megatron-core the class that builds each part of a layer."""
 
     def linear(self) -> type:
         return Linear

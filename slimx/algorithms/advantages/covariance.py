@@ -1,5 +1,5 @@
-"""Which tokens Clip-Cov and KL-Cov (2505.22617) hold back: those whose log-prob and advantage vary together, which are
-what makes a policy's entropy collapse."""
+"""Selection of the tokens that Clip-Cov and KL-Cov (2505.22617) hold back: those whose log-prob and advantage vary
+together, which make a policy's entropy collapse."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""From the configuration's algorithm to the advantages of a step: what its groups' rewards say, and what only the rows
-of the whole step do."""
+"""Advantages of a step by the configured algorithm: from its groups' rewards, and from the rows of the whole step."""
 
 from __future__ import annotations
 
@@ -50,7 +49,11 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
             values = opo(rewards, trained)
         case "remax":
             if group.baseline is None:
-                raise SlimxError(f"group {group.id} has no greedy rollout, the baseline of algorithm.advantages=remax")
+                raise SlimxError(
+                    f"group {group.id} has no greedy rollout, the baseline of algorithm.advantages=remax",
+                    code="advantages.baseline",
+                    about=str(group.id),
+                )
             values = remax(rewards, group.baseline)
         case "gdpo":
             values = gdpo(_parts(rollouts), algorithm.reward_weights, eps=algorithm.advantage_eps)
@@ -65,7 +68,7 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float | np.ndar
 
 
 def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[float | np.ndarray]:
-    """`group_advantages` of every trajectory of a step, group after group, or what the user's hook says of them; GDPO's
+    """Advantages of every trajectory of a step, group after group, by `group_advantages` or the user's hook; GDPO's
     are normalised over the step's rollouts, GPG's scaled by how many of these have a gradient."""
     if algorithm.advantages not in ADVANTAGES:
         return load_advantages(algorithm.advantages)(groups)
@@ -138,6 +141,8 @@ def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float
                 raise SlimxError(
                     f"trajectory {each.id} has no reward part{' ' + lacking[0] if lacking else 's'}, and "
                     "algorithm.advantages=gdpo normalises each part on its own; return a dict from the reward hook, "
-                    "with the same names for every trajectory of a prompt"
+                    "with the same names for every trajectory of a prompt",
+                    code="advantages.reward_part",
+                    about=str(each.id),
                 )
     return {name: [_mean([each.reward_parts[name] for each in m]) for m in rollouts.values()] for name in names}

@@ -13,8 +13,9 @@ from slimx.errors import SlimxError
 
 
 def returns(trajectory: Trajectory, gamma: float) -> list[float]:
-    """What each turn still brings: rewards of this turn and later ones, discounted once per turn. What `reward` holds
-    beyond the turns' own rewards falls on the last turn."""
+    """Discounted return of each turn: rewards of this turn and later ones, discounted once per turn.
+
+    The part of `reward` beyond the turns' own rewards falls on the last turn."""
     rewards = [turn.reward for turn in trajectory.turns]
     rewards[-1] += trajectory.reward - sum(rewards)
     out, carry = [0.0] * len(rewards), 0.0
@@ -26,7 +27,7 @@ def returns(trajectory: Trajectory, gamma: float) -> list[float]:
 def step_advantages(
     trajectories: Sequence[Trajectory], *, gamma: float, normalize_std: bool, eps: float
 ) -> list[np.ndarray]:
-    """Of one group: the advantage of every predicted token's turn among equal states, float32 [L-1] per trajectory; 0
+    """Advantages of one group's turns among equal states, at every predicted token: float32 [L-1] per trajectory; 0
     where nothing was sampled, and where no other turn of the group began in that state.
 
     Raises SlimxError for a trajectory without turns, or with turns that have no state."""
@@ -37,7 +38,9 @@ def step_advantages(
         if not trajectory.turns or max(sampled, default=0) >= len(trajectory.turns):
             raise SlimxError(
                 f"trajectory {trajectory.id} says nothing of its turns, among which algorithm.advantages=gigpo "
-                "compares; call draft.describe_turn(state_key=...) after each add_sampled in the generate hook"
+                "compares; call draft.describe_turn(state_key=...) after each add_sampled in the generate hook",
+                code="advantages.turns",
+                about=str(trajectory.id),
             )
         gains.append(returns(trajectory, gamma))
         for turn in sorted(sampled):
@@ -45,7 +48,9 @@ def step_advantages(
             if key is None:
                 raise SlimxError(
                     f"trajectory {trajectory.id}: turn {turn} has no state_key, by which algorithm.advantages=gigpo "
-                    "finds turns that began alike; give it to draft.describe_turn in the generate hook"
+                    "finds turns that began alike; give it to draft.describe_turn in the generate hook",
+                    code="advantages.state_key",
+                    about=str(trajectory.id),
                 )
             states.setdefault(key, []).append((number, turn))
     advantage: dict[tuple[int, int], float] = {}

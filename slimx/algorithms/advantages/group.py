@@ -21,14 +21,14 @@ def grpo(rewards: Sequence[float], *, normalize_std: bool = True, eps: float = 1
 
 
 def rloo(rewards: Sequence[float]) -> np.ndarray:
-    """r minus the mean of the other rollouts of the group, float32 [n] (RLOO, 2402.14740); 0 where there is none."""
+    """Reward minus the mean of the group's other rollouts, float32 [n] (RLOO, 2402.14740); 0 where there is none."""
     values = np.asarray(rewards, dtype=np.float64)
     others = max(len(values) - 1, 1)
     return (len(values) / others * (values - values.mean())).astype(np.float32)
 
 
 def opo(rewards: Sequence[float], lengths: Sequence[float]) -> np.ndarray:
-    """r minus the mean reward weighted by length, float32 [n]: the baseline of least variance where a rollout's squared
+    """Reward minus the mean weighted by length, float32 [n]: the baseline of least variance where a rollout's squared
     gradient grows with its `lengths` tokens (OPO, 2505.23585). Without any token the plain mean."""
     values, weights = np.asarray(rewards, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
     baseline = np.average(values, weights=weights if weights.sum() else None)
@@ -44,7 +44,7 @@ def gradient_share(groups: Sequence[Sequence[float]]) -> float:
 
 
 def remax(rewards: Sequence[float], baseline: float) -> np.ndarray:
-    """r minus the reward of a greedy answer to the same prompt, float32 [n] (ReMax, 2310.10505)."""
+    """Reward minus that of a greedy answer to the same prompt, float32 [n] (ReMax, 2310.10505)."""
     return (np.asarray(rewards, dtype=np.float64) - baseline).astype(np.float32)
 
 

@@ -32,8 +32,10 @@ Rejection = Callable[[torch.Tensor, torch.Tensor, SequenceSum], torch.Tensor]
 
 
 def correction(kind: Kind, *, level: Level, low: float, high: float) -> Correction:
-    """`level`: whose w it is: each token's own, its sequence's (the product over trained tokens), or the geometric mean
-    of them. No weight has a gradient."""
+    """Importance weights by the rule `kind`, without a gradient.
+
+    `level`: whose w it is: each token's own, its sequence's (the product over trained tokens), or the geometric mean
+    of them."""
 
     def weights(
         log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum

@@ -37,4 +37,4 @@ def low_variance(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "low_variance": low_variance}
-"""By the names that the configuration uses."""
+"""Estimators by the names that the configuration uses."""

@@ -1,4 +1,4 @@
-"""From the configuration's algorithm to its loss."""
+"""The loss of the configured algorithm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_loss(algorithm: Algorithm) -> Loss:
 
 
 def make_surrogate(algorithm: Algorithm) -> Surrogate:
-    """What the policy gradient maximises."""
+    """The objective that a configured algorithm's policy gradient maximises."""
     bounds = {"low": algorithm.clip_low, "high": algorithm.clip_high}
     match algorithm.loss:
         case "clip":

@@ -1,4 +1,4 @@
-"""What a policy gradient maximises, token by token: one function per published objective.
+"""Objectives that a policy gradient maximises, token by token: one function per published objective.
 
 Each constructor takes the objective's own numbers and returns a function of `Tokens` that gives the objective [T],
 whose gradient is with respect to `logprobs`, and where it was held back [T]: there the token's gradient is not that of
@@ -37,7 +37,9 @@ Surrogate = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]
 
 
 def clip(*, low: float, high: float, dual: float | None = None) -> Surrogate:
-    """min(ratio A, clamp(ratio, 1 - low, 1 + high) A) (PPO, 1707.06347; `high` > `low`: DAPO, 2503.14476).
+    """The clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A).
+
+    The source is PPO (1707.06347); with `high` > `low` it is that of DAPO (2503.14476).
 
     `dual`: with a negative advantage the objective is at least `dual` x A, so that a ratio beyond `dual` pushes no
     further (dual-clip PPO, 1912.09729)."""
@@ -65,8 +67,8 @@ def gspo(*, low: float, high: float) -> Surrogate:
 
 
 def cispo(*, low: float, high: float) -> Surrogate:
-    """stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy (CISPO, MiniMax-M1, 2506.13585): a clipped weight,
-    and no token without a gradient."""
+    """A clipped weight, and no token without a gradient: stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy
+    (CISPO, MiniMax-M1, 2506.13585)."""
 
     def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         ratio = bounded_ratio(tokens.log_ratio.detach())
@@ -114,7 +116,7 @@ def clip_cov(*, low: float, high: float) -> Surrogate:
 
 
 def kl_cov(*, coef: float) -> Surrogate:
-    """ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617)."""
+    """The objective ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617)."""
 
     def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         value = bounded_ratio(tokens.log_ratio) * tokens.advantages

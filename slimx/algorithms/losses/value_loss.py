@@ -19,7 +19,7 @@ class ValueInputs:
     old_values: torch.Tensor
     """The critic's before the step's first update."""
     returns: torch.Tensor
-    """What the values should have been."""
+    """Targets of the values."""
 
 
 ValueLoss = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -27,20 +27,22 @@ def block_of(directory: Path) -> Block:
     except (ValueError, KeyError, TypeError) as error:
         raise SlimxError(
             f"{file}: tensors are in fp8, but quantization_config.weight_block_size does not say in which blocks "
-            f"({error!r}); restore it from the checkpoint's source"
+            f"({error!r}); restore it from the checkpoint's source",
+            code="checkpoint.block_size",
+            about=str(file),
         ) from error
     return high, wide
 
 
 def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
-    """Of the scales of a matrix [rows, cols]; blocks at its edges may be cut."""
+    """Shape of the scales of a matrix [rows, cols]; blocks at its edges may be cut."""
     rows, cols = shape
     return -(-rows // block[0]), -(-cols // block[1])
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
-    """`codes` [rows, cols] e4m3 that begin at (row, col) of their tensor, times `scales` of the whole tensor, fp32: the
-    product in fp32, rounded to bf16. The same bits as `slimx.reshard.kernels.reference.dequantise`."""
+    """Multiply `codes` [rows, cols] e4m3, which begin at (row, col) of their tensor, with `scales` of the whole tensor:
+    the product in fp32, rounded to bf16. The same bits as `slimx.reshard.kernels.reference.dequantise`."""
     (rows, cols), (high, wide) = codes.shape, block
     first, last = row // high, -(-(row + rows) // high)
     left, right = col // wide, -(-(col + cols) // wide)

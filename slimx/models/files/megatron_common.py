@@ -1,4 +1,4 @@
-"""What a torch_dist checkpoint holds beside its tensors: `common.pt`, which Megatron-LM reads before anything else."""
+"""Content of `common.pt`, which a torch_dist checkpoint has beside its tensors and Megatron-LM reads first."""
 
 from __future__ import annotations
 

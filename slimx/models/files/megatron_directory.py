@@ -47,7 +47,7 @@ def iteration_name(step: int) -> str:
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether `path` is Megatron-LM's: a directory with a tracker file, or one of its checkpoints."""
+    """Returns True if `path` is Megatron-LM's: a directory with a tracker file, or one of its checkpoints."""
     named = re.fullmatch(r"iter_\d{7,}|release", path.name) is not None
     return (path / TRACKER).is_file() or (path / "metadata.json").is_file() or (named and path.is_dir())
 
@@ -166,13 +166,13 @@ def _padded(path: Path, key: str, found: tuple[int, ...], wanted: tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a checkpoint keeps one tensor of the model: a matrix or vector of the tensor with key `key`."""
+    """The place of one tensor of the model in a checkpoint: a matrix or vector of the tensor with key `key`."""
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor with this key."""
+    """Shape of the whole tensor with this key."""
     index: tuple[int, ...]
-    """Of the matrix in it: layer where layers are stacked, then expert."""
+    """Index of the matrix in it: layer where layers are stacked, then expert."""
     part: Part
     """The same tensor as one rank would hold it, and the Hugging Face tensors that fill it."""
     entry: Entry
@@ -194,7 +194,7 @@ def places(table: Table, *, per_layer: bool) -> Iterator[Place]:
 
 
 def numbers_layers(transformer: Mapping[str, Any]) -> bool:
-    """Whether megatron-core gives every layer keys of its own: where its configuration says that layers differ
+    """Returns True if megatron-core gives every layer keys of its own, as it does where layers differ
     (`TransformerBlock.sharded_state_dict`, 0.16.1). `transformer`: fields of its TransformerConfig."""
     return any(
         isinstance(frequency, list) or frequency > 1

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What is appended to a tensor's name for its codes and its scales."""
+"""Suffixes of a tensor's name for its codes and its scales."""
 GROUP = 32
 """Values that share a scale."""
 _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the eight codes without a sign bit stand for."""
+"""Values of the eight codes without a sign bit."""
 
 
 def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -27,7 +27,7 @@ def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [..., groups, 16] and scales [..., groups] as bf16 [..., groups * 32]."""
+    """Values, bf16 [..., groups * 32], of uint8 codes [..., groups, 16] and scales [..., groups]."""
     import torch  # here: who only asks for shapes plans a run, without torch
 
     table = torch.tensor(_VALUES)

@@ -22,7 +22,7 @@ from slimx.models.files.index import INDEX, SINGLE, indexed_files
 
 _FP8 = "F8_E4M3"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, _FP8: torch.bfloat16}
-"""What is read, by the names of safetensors files."""
+"""Dtypes as they are read, by the names of safetensors files."""
 _SCALES = ("F32", "BF16", "F16")
 """Dtypes that scales of fp8 blocks may have: those that become fp32 without a loss."""
 _BLOCK_BYTES = 32 * 2**20
@@ -74,11 +74,11 @@ class CheckpointReader:
         return self._view(name)[:]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
+        """Shape of tensor `name`."""
         return tuple(self._view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of what `read` gives of a source: blocks of fp8 and MXFP4 are read as bf16."""
+        """Dtype in which `read` returns source `name`: blocks of fp8 and MXFP4 are read as bf16."""
         name = stored(name).name
         if self._packed(name):
             return torch.bfloat16
@@ -267,7 +267,7 @@ class CheckpointReader:
         return out
 
     def _packed_window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
-        """Of an MXFP4 stack, whose codes stand as the table names its matrices: transposed to what it would hold."""
+        """Window of an MXFP4 stack, whose codes stand as the table names its matrices: transposed to a stack's own."""
         first, stop = cols.start // mxfp4.GROUP, -(-cols.stop // mxfp4.GROUP)
         window = slice(place.index, place.index + 1), rows, slice(first, stop)
         blocks, scales = (self._view(place.name + suffix)[window] for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))

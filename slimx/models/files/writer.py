@@ -18,7 +18,7 @@ from slimx.layout.table import Table
 from slimx.models.files.reader import CheckpointReader
 
 _SHARD_BYTES = 4 * 2**30
-"""Of tensors that are carried over, in one file and in memory at once."""
+"""Bytes of carried-over tensors in one file, and in memory at once."""
 # Everything that is not a tensor is copied from the directory the run started from.
 TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 

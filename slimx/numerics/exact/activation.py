@@ -9,7 +9,7 @@ from slimx.numerics.exact.backend import forward_on
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [..., 2 n], gates then ups -> [..., n]: silu(gate) * up in fp32, rounded to x's dtype once."""
+    """Gated activation silu(gate) * up in fp32, rounded to x's dtype once: x [..., 2 n], gates then ups -> [..., n]."""
     return _SiluAndMul.apply(x)
 
 

@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """That of torch's attention, computed again in fp32."""
+        """The gradient of torch's attention, computed again in fp32."""
         query, key, value, *rest = (t.detach() for t in ctx.saved_tensors)
         sinks = rest.pop(0) if ctx.has_sinks else None
         inputs = [t.requires_grad_() for t in (query, key, value, *(() if sinks is None else (sinks,)))]

@@ -1,4 +1,4 @@
-"""Which forward computes on a device: all have the same functions and the same bits."""
+"""Choice of the forward that computes on a device: all have the same functions and the same bits."""
 
 import functools
 from types import ModuleType
@@ -17,11 +17,11 @@ def forward_on(device: torch.device) -> ModuleType:
 
 @functools.cache
 def _has_kernels() -> bool:
-    """Whether the CPU library is built and has kernels for this processor; a stale or broken one is refused."""
+    """Returns True if the CPU library is built and has kernels for this processor; refuses a stale or broken one."""
     return kernel.LIBRARY.exists() and bool(kernel.isas())
 
 
 @functools.cache
 def _has_cuda_kernels() -> bool:
-    """Whether the CUDA library is built; a stale or broken one is refused."""
+    """Returns True if the CUDA library is built; refuses a stale or broken one."""
     return kernel_cuda.LIBRARY.exists() and kernel_cuda.load(kernel_cuda.LIBRARY) is not None

@@ -1,4 +1,4 @@
-"""What a side of a run attests of its numerics: equal on both sides, or the run is refused."""
+"""Attestation of a side's numerics: equal on both sides, or the run is refused."""
 
 import functools
 import hashlib

@@ -17,7 +17,7 @@ LEAST_NORMAL = 2.0**-126
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, flush: bool = False) -> torch.Tensor:
-    """a * b + c in fp32, rounded once; a, b fp64 tensors that hold fp32 values, c fp32.
+    """Multiply-add a * b + c in fp32, rounded once; a, b fp64 tensors that hold fp32 values, c fp32.
 
     fp64 holds the product exactly but not always the sum, and rounding that twice is not rounding it once. So the sum
     is rounded to odd, which a second rounding to fewer than 52 bits cannot tell from the exact one (Boldo and
@@ -38,7 +38,7 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, flush: bool = Fals
 
 
 def flushed(x: torch.Tensor) -> torch.Tensor:
-    """fp32 with denormals as zeros of their sign."""
+    """Replace denormals of fp32 `x` by zeros of their sign."""
     return torch.where(x.abs() < LEAST_NORMAL, x * 0.0, x)
 
 
@@ -66,7 +66,7 @@ def tree(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
-    """[..., LANES] -> [...]: the upper half is added to the lower one until one is left."""
+    """Sum lanes, [..., LANES] -> [...]: the upper half is added to the lower one until one is left."""
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
@@ -74,7 +74,7 @@ def sum_lanes(lanes: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """[rows, n] fp32 -> [rows]: blocks of SUM_BLOCK, in each LANES partial sums, blocks added in order.
+    """Sum rows, [rows, n] fp32 -> [rows]: blocks of SUM_BLOCK, in each LANES partial sums, blocks added in order.
 
     Values are not negative, so that the zeros which fill the last block change nothing, nor do those that a single
     block is spared.
@@ -106,7 +106,7 @@ EXP_LEAST, EXP_MOST = -87.3365447505, 88.7228391116
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """e^x of fp32, within 2 ulp: 0 below EXP_LEAST (about 2^-126), infinite above EXP_MOST.
+    """Exponential of fp32, within 2 ulp: 0 below EXP_LEAST (about 2^-126), infinite above EXP_MOST.
 
     The polynomial is that of Cephes' expf (Moshier); products and additions are rounded one by one.
     """
@@ -144,12 +144,12 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + e^-x) in fp32."""
+    """Logistic function 1 / (1 + e^-x) in fp32."""
     return torch.ones_like(x) / (1.0 + exp(-x))
 
 
 def sine_and_cosine(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """sin and cos of fp64 angles up to 2^20, within 1e-15, for tables: additions and products only, so that no library
+    """Sine and cosine of fp64 angles up to 2^20, within 1e-15: additions and products only, so that no library
     decides. Range reduced by pi / 2 in three parts (Cody and Waite), then Taylor's series to fp64 precision."""
     # fdlibm's parts of pi / 2: two of 33 bits, whose products with a whole number below 2^20 are exact, and the rest.
     parts = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624879595063154e-21)

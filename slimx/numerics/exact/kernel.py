@@ -63,9 +63,13 @@ class Attention(ctypes.Structure):
         out: torch.Tensor,
         wide: int,
     ) -> Attention:
-        """Of contiguous tensors, which the caller keeps alive."""
+        """Build the call's record from contiguous tensors, which the caller keeps alive."""
         if not query.dtype == key.dtype == value.dtype:
-            raise SlimxError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype")
+            raise SlimxError(
+                f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype",
+                code="exact.dtype",
+                about="query, key and value",
+            )
         check_dtype("index", index, torch.int32)
         check_dtype("begin", begin, torch.int64)
         check_dtype("length", length, torch.int64)
@@ -83,9 +87,13 @@ def linear(
     *,
     isa: str = "best",
 ) -> torch.Tensor:
-    """As `reference.linear`; `isa`: one of `isas()`, here and below."""
+    """Compute `reference.linear`; `isa`: one of `isas()`, here and below."""
     if leaves > MOST_LEAVES:
-        raise SlimxError(f"{leaves} leaves are more than the kernels' {MOST_LEAVES}: use fewer")
+        raise SlimxError(
+            f"{leaves} leaves are more than the kernels' {MOST_LEAVES}: use fewer",
+            code="exact.leaves",
+            about=str(leaves),
+        )
     x, held = x.contiguous(), [weight.contiguous() for weight in weights]
     columns = check_weights(x, held)
     out = x.new_empty(len(x), columns, dtype=dtype)
@@ -105,12 +113,16 @@ def check_weights(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
     """Rows of each of `weights`. Raises SlimxError unless all are of one shape, and fit `x` [T, K]."""
     columns = weights[0].shape[0]
     if any(weight.shape != (columns, x.shape[1]) or weight.dtype != x.dtype for weight in weights):
-        raise SlimxError(f"weights do not all have the shape {[columns, x.shape[1]]} and dtype of x ({x.dtype})")
+        raise SlimxError(
+            f"weights do not all have the shape {[columns, x.shape[1]]} and dtype of x ({x.dtype})",
+            code="exact.weights",
+            about="weights",
+        )
     return columns
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "best") -> torch.Tensor:
-    """As `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
+    """Compute `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps, isa=isa).to(x.dtype)
     x, weight = x.contiguous(), weight.contiguous()
@@ -120,7 +132,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, isa: str = "b
 
 
 def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
-    """As `reference.silu_and_mul`."""
+    """Compute `reference.silu_and_mul`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     _call("silu_and_mul", isa, x.data_ptr(), *out.shape, _wide(x), out.data_ptr())
@@ -130,7 +142,7 @@ def silu_and_mul(x: torch.Tensor, *, isa: str = "best") -> torch.Tensor:
 def log_normaliser(
     logits: torch.Tensor, temperature: torch.Tensor, *, isa: str = "best"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.log_normaliser`."""
+    """Compute `reference.log_normaliser`."""
     check_dtype("temperature", temperature, torch.float32)
     logits, temperature = logits.contiguous(), temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits)).unbind()
@@ -151,7 +163,7 @@ def attend(
     *,
     isa: str = "best",
 ) -> torch.Tensor:
-    """As `reference.attend`; all tensors but `sinks` contiguous."""
+    """Compute `reference.attend`; all tensors but `sinks` are contiguous."""
     sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_empty(*query.shape[:2], value.shape[2])
     call = Attention.of(query, key, value, index, begin, length, scale, sinks, out, _wide(query))
@@ -183,15 +195,29 @@ def load(path: Path = LIBRARY) -> ctypes.CDLL:
 
 def _wide(t: torch.Tensor) -> int:
     if t.dtype not in _WIDE or t.device.type != "cpu":
-        raise SlimxError(f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it")
+        raise SlimxError(
+            f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
+            code="exact.dtype",
+            about=str(t.dtype),
+        )
     return _WIDE[t.dtype]
 
 
 def _call(name: str, isa: str, *arguments: object) -> None:
     if isa not in _ISAS:
-        raise SlimxError(f"the instruction set {isa!r} is not known: use {', '.join(_ISAS)}")
+        raise SlimxError(
+            f"the instruction set {isa!r} is not known: use {', '.join(_ISAS)}", code="exact.isa", about=isa
+        )
     status = getattr(load(), f"slimx_exact_{name}")(*arguments, _ISAS[isa], torch.get_num_threads())
     if status == 1:
-        raise SlimxError(f"there is no memory for the scratch of exact mode's {name}: use smaller microbatches")
+        raise SlimxError(
+            f"there is no memory for the scratch of exact mode's {name}: use smaller microbatches",
+            code="exact.scratch",
+            about=name,
+        )
     if status:
-        raise SlimxError(f"this processor lacks the instruction set {isa}: use one of {', '.join(isas()) or 'none'}")
+        raise SlimxError(
+            f"this processor lacks the instruction set {isa}: use one of {', '.join(isas()) or 'none'}",
+            code="exact.isa",
+            about=isa,
+        )

@@ -37,7 +37,7 @@ def linear(
     leaves: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """As `reference.linear`. Leaves are launches of their own, and meet in torch."""
+    """Compute `reference.linear`. Leaves are launches of their own, and meet in torch."""
     x, held = x.contiguous(), [weight.contiguous() for weight in weights]
     columns, width = check_weights(x, held), x.shape[1]
     addresses = torch.tensor([weight.data_ptr() for weight in held], device=x.device)
@@ -54,7 +54,7 @@ def linear(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
+    """Compute `reference.rms_norm`; a weight of another dtype is made fp32, and so is x."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     x, weight = x.contiguous(), weight.contiguous()
@@ -66,7 +66,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """As `reference.silu_and_mul`."""
+    """Compute `reference.silu_and_mul`."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     if len(x):
@@ -75,7 +75,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.log_normaliser`."""
+    """Compute `reference.log_normaliser`."""
     check_dtype("temperature", temperature, torch.float32)
     logits, temperature = logits.contiguous(), temperature.contiguous()
     most, log_sum = torch.empty(2, len(logits), device=logits.device).unbind()
@@ -95,7 +95,7 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `reference.attend`; waits for the device once, to learn the largest length."""
+    """Compute `reference.attend`; waits for the device once, to learn the largest length."""
     out = query.new_empty(*query.shape[:2], value.shape[2])
     if not len(query):
         return out
@@ -113,7 +113,7 @@ def attend(
 
 
 def missing() -> str | None:
-    """What keeps this process from computing on a GPU, in one sentence; None where nothing does."""
+    """The reason why this process cannot compute on a GPU, in one sentence; None if it can."""
     try:
         load(LIBRARY)
     except SlimxError as error:
@@ -145,13 +145,21 @@ def load(path: Path) -> ctypes.CDLL:
 def _summed(x: torch.Tensor) -> tuple[int, int]:
     """Rows and width of a tensor whose rows are summed."""
     if x.shape[1] > MOST_WIDTH:
-        raise SlimxError(f"rows of {x.shape[1]} elements are wider than the CUDA kernels' {MOST_WIDTH}: split them")
+        raise SlimxError(
+            f"rows of {x.shape[1]} elements are wider than the CUDA kernels' {MOST_WIDTH}: split them",
+            code="exact.width",
+            about=str(x.shape[1]),
+        )
     return x.shape[0], x.shape[1]
 
 
 def _wide(t: torch.Tensor) -> int:
     if t.dtype not in _WIDE:
-        raise SlimxError(f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it")
+        raise SlimxError(
+            f"exact mode computes in bf16 or fp32 and got {t.dtype} on {t.device}: convert it",
+            code="exact.dtype",
+            about=str(t.dtype),
+        )
     return _WIDE[t.dtype]
 
 
@@ -162,4 +170,8 @@ def _call(name: str, on: torch.Tensor, *arguments: object) -> None:
         status = getattr(library, f"slimx_exact_cuda_{name}")(*arguments, stream)
     if status:
         reason = library.slimx_exact_cuda_error_string(status).decode()
-        raise SlimxError(f"exact mode's {name} cannot be launched on {on.device}: {reason} (CUDA error {status})")
+        raise SlimxError(
+            f"exact mode's {name} cannot be launched on {on.device}: {reason} (CUDA error {status})",
+            code="exact.launch",
+            about=name,
+        )

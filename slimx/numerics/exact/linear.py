@@ -19,10 +19,11 @@ def linear(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [..., K], weight [N, K], bias [N] -> [..., N] of `dtype` (x's unless given), accumulated in fp32, rounded once.
+    """Linear layer, accumulated in fp32 and rounded once to `dtype` (x's unless given).
 
-    `leaves`: equal parts of K whose sums meet in a binary tree, so that tensor-parallel ranks can own whole parts. The
-    bias is added in fp32, before the rounding. x and weight of different dtypes are computed as fp32.
+    x [..., K], weight [N, K], bias [N] -> [..., N]. `leaves`: equal parts of K whose sums meet in a binary tree, so
+    that tensor-parallel ranks can own whole parts. The bias is added in fp32, before the rounding. x and weight of
+    different dtypes are computed as fp32.
     """
     check_leaves(leaves, x.shape[-1])
     wanted = dtype or x.dtype
@@ -49,7 +50,11 @@ def combine_leaves(parts: Sequence[torch.Tensor] | torch.Tensor, dtype: torch.dt
     ordered = list(parts)
     check_leaves(len(ordered))
     if any(part.dtype != torch.float32 for part in ordered):
-        raise SlimxError(f"partial sums of {ordered[0].dtype} would be rounded twice: pass those of linear_partial")
+        raise SlimxError(
+            f"partial sums of {ordered[0].dtype} would be rounded twice: pass those of linear_partial",
+            code="exact.dtype",
+            about=str(ordered[0].dtype),
+        )
     total = tree(ordered)
     return total if dtype is None else total.to(dtype)
 
@@ -62,15 +67,18 @@ def grouped_linear(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K], sorted by expert, counts[e] rows for expert e; weights [experts, N, K] or a list of [N, K] -> [T, N].
+    """One linear layer per expert.
 
+    x [T, K], sorted by expert, counts[e] rows for expert e; weights [experts, N, K] or a list of [N, K] -> [T, N].
     Each row is what `linear` makes of it. `dtype=torch.float32` gives one rank's share (`linear_partial`).
     """
     check_leaves(leaves, x.shape[1])
     if len(weights) != len(counts) or sum(counts) != len(x):
         raise SlimxError(
             f"{len(x)} rows for {len(weights)} experts are counted as {sum(counts)} for {len(counts)}: pass one count "
-            "for each expert"
+            "for each expert",
+            code="exact.counts",
+            about="counts",
         )
     return _Linear.apply(x, tuple(counts), leaves, dtype or x.dtype, *weights)
 

@@ -8,7 +8,7 @@ from slimx.numerics.exact.backend import forward_on
 
 
 def log_softmax(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """log_softmax(logits / temperature) in fp32: logits [rows, vocabulary] of any dtype -> fp32 of the same shape.
+    """Log-softmax of logits / temperature in fp32: logits [rows, vocabulary] of any dtype -> fp32 of the same shape.
 
     `temperature`: one number, or [rows]. With z = logits / temperature it is (z - max z) - log(sum(exp(z - max z))).
     """
@@ -16,7 +16,7 @@ def log_softmax(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """`log_softmax` at tokens [rows] only, without its whole result: [rows] fp32."""
+    """Log-probabilities of tokens [rows] alone, fp32 [rows]: `log_softmax` without its whole result."""
     return _TokenLogprobs.apply(logits, tokens, _temperatures(logits, temperature))
 
 

@@ -20,7 +20,7 @@ def route(
     renormalise: bool = True,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [T, experts] fp32 -> (weights [T, top_k] fp32, ids [T, top_k] int64), ids ascending.
+    """Choose each token's experts: logits [T, experts] fp32 -> weights [T, top_k] fp32, ids [T, top_k] int64 ascending.
 
     `score`: "softmax" over all experts, or "sigmoid". Chosen are the experts of the largest scores (softmax: logits),
     the lower id where two are equal; `bias` [experts] fp32 is added for the choice only. With `groups` > 1 the choice
@@ -28,7 +28,9 @@ def route(
     are the scores; `renormalise` divides them by their sum, in order of id; `factor` multiplies them last.
     """
     if score not in ("softmax", "sigmoid"):
-        raise SlimxError(f"the router's score {score!r} is not known: use softmax or sigmoid")
+        raise SlimxError(
+            f"the router's score {score!r} is not known: use softmax or sigmoid", code="exact.router_score", about=score
+        )
     logits = logits.float()
     scores = _Scores.apply(logits, score)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from slimx.numerics.exact.backend import forward_on
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, rounded to x's dtype once.
+    """Norm `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in fp32, rounded to x's dtype once.
 
     x [..., hidden], weight [hidden].
     """

@@ -23,7 +23,7 @@ def linear(
     leaves: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x [T, K], the first counts[0] rows times weights[0] [N, K] transposed, the next times weights[1], ...: [T, N].
+    """Linear layers by expert: x [T, K], the first counts[0] rows times weights[0] [N, K] transposed, ... -> [T, N].
 
     Each of `leaves` equal parts of K is summed in blocks of K_BLOCK, filled up by zeros: a block's even and odd
     elements are two chains of multiply-adds from zero; their sum joins the leaf's. Leaves meet in a binary tree, and
@@ -59,7 +59,7 @@ def _chains(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [rows, hidden], weight [hidden] -> x's dtype: (x * (1 / sqrt(sum(x^2) / hidden + eps))) * weight in fp32."""
+    """Norm (x * (1 / sqrt(sum(x^2) / hidden + eps))) * weight of x [rows, hidden] in fp32, rounded to x's dtype."""
     wide = x.float()
     size, least = (torch.tensor(value, dtype=torch.float32, device=x.device) for value in (x.shape[1], eps))
     mean = row_sum(wide * wide) / size
@@ -68,7 +68,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, 2 n], gate then up -> [rows, n] of x's dtype: (gate / (1 + e^-gate)) * up in fp32."""
+    """Activation (gate / (1 + e^-gate)) * up in fp32: x [rows, 2 n], gate then up -> [rows, n] of x's dtype."""
     gate, up = x.float().chunk(2, dim=1)
     return ((gate / (1.0 + exp(-gate))) * up).to(x.dtype)
 
@@ -83,7 +83,7 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [R, heads, d], key [*, groups, d], value [*, groups, dv] -> [R, heads, dv] of query's dtype.
+    """Attention of query [R, heads, d] over key [*, groups, d] and value [*, groups, dv]: [R, heads, dv].
 
     Row r reads the keys and values at index[begin[r] : begin[r] + length[r]] (int32, int64, int64), at least one of
     them, in that order. Score: LANES chains of multiply-adds over d, summed, times `scale`. Weight: exp(score - largest
@@ -136,16 +136,16 @@ def _attend(query, key, value, index, begin, length, scale, sinks):
 
 
 def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of z = logits / temperature in fp32, logits [rows, vocabulary], temperature [rows] fp32: max z and
-    log(sum(exp(z - max z))), each [rows] fp32."""
+    """Both terms of a log-softmax of z = logits / temperature in fp32: max z and log(sum(exp(z - max z))), each [rows]
+    fp32, of logits [rows, vocabulary] and temperature [rows] fp32."""
     z = logits.float() / temperature[:, None]
     most = z.amax(1)
     return most, log(row_sum(exp(z - most[:, None])))
 
 
 def combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-    """outputs [T, k, hidden], weights [T, k] fp32 -> [T, hidden] of outputs' dtype: products, and their sum in order,
-    in fp32; `shared` [T, hidden] is added last."""
+    """Weighted sum of experts' outputs, in order and in fp32: outputs [T, k, hidden], weights [T, k] fp32 ->
+    [T, hidden] of outputs' dtype; `shared` [T, hidden] is added last."""
     total = outputs[:, 0].float() * weights[:, 0, None]
     for choice in range(1, outputs.shape[1]):
         total = total + outputs[:, choice].float() * weights[:, choice, None]
@@ -153,10 +153,10 @@ def combine(outputs: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor |
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [T, heads, d], cosine and sine [T, rotated / 2] fp32 -> x's dtype; dimensions from `rotated` on are passed on.
+    """Rotate pairs of dimensions of x [T, heads, d] by cosine and sine [T, rotated / 2] fp32, in x's dtype.
 
-    Pairs are (i, i + rotated / 2), or (2 i, 2 i + 1) where `interleaved`; (a, b) becomes
-    (a * cos - b * sin, b * cos + a * sin) in fp32.
+    Dimensions from `rotated` on are passed on. Pairs are (i, i + rotated / 2), or (2 i, 2 i + 1) where `interleaved`;
+    (a, b) becomes (a * cos - b * sin, b * cos + a * sin) in fp32.
     """
     half = cosine.shape[1]
     turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]

@@ -43,7 +43,7 @@ def rope(
     *,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [T, heads, d] and key [T, groups, d] turned by their positions [T], in fp32, rounded to their dtype once.
+    """Rotate query [T, heads, d] and key [T, groups, d] by their positions [T], in fp32, rounded to their dtype once.
 
     `cos_sin`: a table of `rope_table`; where its width is below d, the dimensions behind it stay as they are.
     `interleaved`: pairs are neighbours, else the halves of the dimensions that are turned.

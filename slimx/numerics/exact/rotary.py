@@ -1,4 +1,4 @@
-"""What a model's rotary embedding is in exact mode: the same description on both sides gives the same table."""
+"""Description of a model's rotary embedding in exact mode: equal on both sides, it gives the same table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Llama3:
     """Positions of the model before the stretching."""
 
     def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Of fp64 `frequencies` [f]."""
+        """Scale fp64 `frequencies` [f] to fp32."""
         turns = self.original * frequencies / (2 * math.pi)  # within the original positions
         share = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return ((1 - share) * frequencies / self.factor + share * frequencies).float()
@@ -46,10 +46,10 @@ class Yarn:
     slow: float
     """Turns below which it is divided by `factor` (beta_slow)."""
     magnitude: float
-    """By which queries and keys are lengthened, each."""
+    """Factor by which queries and keys are lengthened, each."""
 
     def scaled(self, frequencies: torch.Tensor, base: float) -> torch.Tensor:
-        """Of fp64 `frequencies` [f] of 2 f dimensions."""
+        """Scale fp64 `frequencies` [f] of 2 f dimensions to fp32."""
         dimensions = 2 * len(frequencies)
 
         def dimension(turns: float) -> float:
@@ -71,7 +71,7 @@ class Rotary:
     scaling: Llama3 | Yarn | None = None
 
     def table(self, positions: int) -> torch.Tensor:
-        """For `rope`: [positions, dimensions] fp32."""
+        """The table that `rope` reads: [positions, dimensions] fp32."""
         frequencies = rope_frequencies(self.dimensions, self.base).double()
         match self.scaling:
             case Llama3():

@@ -18,6 +18,12 @@ KEY_BLOCK = 128
 def check_leaves(leaves: int, columns: int | None = None) -> None:
     """Raises SlimxError unless `leaves` is a power of two that cuts `columns`, where given, into equal parts."""
     if leaves < 1 or leaves & (leaves - 1):
-        raise SlimxError(f"{leaves} leaves do not make a binary tree: set a power of two")
+        raise SlimxError(
+            f"{leaves} leaves do not make a binary tree: set a power of two", code="exact.leaves", about=str(leaves)
+        )
     if columns is not None and columns % leaves:
-        raise SlimxError(f"a dot product over {columns} elements cannot be cut into {leaves} equal leaves: use fewer")
+        raise SlimxError(
+            f"a dot product over {columns} elements cannot be cut into {leaves} equal leaves: use fewer",
+            code="exact.leaves",
+            about=str(leaves),
+        )

@@ -38,28 +38,28 @@ class Damaged(SlimxError):
         self.checkpoint, self.problem = checkpoint, problem
 
     def __reduce__(self) -> tuple[type, tuple[Path, Path, str]]:
-        """As of DeadlineError."""
+        """Pickles by the arguments of `__init__`, as DeadlineError does: an exception's own way passes its sentence."""
         return type(self), (self.checkpoint, Path(self.about), self.problem)
 
 
 class Item(msgspec.Struct, frozen=True):
-    """Where one shard or object lies."""
+    """The place on disk of one shard or object."""
 
     key: str
     offset: list[int] | None
-    """Of the shard in its tensor; None: an object."""
+    """First element of the shard in its tensor; None: an object."""
     file: str
     position: int
     """First byte in the file."""
     length: int
-    """Bytes."""
+    """Bytes of the shard or object in the file."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one rank has brought to disk."""
+    """The files that one rank has brought to disk, and the shards in them."""
 
     files: dict[str, FileRecord]
-    """By path relative to the checkpoint."""
+    """Size and digest of each file, by path relative to the checkpoint."""
     items: list[Item]
 
 
@@ -90,8 +90,9 @@ def write_failure(directory: Path, rank: int, reason: str) -> None:
 
 
 def unreported(directory: Path, ranks: Iterable[int], holder: str = "trainer") -> list[int]:
-    """Those of `ranks` (called `holder` ranks) that are still writing. Raises SlimxError with the reason of a rank that
-    failed."""
+    """List those of `ranks` (called `holder` ranks) that are still writing.
+
+    Raises SlimxError with the reason of a rank that failed."""
     # One look at the directory: a network file system remembers for a while that a single file was not there.
     present = {entry.name for entry in os.scandir(directory / REPORTS)}
     for name in sorted(present):
@@ -113,7 +114,7 @@ def unwritten(directory: Path, holder: str, reason: str) -> SlimxError:
 
 
 def read_report(directory: Path, rank: int) -> Report:
-    """What `rank` has told."""
+    """Read the report of `rank`."""
     return msgspec.json.decode(_report(directory, rank).read_bytes(), type=Report)
 
 
@@ -138,7 +139,7 @@ def encode_records(files: dict[str, FileRecord]) -> bytes:
 
 
 def decode_records(text: bytes) -> dict[str, FileRecord]:
-    """What `encode_records` wrote. Raises msgspec.DecodeError."""
+    """Records by name from what `encode_records` wrote. Raises msgspec.DecodeError."""
     return msgspec.json.decode(text, type=dict[str, FileRecord])
 
 

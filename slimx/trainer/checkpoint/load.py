@@ -89,7 +89,11 @@ def load_weights(fit: Fit, chunks: Sequence[Any]) -> None:
 def _unusable(path: Path, error: BaseException) -> SlimxError:
     if isinstance(error, SlimxError):
         return error
-    return SlimxError(f"{path}: the checkpoint cannot be loaded ({' '.join(str(error).split())[:300]})")
+    return SlimxError(
+        f"{path}: the checkpoint cannot be loaded ({' '.join(str(error).split())[:300]})",
+        code="checkpoint.load",
+        about=str(path),
+    )
 
 
 def _fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
@@ -97,7 +101,11 @@ def _fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
         # A stage without layers (trainer.layers_per_stage) may have no tensor at all, and then it has no key.
         odd = unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=False)
         if names := [name for name in (*odd.missing_keys, *odd.unexpected_keys) if _EXTRA not in name]:
-            raise SlimxError(f"{names[0]} is in the model or in the checkpoint, but not in both")
+            raise SlimxError(
+                f"{names[0]} is in the model or in the checkpoint, but not in both",
+                code="checkpoint.tensor",
+                about=names[0],
+            )
 
 
 def _load(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def _load(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str,
 
 
 class _Common(TorchCommonLoadStrategy):
-    """`common.pt`; not read at all with `skip`."""
+    """Loads `common.pt`, or nothing with `skip`."""
 
     def __init__(self, *, skip: bool):
         super().__init__()
@@ -148,7 +156,7 @@ class _Tensors(TorchDistLoadShardedStrategy):
         return out
 
     def _present(self, value: Any) -> bool:
-        """Whether it is asked of the checkpoint: everything but extra state that it does not have."""
+        """Returns True for what is asked of the checkpoint: everything but extra state that it does not have."""
         if not isinstance(value, ShardedObject):
             return True
         return not self.tensors_only and (

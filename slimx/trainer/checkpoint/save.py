@@ -61,7 +61,7 @@ class Saver:
         self._distribution: Any = None
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None
-        """Of the whole checkpoint; on rank 0 only."""
+        """Metadata of the whole checkpoint; on rank 0 only."""
         self._host = HostCopies()
         self._thread: threading.Thread | None = None
         self.failure: SlimxError | None = None
@@ -92,7 +92,11 @@ class Saver:
         if self._thread is not None:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
-                raise SlimxError(f"{self.holder} rank {self.rank} is still writing the checkpoint before; see its log")
+                raise SlimxError(
+                    f"{self.holder} rank {self.rank} is still writing the checkpoint before; see its log",
+                    code="checkpoint.busy",
+                    about=f"{self.holder} rank {self.rank}",
+                )
 
     def _planned(self, sharded: dict[str, Any]) -> tuple[SavePlan, dict[MetadataIndex, Content]]:
         """This rank's plan, and what it writes by index. A plan that changed on any rank is gathered again."""
@@ -137,7 +141,7 @@ class Saver:
         return files.Report({name: files.record(directory / name) for name in sorted({i.file for i in items})}, items)
 
     def _complete(self, directory: Path, own: files.Report, common: bytes) -> files.Report:
-        """What rank 0 adds: the other ranks' places in `.metadata`, the state that no rank splits, and the format."""
+        """Add what rank 0 writes alone: all places in `.metadata`, the state that no rank splits, and the format."""
         others = range(1, self.world)
         self._await(directory, others)
         assert self._metadata is not None
@@ -191,7 +195,7 @@ class HostCopies:
 
 
 class _Contents:
-    """What torch's writer asks of a planner."""
+    """The one method of a planner that torch's writer calls."""
 
     def __init__(self, contents: dict[MetadataIndex, Content]):
         self._contents = contents

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: model, optimizer and random state as sharded tensors, under the keys of Megatron-LM 0.16."""
+"""Content of a checkpoint: model, optimizer and random state as sharded tensors, keyed as in Megatron-LM 0.16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANDOM = "random_state"
 
 
 def metadata(**flags: bool) -> dict[str, Any]:
-    """What Megatron-LM tells `sharded_state_dict` by default; `flags` are added."""
+    """The metadata that Megatron-LM passes to `sharded_state_dict` by default; `flags` are added."""
     return {
         # One tensor per parameter, whatever the layout: optimizer state can be loaded under other parallel sizes.
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -66,7 +66,7 @@ def optimizer_state(
 
 
 def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: int, frozen: bool) -> dict[str, Any]:
-    """All of a checkpoint after step `step`; collective. `frozen`: see `optimizer_state`."""
+    """The whole state of a checkpoint after step `step`; collective. `frozen`: see `optimizer_state`."""
     state = model_state(chunks)
     state["optimizer"] = optimizer_state(optimizer, chunks, state, loading=False, frozen=frozen)
     state[RANDOM] = random_state()
@@ -74,7 +74,7 @@ def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: i
 
 
 def common_state(chunks: Sequence[Any], step: int, data_size: int) -> dict[str, Any]:
-    """What Megatron-LM reads before any tensor: the iteration, and the arguments that it compares with its own.
+    """The state that Megatron-LM reads before any tensor: the iteration, and arguments to compare with its own.
 
     There is no `rng_state` (ours is one per rank, see `random_state`) and no `opt_param_scheduler` (ours is a function
     of the step): Megatron-LM loads the weights with --finetune, or with --no-load-optim at the same iteration."""

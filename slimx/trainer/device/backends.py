@@ -1,4 +1,4 @@
-"""Which kernels a trainer runs on: chosen from what is asked for and what is installed, each with its reason."""
+"""Choice of the kernels that a trainer runs on, from what is asked for and what is installed, with reasons."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Backends:
     dispatcher: Literal["alltoall", "flex"]
     flex_backend: Literal["deepep", "hybridep"]
     transformer_engine: bool
-    """Whether the layers are Transformer Engine's; else plain torch's of the same shape."""
+    """The layers are Transformer Engine's; else plain torch's of the same shape."""
     gradient_accumulation_fusion: bool
-    """Whether the weight gradient's matrix product adds into the fp32 gradient itself."""
+    """The weight gradient's matrix product adds into the fp32 gradient itself."""
     reasons: tuple[str, ...]
     """One sentence per choice, for the log."""
 
 
 def installed() -> frozenset[str]:
-    """Of the packages that change a choice, those that this environment has (none is imported)."""
+    """Names of installed packages that change a choice; none is imported."""
     return frozenset(name for name in _PACKAGES if importlib.util.find_spec(name) is not None)
 
 
@@ -66,7 +66,7 @@ def choose_backends(trainer: Trainer, *, device: str, packages: Collection[str],
 
 
 def has_engine(device: str, packages: Collection[str]) -> bool:
-    """Whether Transformer Engine computes the layers: on the CPU it cannot, though it be installed."""
+    """Returns True if Transformer Engine computes the layers: it must be installed, and has no CPU kernels."""
     return device == "cuda" and "transformer_engine" in packages
 
 
@@ -83,12 +83,16 @@ def _attention(asked: Attention, device: str, packages: Collection[str]) -> tupl
     if not engine:
         missing = "the package transformer_engine" if device == "cuda" else "CUDA"
         raise SlimxError(
-            f"trainer.attention={asked} needs {missing}, which is not here; set trainer.attention=auto or install it"
+            f"trainer.attention={asked} needs {missing}, which is not here; set trainer.attention=auto or install it",
+            code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
+            about="trainer.attention",
         )
     if asked == "flash" and "flash_attn" not in packages:
         raise SlimxError(
             "trainer.attention=flash needs the package flash_attn, which is not installed; install it, or set "
-            "trainer.attention=fused or auto"
+            "trainer.attention=fused or auto",
+            code="trainer.not_installed",
+            about="trainer.attention",
         )
     return asked, f"attention {asked}: as configured"
 
@@ -106,13 +110,21 @@ def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
 def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> None:
     asked = f"trainer.moe.dispatcher=flex ({trainer.moe.flex_backend})"
     if device != "cuda":
-        raise SlimxError(f"{asked} needs CUDA, which is not here; set trainer.moe.dispatcher=alltoall")
+        raise SlimxError(
+            f"{asked} needs CUDA, which is not here; set trainer.moe.dispatcher=alltoall",
+            code="trainer.no_cuda",
+            about="trainer.moe.dispatcher",
+        )
     if "deep_ep" not in packages:
         raise SlimxError(
             f"{asked} needs the package deep_ep, which is not installed; install it or set "
-            "trainer.moe.dispatcher=alltoall"
+            "trainer.moe.dispatcher=alltoall",
+            code="trainer.not_installed",
+            about="trainer.moe.dispatcher",
         )
     if trainer.expert * trainer.expert_tensor_size == 1:
         raise SlimxError(
-            f"{asked} has nothing to dispatch with trainer.expert=1; raise it or set trainer.moe.dispatcher=alltoall"
+            f"{asked} has nothing to dispatch with trainer.expert=1; raise it or set trainer.moe.dispatcher=alltoall",
+            code="trainer.nothing_to_dispatch",
+            about="trainer.moe.dispatcher",
         )

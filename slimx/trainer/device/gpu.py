@@ -14,25 +14,33 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What `check_health` found and did not refuse."""
+    """Result of `check_health` for a GPU that it did not refuse."""
 
     uuid: str
     warnings: tuple[str, ...]
 
 
 def check_health(gpu: Gpu) -> Health:
-    """Whether a GPU is fit for a run. Raises SlimxError for memory that is broken; warns of what makes it slow."""
+    """Check that a GPU is fit for a run: raises SlimxError for broken memory, and warns of what makes it slow."""
     pending, failed = gpu.remapped_rows()
     if failed:
         raise SlimxError(
-            f"{gpu.uuid}: remapping broken memory rows failed; the GPU must be replaced, start without this node"
+            f"{gpu.uuid}: remapping broken memory rows failed; the GPU must be replaced, start without this node",
+            code="gpu.remapping_failed",
+            about=gpu.uuid,
         )
     if pending:
-        raise SlimxError(f"{gpu.uuid}: broken memory rows wait to be remapped; reset the GPU before the run")
+        raise SlimxError(
+            f"{gpu.uuid}: broken memory rows wait to be remapped; reset the GPU before the run",
+            code="gpu.remapping_pending",
+            about=gpu.uuid,
+        )
     if errors := gpu.uncorrected_errors():
         raise SlimxError(
             f"{gpu.uuid}: {errors} memory errors that ECC could not repair since the driver was loaded; reset the GPU, "
-            "and replace it if they come back"
+            "and replace it if they come back",
+            code="gpu.memory_errors",
+            about=gpu.uuid,
         )
     refuse_xids(gpu)
     reasons = sorted(gpu.throttled())
@@ -45,7 +53,9 @@ def refuse_xids(gpu: Gpu) -> None:
     if xids := gpu.xids():
         numbers = ", ".join(map(str, xids))
         raise SlimxError(
-            f"{gpu.uuid}: the driver reports XID {numbers}; look it up in NVIDIA's XID catalogue and dmesg"
+            f"{gpu.uuid}: the driver reports XID {numbers}; look it up in NVIDIA's XID catalogue and dmesg",
+            code="gpu.xid",
+            about=gpu.uuid,
         )
 
 
@@ -92,7 +102,9 @@ class MemoryGuard:
             f"{self.gpu.uuid} has {_mib(free)} of {_mib(total)} free, less than trainer.memory_margin_mib "
             f"{self.margin // MIB}, with caches freed; on it: {', '.join(holders) or 'no process that NVML shows'}; of "
             f"this rank: {', '.join(kinds) or 'nothing'}; lower trainer.max_tokens_per_microbatch, offload more, or "
-            "end the other processes"
+            "end the other processes",
+            code="gpu.memory_margin",
+            about=self.gpu.uuid,
         )
 
 

@@ -14,12 +14,12 @@ _PROC = Path("/proc/self")
 
 
 class Meter(Protocol):
-    """Knows the highest use since it was last asked to begin."""
+    """Measures the highest use of memory since `begin` was last called."""
 
     def begin(self) -> None: ...
 
     def peak(self) -> int:
-        """Bytes."""
+        """Highest use in bytes since `begin`."""
         ...
 
 
@@ -39,7 +39,7 @@ class ProcessMeter:
     def __init__(self, directory: Path = _PROC):
         self.directory = directory
         self.resets = True
-        """Whether the mark can be set back; where the kernel refuses that, peaks are those since the start."""
+        """The mark can be set back; where the kernel refuses that, peaks are those since the start."""
 
     def begin(self) -> None:
         try:
@@ -76,7 +76,7 @@ class PhaseMemory:
             self._inside = False
 
     def take(self) -> dict[str, float]:
-        """`memory/PHASE_peak_mib` since the last call, in MiB."""
+        """Return `memory/PHASE_peak_mib` since the last call, in MiB."""
         self._note(self.idle)
         peaks, self._peaks = self._peaks, {}
         return {f"memory/{name}_peak_mib": peak / 2**20 for name, peak in peaks.items()}

@@ -21,7 +21,7 @@ class Process:
 
 
 class Gpu(Protocol):
-    """What slimx asks of a GPU; tests answer with faults that no real part has on demand."""
+    """The questions that slimx asks of a GPU; tests answer with faults that no real part has on demand."""
 
     uuid: str
 
@@ -40,11 +40,11 @@ class Gpu(Protocol):
         ...
 
     def remapped_rows(self) -> tuple[bool, bool]:
-        """Whether rows wait for a reset to be remapped, and whether a remapping failed."""
+        """Two flags: rows wait for a reset to be remapped; a remapping failed."""
         ...
 
     def throttled(self) -> set[str]:
-        """Why the clocks are lowered now, of the reasons that mean trouble."""
+        """Reasons that mean trouble and for which the clocks are lowered now."""
         ...
 
     def xids(self) -> list[int]:
@@ -53,7 +53,7 @@ class Gpu(Protocol):
 
 
 class NvmlGpu:
-    """`Gpu` by NVML. Raises SlimxError if the library or the GPU is not there."""
+    """Answers for one GPU by NVML. Raises SlimxError if the library or the GPU is not there."""
 
     def __init__(self, uuid: str):
         import pynvml
@@ -63,7 +63,9 @@ class NvmlGpu:
             pynvml.nvmlInit()
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except pynvml.NVMLError as error:
-            raise SlimxError(f"NVML does not answer for {uuid} ({error}); look at the NVIDIA driver") from error
+            raise SlimxError(
+                f"NVML does not answer for {uuid} ({error}); look at the NVIDIA driver", code="gpu.nvml", about=uuid
+            ) from error
         self._events: Any = None
         with suppress(pynvml.NVMLError):  # not in every container
             self._events = pynvml.nvmlEventSetCreate()

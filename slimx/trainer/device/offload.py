@@ -22,7 +22,7 @@ class Moved:
 
     storages: list[torch.UntypedStorage]
     keep: bool
-    """Whether their values come back; zeros otherwise."""
+    """Their values come back; zeros otherwise."""
     sizes: list[int] = field(default_factory=list)
     """While away: bytes of each storage."""
     host: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Moved:
 
 
 class Offload:
-    """What of one trainer rank can leave: `weights`, and `training` (gradients and optimizer state)."""
+    """Moves one trainer rank's `weights`, and `training` (gradients and optimizer state), to the host and back."""
 
     def __init__(self, chunks: list[Any], optimizer: Any, device: torch.device):
         self.chunks, self.optimizer, self.device = chunks, optimizer, device
@@ -48,7 +48,7 @@ class Offload:
 
     @property
     def away(self) -> tuple[str, ...]:
-        """What is on the host now."""
+        """Names of the parts that are on the host now."""
         weights = ("weights",) if self._weights.away else ()
         return weights + (("training",) if self._state.away or self._gradients.away else ())
 

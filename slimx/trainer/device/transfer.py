@@ -7,7 +7,7 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` as a tensor on `device`; on the CPU it shares the array's memory.
+    """Move `array` to `device` as a tensor; on the CPU it shares the array's memory.
 
     A copy from pageable memory would wait for everything that the GPU has queued, once per array of a micro-batch. From
     pinned memory it only takes its place in the queue; torch keeps the pinned block until the copy is done.

@@ -20,7 +20,7 @@ from slimx.numerics import exact as exact_ops
 from slimx.trainer.device.transfer import to_device
 
 CHUNK_BYTES = 256 * 2**20
-"""Of the fp32 logits of one chunk on one rank, where the configuration leaves the size to slimx."""
+"""Bytes of the fp32 logits of one chunk on one rank, where the configuration leaves the size to slimx."""
 SMALLEST_CHUNK = 128
 """Tokens below which a product with the output layer would mostly wait for its weight to be read."""
 OUTSIDE = -1e30
@@ -29,7 +29,7 @@ OUTSIDE = -1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Of which tokens, and under which distribution, log-probs are wanted."""
+    """Tokens whose log-probs are wanted, and the distribution that they are under."""
 
     labels: torch.Tensor
     """int64 [T]."""

@@ -46,7 +46,7 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """What follows the decoder; `loss_mask` [1, T] holds the weight of each label (0: not trained)."""
+        """Apply the parts behind the decoder; `loss_mask` [1, T] holds the weight of each label (0: not trained)."""
         if not self.post_process:
             return hidden_states
         tied = self.share_embeddings_and_output_weights

@@ -37,7 +37,7 @@ class ProjectionNorm(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., heads / TP, head]; the same shape."""
+        """Norm of x [..., heads / TP, head], in the same shape."""
         flat = x.flatten(-2)
         squares = flat.float().square().sum(-1, keepdim=True)
         if self.group.size() > 1:
@@ -65,11 +65,17 @@ def install(block: Any, config: Any) -> None:
     if config.qk_layernorm:
         raise SlimxError(
             "trainer.megatron.qk_layernorm is true, but this model's norms span all heads and ranks hold different "
-            "parts of them, whose gradients megatron-core would then sum; leave it out"
+            "parts of them, whose gradients megatron-core would then sum; leave it out",
+            code="trainer.qk_layernorm",
+            about="trainer.megatron.qk_layernorm",
         )
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         if attention.module is not SelfAttention or not isinstance(attention.submodules, SelfAttentionSubmodules):
-            raise SlimxError(f"a norm of all heads together cannot stand in {attention.module}: it is no SelfAttention")
+            raise SlimxError(
+                f"a norm of all heads together cannot stand in {attention.module}: it is no SelfAttention",
+                code="trainer.projection_norm",
+                about=str(attention.module),
+            )
         attention.submodules.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": config.num_attention_heads})
         attention.submodules.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": config.num_query_groups})

@@ -11,14 +11,16 @@ from slimx.numerics.exact import Llama3, Rotary, Yarn, yarn_lengthening
 
 
 def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
-    """Of a model with these arguments of GPTModel. Raises SlimxError for other embeddings of positions."""
+    """Rotary embedding of a model with arguments `gpt` of GPTModel. Raises SlimxError for other position embeddings."""
     if isinstance(transformer, MLATransformerConfig):
         scaling = _yarn(transformer) if transformer.rope_type == "yarn" else None
         return Rotary(transformer.qk_pos_emb_head_dim, float(transformer.rotary_base), scaling)
     if gpt["position_embedding_type"] != "rope":
         raise SlimxError(
             f"numerics.mode exact does not know position_embedding_type {gpt['position_embedding_type']} of this model "
-            "in megatron-core; set numerics.mode=fast"
+            "in megatron-core; set numerics.mode=fast",
+            code="exact.rotary",
+            about="numerics.mode",
         )
     # The constants are megatron-core's own (RotaryEmbedding._apply_scaling).
     scaling = Llama3(float(gpt["rope_scaling_factor"]), 1.0, 4.0, 8192) if gpt.get("rope_scaling") else None

@@ -19,13 +19,13 @@ from slimx.trainer.device.backends import Backends
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
-"""By the name in a family's `activation_func`. megatron-core knows its fused kernels by these very functions."""
+"""Activations by the name in a family's `activation_func`: megatron-core knows its fused kernels by these functions."""
 
 
 @dataclasses.dataclass
 class YarnTransformerConfig(TransformerConfig):
-    """With what GPTModel reads from its config where position_embedding_type is yarn; megatron-core 0.16.1 declares
-    these fields nowhere."""
+    """TransformerConfig with the fields that GPTModel reads where position_embedding_type is yarn; megatron-core 0.16.1
+    declares them nowhere."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096
@@ -85,17 +85,25 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
     if fields.get("softmax_type") == "learnable" and backends.attention in ("flash", "fused"):
         raise SlimxError(
             f"trainer.attention={backends.attention}, but the attention sinks of {spec.path} have no such kernel for "
-            "packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them"
+            "packed sequences; set trainer.attention=auto: torch's scaled_dot_product_attention computes them",
+            code="trainer.attention_sinks",
+            about="trainer.attention",
         )
     if (trainer.megatron.get("mtp_num_layers") or 0) != spec.table.mtp_layers:
         raise SlimxError(
             f"trainer.megatron.mtp_num_layers is {trainer.megatron.get('mtp_num_layers')}, but {spec.path} was read "
-            f"with {spec.table.mtp_layers} MTP layers; give read_model the same number"
+            f"with {spec.table.mtp_layers} MTP layers; give read_model the same number",
+            code="trainer.mtp_layers",
+            about="trainer.megatron.mtp_num_layers",
         )
     try:
         return kind(**{**fields, **trainer.megatron})
     except (ValueError, AssertionError) as error:
-        raise SlimxError(f"megatron-core refuses this model or layout: {' '.join(str(error).split())}") from error
+        raise SlimxError(
+            f"megatron-core refuses this model or layout: {' '.join(str(error).split())}",
+            code="trainer.megatron_core",
+            about=spec.path,
+        ) from error
 
 
 def _pipeline_fields(trainer: Trainer, spec: ModelSpec, *, cpu: bool) -> dict[str, Any]:
@@ -153,4 +161,8 @@ def check_megatron_fields(given: dict[str, Any], kind: type[TransformerConfig]) 
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise SlimxError(f"trainer.megatron.{key} is not a field of megatron-core's {kind.__name__}{hint}")
+            raise SlimxError(
+                f"trainer.megatron.{key} is not a field of megatron-core's {kind.__name__}{hint}",
+                code="trainer.megatron_field",
+                about=f"trainer.megatron.{key}",
+            )

@@ -34,7 +34,7 @@ class ValueHead(torch.nn.Module):
         self.bias.zero_()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] -> [...], fp32."""
+        """Values, fp32 [...], of hidden states [..., hidden]."""
         return (hidden.float() @ self.weight[0]) + self.bias
 
 
@@ -49,7 +49,7 @@ class ValueModel(GPTModel):
             self.value_head = ValueHead(config)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """What follows the decoder: values [1, T] from [T, 1, hidden], or from each rank's part of it under sequence
+        """Compute values [1, T] from hidden states [T, 1, hidden], or from each rank's part of them under sequence
         parallelism."""
         if not self.post_process:
             return hidden_states
@@ -60,5 +60,5 @@ class ValueModel(GPTModel):
         return values.transpose(0, 1).contiguous()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """For checkpoints. GPTModel's looks for an output layer; the modules' own is all that is needed."""
+        """Sharded state of the modules. GPTModel's own method looks for an output layer, which is not here."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)

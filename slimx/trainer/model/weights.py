@@ -36,7 +36,7 @@ class Weights:
         no checkpoint has (a value head); they are left alone."""
         self.spec = spec
         self.served: ServedWeights | None = None
-        """What engines compute with, where that is not the parameters themselves."""
+        """Values that engines compute with, where these are not the parameters themselves."""
         self._present: HostCopy | None = None
         self.held: list[Part] = layout.held(rank)
         names = {held.name for held in self.held}
@@ -48,13 +48,19 @@ class Weights:
         """Parameters, and the buffers that the table names (an expert bias)."""
         if names != set(self.parameters):
             odd = sorted(names ^ set(self.parameters))
-            raise SlimxError(f"weight table of {spec.path}: {odd[0]} is in the table or in the model, but not in both")
+            raise SlimxError(
+                f"weight table of {spec.path}: {odd[0]} is in the table or in the model, but not in both",
+                code="model.table_name",
+                about=odd[0],
+            )
         for held in self.held:
             shape = tuple(self.parameters[held.name].shape)
             if shape != held.shape:
                 raise SlimxError(
                     f"weight table of {spec.path}: {held.name} is {list(shape)} in the model, "
-                    f"{list(held.shape)} in the table"
+                    f"{list(held.shape)} in the table",
+                    code="model.table_shape",
+                    about=held.name,
                 )
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
@@ -79,7 +85,7 @@ class Weights:
         self.changed()
 
     def changed(self) -> None:
-        """The parameters have got other values: to be called by whoever writes into their memory."""
+        """Refresh what is derived from the parameters. Call after writing parameters in place."""
         if self.served is not None:
             self.served.refresh()
 

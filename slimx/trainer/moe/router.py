@@ -36,7 +36,7 @@ class Tokens:
 
 
 class Cursor:
-    """Which micro-batch a chunk of the model works on; None outside a forward pass."""
+    """The micro-batch that a chunk of the model works on; None outside a forward pass."""
 
     def __init__(self) -> None:
         self.tokens: Tokens | None = None
@@ -61,7 +61,11 @@ class Watch:
         tokens = self._cursor.tokens
         if tokens is None:
             if not self._again:
-                raise SlimxError(f"{self.name} ran outside of a micro-batch; this is a defect of slimx's schedule")
+                raise SlimxError(
+                    f"{self.name} ran outside of a micro-batch; this is a defect of slimx's schedule",
+                    code="routing.outside",
+                    about=self.name,
+                )
             return Choice(self._again.popleft(), self.row, first=False)
         if self.tally is not None and not torch.is_grad_enabled():
             self._again.append(tokens)  # a checkpointed forward pass: autograd will compute it again
@@ -74,7 +78,9 @@ class Watch:
             raise SlimxError(
                 f"{self.name} is trained, but {len(self._again)} micro-batches were not recomputed in the backward "
                 "pass and gave its layer no gradient, because everything before it is frozen; set "
-                "trainer.recompute.granularity=none"
+                "trainer.recompute.granularity=none",
+                code="routing.not_recomputed",
+                about=self.name,
             )
 
 
@@ -139,20 +145,20 @@ class PolicyRouter(TopKRouter):
         return probs, routing_map
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Nothing: the tally counts."""
+        """Do nothing: the tally counts."""
 
 
 class _ExactRouting(TopKRouter):
     """The arithmetic of exact mode: fp32 logits, the lower id where two experts are equal."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [t, 1, experts] of input [t, 1, hidden]."""
+        """Logits, fp32 [t, 1, experts], of input [t, 1, hidden]."""
         return exact.linear(input.float(), self.weight.float())
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As upstream's."""
+        """Probabilities and map, both [t, experts], by the rounding rules of exact mode."""
         config, flat = self.config, logits.view(-1, self.config.num_moe_experts)
         weights, experts = exact.route(
             flat,

@@ -26,19 +26,25 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
         if not batch.padding.all():
             raise SlimxError(
                 "trainer.moe.replay=R3: a micro-batch came without the engine's routes; every trained trajectory needs "
-                "routed_experts"
+                "routed_experts",
+                code="routes.missing",
+                about="routed_experts",
             )
         return np.broadcast_to(spread, (len(layers), count, topk)).astype(_dtype(experts))
     held = list(batch.route_layers or range(batch.routed_experts.shape[1]))
     if missing := [layer for layer in layers if layer not in held]:
         raise SlimxError(
             f"a micro-batch carries the engine's routes of layers {held[0]} to {held[-1]}, but this rank holds layer "
-            f"{missing[0]}; cut them for its pipeline stage"
+            f"{missing[0]}; cut them for its pipeline stage",
+            code="routes.layer",
+            about=f"layer {missing[0]}",
         )
     if batch.routed_experts.shape[::2] != (count, topk):
         raise SlimxError(
             f"a micro-batch of {count} tokens carries routes of shape {list(batch.routed_experts.shape)} (tokens, "
-            f"layers, experts) for a model with {topk} experts per token"
+            f"layers, experts) for a model with {topk} experts per token",
+            code="routes.shape",
+            about="routed_experts",
         )
     columns = batch.routed_experts[:, [held.index(layer) for layer in layers]]
     routes = np.where(batch.padding[:, None, None], spread[:, None, :], columns)
@@ -50,10 +56,10 @@ def _dtype(experts: int) -> type:
 
 
 def differing(chosen: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
-    """bool [t]: tokens for which any layer took another set of experts; both [routers, t, k]."""
+    """Mark tokens for which any layer took another set of experts, bool [t]; both routes [routers, t, k]."""
     return (chosen.sort(-1).values != engine.sort(-1).values).any(-1).any(0)
 
 
 def within_sequence(differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """bool [T]: whether the position or an earlier one of the same sequence differs (attention carries it forward)."""
+    """Mark positions that differ, or follow one of their sequence that does, bool [T]: attention carries it forward."""
     return torch.cat([part.cummax(0).values for part in differs.to(torch.uint8).split(lengths)]).bool()

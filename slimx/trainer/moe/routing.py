@@ -21,7 +21,7 @@ from slimx.trainer.moe.routes import differing, engine_routes
 from slimx.trainer.parallel import ParallelState
 
 Routes = list[torch.Tensor]
-"""Of each micro-batch of a pass, as `slimx.trainer.moe.routes` describes them."""
+"""Routes of each micro-batch of a pass, as `slimx.trainer.moe.routes` describes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class _Place:
 
     router: PolicyRouter
     cursor: Cursor
-    """Of the chunk that it is in."""
+    """Cursor of the chunk that the router is in."""
     layer: int
     """Global number, from 0; layers of multi-token prediction follow the decoder's."""
     row: int | None
@@ -156,18 +156,18 @@ class Routing:
     # Routes -----------------------------------------------------------------------------------------------------------
 
     def from_engine(self, batches: list[MicroBatch]) -> Routes:
-        """What the engine chose for this rank's tokens and layers (R3)."""
+        """Routes that the engine chose for this rank's tokens and layers (R3)."""
         return [
             self._own(engine_routes(batch, self.layers, experts=self.experts, topk=self.topk), 1) for batch in batches
         ]
 
     def chosen(self) -> Routes:
-        """What this rank's routers took in the last pass (R2)."""
+        """Routes that this rank's routers took in the last pass (R2)."""
         return [torch.stack([tokens.chosen[row] for row in range(len(self.layers))]) for tokens in self._tokens]
 
     def differing(self, batches: list[MicroBatch]) -> torch.Tensor:
-        """bool [sum of T]: positions at which any local layer took another set of experts than the engine in the last
-        pass. Collective over tensor-parallel ranks."""
+        """Mark positions, bool [sum of T], at which any local layer took another set of experts than the engine in the
+        last pass. Collective over tensor-parallel ranks."""
         out = []
         for batch, tokens in zip(batches, self._tokens, strict=True):
             here = torch.zeros(len(tokens.counted), dtype=torch.bool, device=self._parallel.device)
@@ -210,8 +210,8 @@ class Routing:
         dist.all_reduce(self._sums)
 
     def metrics(self) -> dict[str, float]:
-        """Of the last training pass, after `gather_sums`: imbalance is the load of the fullest expert over the mean
-        load, terms are means over MoE layers without their coefficients."""
+        """Metrics of the last training pass, after `gather_sums`: imbalance is the load of the fullest expert over the
+        mean load, terms are means over MoE layers without their coefficients."""
         load, terms = self._sums[:, :-2], self._sums[:, -2:]
         held = (load.sum(1) > 0).nonzero()[:, 0].tolist()
         if not held:

@@ -21,11 +21,11 @@ from slimx.trainer.moe.routing import Routing
 
 
 class TokenScores(NamedTuple):
-    """Of every label of one micro-batch, each fp32 [T]."""
+    """Scores of every label of one micro-batch, each fp32 [T]."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Of the distribution that the label is from, in nats."""
+    """Entropy of the distribution that the label is from, in nats."""
 
 
 def sum_gradients(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -38,8 +38,8 @@ def gap_metrics(
 def mismatch_sums(
     logprobs: torch.Tensor, rollout: torch.Tensor, trained: torch.Tensor
 ) -> dict[str, tuple[str, torch.Tensor]]:
-    """What `mismatch_metrics` is made of: the present policy against the engine that sampled, over all `trained`
-    tokens, of whatever version; all inputs [T]. Metric -> (reduction, value)."""
+    """Sums from which `mismatch_metrics` computes: the present policy against the engine that sampled, over all
+    `trained` tokens, of whatever version; all inputs [T]. Metric -> (reduction, value)."""
     difference = (logprobs - rollout).double()[trained]
     # Beyond it a token's weight would be all there is: e^20 is 5e8.
     ratio = difference.clamp(max=20).exp()

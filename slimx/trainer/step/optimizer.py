@@ -50,10 +50,11 @@ def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch
 
 
 def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) -> dict[ParamKey, ParamGroupOverride]:
-    """Which parameters get groups of their own: norms, biases and `undecayed`, which are not decayed; and the fp32 ones
-    of a bf16 model (a value head). In a group of both dtypes megatron-core 0.16.1's distributed optimizer takes the
-    states of one parameter for another's when it saves: it numbers them in the order of its buffers but keeps fp32 ones
-    first."""
+    """Groups of parameters beside the usual one: norms, biases and `undecayed`, which are not decayed; and the fp32
+    ones of a bf16 model (a value head).
+
+    In a group of both dtypes megatron-core 0.16.1's distributed optimizer takes the states of one parameter for
+    another's when it saves: it numbers them in the order of its buffers but keeps fp32 ones first."""
     overrides = get_standard_config_overrides(config)
     if config.bf16:
         single = ParamPredicate(name="fp32", fn=lambda parameter: parameter.dtype == torch.float32)

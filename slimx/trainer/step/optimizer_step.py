@@ -81,12 +81,14 @@ class OptimizerStep:
             raise SlimxError(
                 f"{self.skipped_in_a_row} optimizer steps in a row had gradients that are not finite "
                 f"({self.key}.max_skipped), now {where}; look at loss, rewards and learning rate of the last "
-                "steps, and continue from the newest checkpoint"
+                "steps, and continue from the newest checkpoint",
+                code="trainer.max_skipped",
+                about=f"{self.key}.max_skipped",
             )
 
 
 def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.ProcessGroup) -> str:
-    """Where gradients are not finite, in words; collective, equal on all ranks.
+    """Name the place where gradients are not finite; collective, equal on all ranks.
 
     Of each rank the last parameter of the forward pass: the backward pass came there first, and everything before it
     is infected. Ranks of later pipeline stages have the higher numbers.

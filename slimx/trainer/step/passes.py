@@ -18,10 +18,10 @@ Replay = Literal["none", "R2", "R3"]
 
 
 class Known(NamedTuple):
-    """What is known of a step's micro-batches before the policy moves."""
+    """Results of the forward passes over a step's micro-batches before the policy moves."""
 
     fields: list[dict[str, torch.Tensor]]
-    """Of `LossInputs` by name, per micro-batch; on the ranks of the last pipeline stage, elsewhere nothing."""
+    """Fields of `LossInputs` by name, per micro-batch; on the ranks of the last pipeline stage, elsewhere none."""
     routes: Routes | None
     """The experts that training takes, per micro-batch; None: each router chooses."""
 
@@ -65,13 +65,15 @@ class ForwardPasses:
         if under == "policy":
             return self._pipeline.scores(batches)
         if under not in self._copies:
-            raise SlimxError(f"this run has no {under}; set algorithm.{under}")
+            raise SlimxError(
+                f"this run has no {under}; set algorithm.{under}", code="trainer.no_weights", about=f"algorithm.{under}"
+            )
         with self._weights.switching() as switch:
             switch(self._copies[under])
             return self._pipeline.scores(batches)
 
     def before_updates(self, batches: list[MicroBatch]) -> Known:
-        """What a loss wants to know before the policy moves, and the routes that are replayed. Collective."""
+        """Run the passes that a loss needs before the policy moves; find the routes to replay. Collective."""
         fields: dict[str, list[TokenScores]] = {}
         routes = self._routing.from_engine(batches) if self._replay == "R3" else None
         if self._recompute or self._replay == "R2":

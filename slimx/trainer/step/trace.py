@@ -15,7 +15,7 @@ from slimx.numerics.rows import OUTPUT, attention_point, mlp_point, row_digests
 
 @contextmanager
 def traced(modules: list[Any]) -> Iterator[dict[str, list[str]]]:
-    """What goes through the decoders of `modules` (GPT models of this rank): digests of its rows by point."""
+    """Collect digests of the residual stream of `modules` (GPT models of this rank), by point, inside the block."""
     rows: dict[str, list[str]] = defaultdict(list)
     handles = []
 

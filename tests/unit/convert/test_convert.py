@@ -26,6 +26,7 @@ from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
 from tests.checkpoint_stand import QWEN3_MOE, same, tensors_of, write_checkpoint
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
+from tests.refusals import refused
 from tests.unit.convert.convert_stand import LAYOUT, QWEN3, change, dtypes_of, fields, go
 
 pytestmark = pytest.mark.costly
@@ -234,7 +235,7 @@ class Elements:
 
 @pytest.mark.parametrize("text", ["tensor=0", "tensor", "data=2", "tensor=2,tensor=2", "tensor=x"])
 def test_a_layout_that_is_none_is_refused(text):
-    with pytest.raises(SlimxError, match="no parallel size"):
+    with refused("convert.layout", about="--layout"):
         parse_layout(text)
 
 

@@ -20,6 +20,7 @@ from slimx.convert import run, work
 from slimx.convert.work import convert
 from slimx.errors import SlimxError
 from tests.checkpoint_stand import write_checkpoint
+from tests.refusals import refused
 from tests.unit.convert.convert_stand import WIDE, content
 
 pytestmark = pytest.mark.costly
@@ -82,11 +83,11 @@ def test_a_killed_conversion_goes_on_after_its_finished_files_and_gives_the_same
 
 
 def test_a_disk_that_becomes_full_is_one_sentence_and_finished_files_wait(tmp_path):
-    with pytest.raises(SlimxError, match="no space is left on its disk; make room and run the same command again"):
+    with refused("convert.space", about=str(tmp_path / "out.partial")):
         convert(Numbers("full"), tmp_path / "out", threads=1, verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     assert {name for name in content(tmp_path / "out.partial") if "/" not in name} == {"f0", "f1"}
-    with pytest.raises(SlimxError, match="no space"):
+    with refused("convert.space", about=str(tmp_path / "nothing.partial")):
         convert(Numbers("full", which=0), tmp_path / "nothing", threads=1, verify=False)
     assert not (tmp_path / "nothing.partial").exists(), "nothing was finished, so nothing is left"
 
@@ -94,7 +95,7 @@ def test_a_disk_that_becomes_full_is_one_sentence_and_finished_files_wait(tmp_pa
 def test_the_partial_output_of_another_conversion_is_refused(tmp_path):
     with pytest.raises(SlimxError):
         convert(Numbers("full"), tmp_path / "out", threads=1, verify=False)
-    with pytest.raises(SlimxError, match=r"out\.partial was begun by a conversion of other files"):
+    with refused("convert.other", about=str(tmp_path / "out.partial")):
         convert(Numbers(fingerprint="others"), tmp_path / "out", threads=1, verify=False)
     convert(Numbers(), tmp_path / "out", threads=1, verify=False)
 
@@ -102,7 +103,7 @@ def test_the_partial_output_of_another_conversion_is_refused(tmp_path):
 def test_two_processes_do_not_write_one_output(tmp_path):
     class Nested(Numbers):
         def finish(self, directory: Path, notes: Any) -> None:
-            with pytest.raises(SlimxError, match="another process is writing it"):
+            with refused("convert.busy", about=str(tmp_path / "out.partial")):
                 convert(Numbers(), tmp_path / "out", threads=1, verify=False)
             super().finish(directory, notes)
 
@@ -116,7 +117,7 @@ def test_bytes_that_changed_on_disk_are_found_by_verification(tmp_path):
             with (directory / "f1").open("r+b") as file:
                 file.write(b"x")
 
-    with pytest.raises(SlimxError, match=r"f1: has other bytes than were written"):
+    with refused("convert.bytes", about="f1"):
         convert(Changed(), tmp_path / "out", threads=1, verify=True)
     assert not (tmp_path / "out").exists()
     convert(Numbers(), tmp_path / "out", threads=1, verify=True)

@@ -17,6 +17,7 @@ from slimx.data.routes import RouteShape, check_routes, for_stage
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import read_model
+from tests.refusals import refused
 from slimx.preflight.checks import routing
 from slimx.preflight.routing import route_shape
 from tools.quickstart.make_model import CONFIG
@@ -121,11 +122,11 @@ def test_a_rank_takes_the_columns_of_its_layers_and_valid_routes_for_padding(bat
 
 def test_routes_that_do_not_fit_a_rank_are_refused(batch):
     (cut,) = for_stage([batch], (1, 2))
-    with pytest.raises(SlimxError, match="layers 1 to 2, but this rank holds layer 3"):
+    with refused("routes.layer", about="layer 3"):
         engine_routes(cut, [1, 3])
-    with pytest.raises(SlimxError, match="without the engine's routes"):
+    with refused("routes.missing"):
         engine_routes(replace(batch, routed_experts=None), [1])
-    with pytest.raises(SlimxError, match="3 experts per token"):
+    with refused("routes.shape"):
         engine_routes(replace(batch, routed_experts=batch.routed_experts[..., :2]), [1])
 
 

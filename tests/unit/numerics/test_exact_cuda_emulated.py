@@ -19,6 +19,7 @@ from slimx.errors import SlimxError
 from slimx.numerics.exact import kernel_cuda, reference
 from slimx.numerics.exact.contract import fingerprint
 from tests.exact_batches import check_attention, check_rows
+from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
 
 pytestmark = pytest.mark.costly
@@ -111,9 +112,9 @@ def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatc
 
 def test_what_the_kernels_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cuda, "MOST_WIDTH", 10)
-    with pytest.raises(SlimxError, match="rows of 11 elements are wider than the CUDA kernels' 10"):
+    with refused("exact.width", about="11"):
         kernel_cuda.rms_norm(torch.ones(1, 11), torch.ones(11), 1e-6)
-    with pytest.raises(SlimxError, match="bf16 or fp32 and got torch.float16"):
+    with refused("exact.dtype", about="torch.float16"):
         kernel_cuda.silu_and_mul(torch.ones(1, 8, dtype=torch.float16))
     monkeypatch.setattr(kernel_cuda, "LIBRARY", tmp_path / "libslimx_exact_cuda.so")
     with pytest.raises(SlimxError, match="CUDA library of exact mode .* is missing: run `make build` where nvcc is"):

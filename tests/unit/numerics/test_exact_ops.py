@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slimx.errors import SlimxError
 from slimx.numerics import exact
 from slimx.numerics.attention import packed_attention
 from slimx.numerics.exact import elementary, reference
 from slimx.numerics.exact.contract import fingerprint
 from tests.exact_batches import check_attention, check_rows
+from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
 
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -300,12 +300,12 @@ def test_the_contract_tells_dtypes_and_leaves_apart_and_holds_the_bits(monkeypat
 
 def test_what_is_not_an_operation_of_the_contract_is_refused() -> None:
     x = torch.ones(2, 24)
-    for match, call in (
-        ("3 leaves do not make a binary tree", lambda: exact.linear(x, x, 3)),
-        ("24 elements cannot be cut into 16 equal leaves", lambda: exact.linear(x, x, 16)),
-        ("bfloat16 would be rounded twice", lambda: exact.combine_leaves([x.bfloat16(), x.bfloat16()])),
-        ("2 rows for 1 experts are counted as 3", lambda: exact.grouped_linear(x, [x], [3])),
-        ("'tanh' is not known: use softmax or sigmoid", lambda: exact.route(x, 2, score="tanh")),
+    for code, about, call in (
+        ("exact.leaves", "3", lambda: exact.linear(x, x, 3)),
+        ("exact.leaves", "16", lambda: exact.linear(x, x, 16)),
+        ("exact.dtype", "torch.bfloat16", lambda: exact.combine_leaves([x.bfloat16(), x.bfloat16()])),
+        ("exact.counts", "counts", lambda: exact.grouped_linear(x, [x], [3])),
+        ("exact.router_score", "tanh", lambda: exact.route(x, 2, score="tanh")),
     ):
-        with pytest.raises(SlimxError, match=match):
+        with refused(code, about=about):
             call()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.trainer.model.weights import Weights
+from tests.refusals import refused
 from tests.unit.models.deepseek_v3_config import V3
 
 SMALL = {
@@ -135,6 +135,6 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_nothing_changes(models)
     shapes = weights.spec.table.checkpoint()
     missing = sorted(shapes)[0]
     save_file({n: torch.zeros(s) for n, s in shapes.items() if n != missing}, other / "model.safetensors")
-    with pytest.raises(SlimxError, match=missing):
+    with refused("checkpoint.missing", about=missing):
         weights.copy_of(str(other))
     assert equal(values(weights), before)
