@@ -9,7 +9,7 @@ import numpy as np
 
 from slimx.data.balance import greedy
 from slimx.data.packing import Split, best_fit, distribute
-from slimx.models import qwen3_moe
+from slimx.models.families import qwen3_moe
 from slimx.models.flops import SequenceFlops, sequence_flops
 
 QWEN3_30B_A3B: dict[str, Any] = {

@@ -10,7 +10,7 @@ from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models import deepseek_v3, qwen3_moe
+from slimx.models.families import deepseek_v3, qwen3_moe
 from slimx.preflight.links.model import Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
 from slimx.reshard.plan.copy_plan import compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation

@@ -11,7 +11,7 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models.qwen3_moe import engine_table, weight_table
+from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision

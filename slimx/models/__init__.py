@@ -1,1 +1,2 @@
-"""Model families: one file each, from the Hugging Face config to Megatron's, with the weight table."""
+"""Models: `families`, one file each, from the Hugging Face config to Megatron's with the weight table; the parts that
+they share, here; and the files of checkpoints."""

@@ -20,7 +20,7 @@ from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models.qwen3_moe import engine_table, weight_table
+from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.preflight.links.model import Links, Traffic, Trial, predict, traffic_of
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.manifest import Encoding, Manifest

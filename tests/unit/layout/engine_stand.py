@@ -13,7 +13,7 @@ import torch
 
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, deepseek_v3_engine, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models.families import deepseek_v3, deepseek_v3_engine, glm4_moe, minimax_m2, qwen3_moe
 from tests.unit.layout.layout_stand import (
     DEEPSEEK,
     GLM,

@@ -19,7 +19,7 @@ import torch
 from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.precision import ITEMSIZE
 

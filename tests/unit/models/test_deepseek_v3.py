@@ -17,8 +17,8 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
-from slimx.models.deepseek_v3 import transformer_config, unsupported, weight_table
 from slimx.models.families import read_model
+from slimx.models.families.deepseek_v3 import transformer_config, unsupported, weight_table
 from slimx.models.files.reader import CheckpointReader
 from tests.refusals import refused
 from tests.unit.models.deepseek_v3_config import V3, YARN

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from slimx.models import deepseek_v3, glm4_moe, minimax_m2, qwen2, qwen3_moe
+from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen2, qwen3_moe
 from slimx.models.flops import sequence_flops
 
 COMMON = {

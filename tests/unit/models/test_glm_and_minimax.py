@@ -21,8 +21,7 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models import glm4_moe, glm4_moe_lite, minimax_m2
-from slimx.models.families import UNBUILDABLE, ModelSpec, read_model
+from slimx.models.families import UNBUILDABLE, ModelSpec, glm4_moe, glm4_moe_lite, minimax_m2, read_model
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused

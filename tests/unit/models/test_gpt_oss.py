@@ -24,8 +24,7 @@ from slimx.layout.parts import Part, check_coverage
 from slimx.layout.patterns import select
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.models import gpt_oss
-from slimx.models.families import read_model
+from slimx.models.families import gpt_oss, read_model
 from slimx.models.files import mxfp4
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.writer import finish_directory

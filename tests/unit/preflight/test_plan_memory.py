@@ -18,8 +18,7 @@ from slimx.config.trainer import Recompute, Trainer
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, qwen3_moe
-from slimx.models.families import read_model
+from slimx.models.families import deepseek_v3, qwen3_moe, read_model
 from slimx.preflight.memory.activations import Setting, layer_bytes
 from slimx.preflight.memory.engine import kv_bytes
 from slimx.preflight.memory.parameter_runs import Holdings

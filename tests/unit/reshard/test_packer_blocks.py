@@ -13,7 +13,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.models import deepseek_v3
+from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import reference
 from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan

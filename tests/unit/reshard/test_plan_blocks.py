@@ -14,7 +14,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
-from slimx.models import deepseek_v3
+from slimx.models.families import deepseek_v3
 from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
 from tests.unit.layout.layout_stand import DEEPSEEK

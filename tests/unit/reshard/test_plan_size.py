@@ -13,7 +13,7 @@ import pytest
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
-from slimx.models import deepseek_v3
+from slimx.models.families import deepseek_v3
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
 

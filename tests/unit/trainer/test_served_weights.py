@@ -10,7 +10,7 @@ import torch
 from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
-from slimx.models import deepseek_v3
+from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import blocks, reference
 from slimx.reshard.kernels.cpu import RULE
 from slimx.reshard.pack.served import ServedWeights

@@ -10,7 +10,17 @@ from slimx.config.schema import Config
 from slimx.dotted import load_module
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, qwen2, qwen3, qwen3_moe
+from slimx.models.families import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from slimx.models.files.index import read_object
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.layout.table import Table
-from slimx.models import deepseek_v3, deepseek_v3_engine
-from slimx.models.deepseek_v3 import gpt_arguments as gpt_arguments
-from slimx.models.deepseek_v3 import mtp_layers as mtp_layers
-from slimx.models.deepseek_v3 import transformer_config as transformer_config
-from slimx.models.deepseek_v3 import weight_table as weight_table
+from slimx.models.families import deepseek_v3, deepseek_v3_engine
+from slimx.models.families.deepseek_v3 import gpt_arguments as gpt_arguments
+from slimx.models.families.deepseek_v3 import mtp_layers as mtp_layers
+from slimx.models.families.deepseek_v3 import transformer_config as transformer_config
+from slimx.models.families.deepseek_v3 import weight_table as weight_table
 
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
-"""The same limit as GLM-4.5's (`slimx.models.glm4_moe`)."""
+"""The same limit as GLM-4.5's (`slimx.models.families.glm4_moe`)."""
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
