@@ -32,7 +32,7 @@ class Source(Protocol):
         """The elements of a tensor that `rect` takes, [rect.rows, rect.cols]; they may lie in a mapped file."""
         ...
 
-    def again(self) -> Source:
+    def reopened(self) -> Source:
         """The same with no file open."""
         ...
 
@@ -58,7 +58,7 @@ class Reading:
     """A source as one thread reads it for a while: with a bounded part of its files in memory."""
 
     def __init__(self, source: Source):
-        self._source, self._bytes = source.again(), 0
+        self._source, self._bytes = source.reopened(), 0
         self.scratch = Scratch()
         """Memory for what is made of the parts that were read."""
 
@@ -69,7 +69,7 @@ class Reading:
     def read(self, name: str, rect: Rect) -> torch.Tensor:
         """Read as `Source.read` does; drop the result before the next call, so that its file can be closed."""
         if self._bytes > MAPPED_BYTES:
-            self._source, self._bytes = self._source.again(), 0
+            self._source, self._bytes = self._source.reopened(), 0
         part = self._source.read(name, rect)
         self._bytes += part.nbytes
         return part
@@ -95,8 +95,8 @@ class Overlay:
         source, name = self._of(name)
         return source.read(name, rect)
 
-    def again(self) -> Overlay:
-        return Overlay(self.trained.again(), self.original.again() if self.original else None, self.aliases)
+    def reopened(self) -> Overlay:
+        return Overlay(self.trained.reopened(), self.original.reopened() if self.original else None, self.aliases)
 
     def _of(self, name: str) -> tuple[Source, str]:
         name = self.aliases.get(name, name)

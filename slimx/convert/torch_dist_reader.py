@@ -101,7 +101,7 @@ class TorchDistReader:
         """Dtype in which tensor `name` was saved."""
         return self._dtypes[self._holders[name][0][0].key]
 
-    def again(self) -> TorchDistReader:
+    def reopened(self) -> TorchDistReader:
         """The same with no file mapped."""
         other = copy(self)
         other._files, other._out = {}, Scratch()

@@ -1,4 +1,4 @@
-"""What a trainer rank attests of its numerics."""
+"""The contract of exact mode that trainer ranks attest; the driver and the ranks compute it alike."""
 
 from __future__ import annotations
 

@@ -24,10 +24,9 @@ from slimx.trainer.model.value_model import ValueModel
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline, sum_gradients
-from slimx.trainer.step.metrics import reduce
+from slimx.trainer.step.metrics import combine, reduce
 from slimx.trainer.step.optimizer import build_optimizer, learning_rate
 from slimx.trainer.step.optimizer_step import OptimizerStep
-from slimx.trainer.step.updates import combine
 
 
 class ValuePipeline(Pipeline):

@@ -30,12 +30,11 @@ from slimx.trainer.moe.routes import within_sequence
 from slimx.trainer.moe.routing import Routes, Routing
 from slimx.trainer.parallel import ParallelState
 from slimx.trainer.step.forward_backward import Pipeline, sum_gradients
-from slimx.trainer.step.metrics import gap_metrics, mismatch_metrics, mismatch_sums, reduce
+from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, reduce
 from slimx.trainer.step.optimizer import build_optimizer, learning_rate
 from slimx.trainer.step.optimizer_step import OptimizerStep
 from slimx.trainer.step.passes import ForwardPasses, Holder
 from slimx.trainer.step.trace import traced
-from slimx.trainer.step.updates import combine
 
 
 class Trainer:
@@ -193,7 +192,7 @@ class Trainer:
         """Give the device's memory back while engines generate: gradients and optimizer state, and the weights unless
         they are still to be published. They come back by `reload`."""
         if self.config.trainer.offload:
-            given = self.offloading.leave(weights=weights)
+            given = self.offloading.offload(weights=weights)
             print(
                 f"slimx: offloaded {given / 2**20:.1f} MiB, on the host: {' and '.join(self.offloading.away)}",
                 flush=True,
@@ -201,7 +200,7 @@ class Trainer:
 
     def reload(self, *, training: bool = True) -> None:
         """Take back what `offload` gave away: the weights, and with `training` all the rest."""
-        self.offloading.come_back(training=training)
+        self.offloading.reload(training=training)
 
     def holds(self) -> dict[str, int]:
         """Bytes on the device by kind, and the largest parameters by name."""

@@ -164,17 +164,17 @@ class TrainerWorker:
 
     def critic_values(self, batches: Any) -> Any:
         with self._memory.phase("values"):
-            self._critic.offloading.come_back()
+            self._critic.offloading.reload()
             return self._critic.values(batches)
 
     def critic_step(self, updates: Any, step: int) -> dict[str, float]:
         with self._memory.phase("train"):
-            self._critic.offloading.come_back()
+            self._critic.offloading.reload()
             return self._critic.train_updates(updates, step=step)
 
     def critic_save(self, path: str, step: int) -> None:
         with self._memory.phase("save"):
-            self._critic.offloading.come_back()
+            self._critic.offloading.reload()
             self._critic.save(path, step=step)
 
     def critic_restore(self, path: str, same_layout: bool, load_optimizer: bool) -> None:
@@ -253,13 +253,13 @@ class TrainerWorker:
             gatherer.close()
         self._trainer.offload(weights=weights)
         if self._critic is not None and self._trainer.config.trainer.offload:
-            self._critic.offloading.leave()
+            self._critic.offloading.offload()
 
     def reload(self) -> None:
         """Take back what `offload` gave away."""
         self._resident()
         if self._critic is not None:
-            self._critic.offloading.come_back()
+            self._critic.offloading.reload()
 
     def _resident(self, *, training: bool = True) -> None:
         """Bring back what a call needs if it is not on the device; `training`: gradients and optimizer state too."""

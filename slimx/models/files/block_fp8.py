@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from slimx.errors import SlimxError
 from slimx.models.files.index import read_object
-from slimx.models.files.scale_suffix import SCALE_SUFFIX as SCALE_SUFFIX
 
+if TYPE_CHECKING:
+    import torch  # at run time where it computes: a plan of a run takes the names from here, without torch
+
+SCALE_SUFFIX = "_scale_inv"
+"""Suffix of a quantised tensor's name for its scales, in Hugging Face's block-fp8 checkpoints and in SGLang."""
 Block = tuple[int, int]
-Dequantise = Callable[[torch.Tensor, torch.Tensor, Block, int, int], torch.Tensor]
-"""A function like `dequantise`."""
+
+
+class Dequantise(Protocol):
+    """A function like `dequantise`."""
+
+    def __call__(
+        self, codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int, /
+    ) -> torch.Tensor: ...
 
 
 def block_of(directory: Path) -> Block:
@@ -43,6 +51,8 @@ def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
     """Multiply `codes` [rows, cols] e4m3, which begin at (row, col) of their tensor, with `scales` of the whole tensor:
     the product in fp32, rounded to bf16. The same bits as `slimx.reshard.kernels.reference.dequantise`."""
+    import torch
+
     (rows, cols), (high, wide) = codes.shape, block
     first, last = row // high, -(-(row + rows) // high)
     left, right = col // wide, -(-(col + cols) // wide)
@@ -66,6 +76,8 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
 
     Sign, exponent and mantissa in the places of bf16 are the value over 2^120, subnormal ones too; all ones are NaN.
     """
+    import torch
+
     signed = codes.view(torch.int8)
     out = ((signed.to(torch.int16) << 4) & -0x7810).view(torch.bfloat16).float().mul_(2.0**120)
     magnitude = signed & 0x7F

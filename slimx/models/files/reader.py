@@ -94,7 +94,7 @@ class CheckpointReader:
             about=name,
         )
 
-    def again(self) -> CheckpointReader:
+    def reopened(self) -> CheckpointReader:
         """The same directory with no file open: for another thread, or to let go of the memory that is mapped."""
         other = copy(self)
         other._files = {}

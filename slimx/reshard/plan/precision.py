@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slimx.errors import SlimxError
-from slimx.models.files.scale_suffix import SCALE_SUFFIX as SCALE_SUFFIX
+from slimx.models.files.block_fp8 import SCALE_SUFFIX as SCALE_SUFFIX
 
 ModelDtype = Literal["float32", "bfloat16"]
 Rule = Literal["ieee", "triton", "te", "ue8m0", "mxfp8"]

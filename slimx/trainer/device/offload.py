@@ -59,9 +59,9 @@ class Offload:
         return {kind: sum(storage.nbytes() for storage in storages) for kind, storages in kinds.items()}
 
     @torch.no_grad()
-    def leave(self, *, weights: bool = True) -> int:
-        """Move gradients and optimizer state, and the weights if asked to; returns the bytes given back. Again does no
-        harm."""
+    def offload(self, *, weights: bool = True) -> int:
+        """Move gradients and optimizer state, and the weights if asked to; returns the bytes given back. A second
+        call does nothing."""
         before = sum(self.sizes().values())
         if "training" not in self.away:
             # bf16 models: fp32 copies of the gradients that only a step needs.
@@ -81,8 +81,8 @@ class Offload:
         return before - sum(self.sizes().values())
 
     @torch.no_grad()
-    def come_back(self, *, training: bool = True) -> None:
-        """Bring back the weights and, unless only they are needed, all the rest. Again does no harm."""
+    def reload(self, *, training: bool = True) -> None:
+        """Bring back the weights and, unless only they are needed, all the rest. A second call does nothing."""
         self._back(self._weights)
         if training:
             self._back(self._state)

@@ -26,10 +26,8 @@ from slimx.reshard.plan.precision import ModelDtype, Quantisation
 from slimx.trainer.device.backends import Backends
 from slimx.trainer.model import projection_norm
 from slimx.trainer.model.freeze import freeze, names_of
-from slimx.trainer.model.policy_model import PolicyModel
-from slimx.trainer.model.prediction_layer import with_prediction_layers
-from slimx.trainer.model.rotary import rotary_of
-from slimx.trainer.model.transformer import transformer_config
+from slimx.trainer.model.policy_model import PolicyModel, with_prediction_layers
+from slimx.trainer.model.transformer import rotary_of, transformer_config
 from slimx.trainer.model.value_model import ValueHead, ValueModel
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.moe import router

@@ -1,17 +1,25 @@
-"""The GPT model whose output is log-probs, also where it has layers of multi-token prediction (MTP)."""
+"""The GPT model whose output is log-probs, also where it has layers of multi-token prediction (MTP), which can be
+recomputed over packed sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    roll_tensor,
+)
 
 from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
@@ -89,3 +97,26 @@ class PolicyModel(GPTModel):
             whole = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         chunk = chunk_tokens(self._chunk, len(head))
         return label_logprobs(whole.squeeze(1), head, targets, group=group, chunk=chunk, exact=self._exact)
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """megatron-core's layer, but for full recomputation: 0.16.1 saves every argument for the backward pass as a tensor,
+    which the bounds of packed sequences are not."""
+
+    def _checkpointed_forward(self, forward_func: Callable[..., torch.Tensor], **inputs: Any) -> torch.Tensor:
+        if self.config.recompute_method == "block":
+            return forward_func(**inputs)  # as upstream: only uniform recomputation covers these layers
+        tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
+        others = {name: value for name, value in inputs.items() if name not in tensors}
+
+        def run(*values: torch.Tensor) -> torch.Tensor:
+            return forward_func(**dict(zip(tensors, values, strict=True)), **others)
+
+        return checkpoint(run, self.config.distribute_saved_activations, *tensors.values())
+
+
+def with_prediction_layers(block: MultiTokenPredictionBlockSubmodules | None) -> Any:
+    """The block's specification with every layer built as a PredictionLayer; None (no such layers here) stays None."""
+    for layer in block.layer_specs if block is not None else ():
+        layer.module = PredictionLayer
+    return block

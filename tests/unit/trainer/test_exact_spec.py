@@ -21,7 +21,7 @@ from slimx.adapters import megatron_exact
 from slimx.errors import SlimxError
 from slimx.numerics.exact import Rotary
 from slimx.trainer import router
-from slimx.trainer.model.rotary import rotary_of
+from slimx.trainer.model.transformer import rotary_of
 
 def refusal(kind=router.ExactRouter, latent=False, **parts):
     options = {"num_experts": 4, "moe_grouped_gemm": True, "multi_latent_attention": latent, "qk_layernorm": True}
