@@ -29,9 +29,9 @@ class TrainerRank:
             rank,
             init_method,
         )
-        from slimx.trainer.trainer import Trainer
+        from slimx.trainer.trainer import PolicyTrainer
 
-        self.trainer = Trainer(config, spec, self.parallel)
+        self.trainer = PolicyTrainer(config, spec, self.parallel)
 
     def step(self, batches: list[MicroBatch]) -> tuple[float, float]:
         """Seconds of one training step from the moment when both ranks are ready for it, and of this rank's CPU."""

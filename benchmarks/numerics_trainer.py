@@ -51,10 +51,10 @@ def measure(model: Path, size: str, dtype: str, pairs: int) -> np.ndarray:
     """Seconds of each step [pairs, 2], fast and exact."""
     meeting = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     fast, spec, parallel = enter(sections(model, dtype, "fast"), 0, meeting)
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
     exact = Config.model_validate(sections(model, dtype, "exact"))
-    trainers = [Trainer(config, spec, parallel) for config in (fast, exact)]
+    trainers = [PolicyTrainer(config, spec, parallel) for config in (fast, exact)]
     batches = make_shards(1, ROWS[size], LIMIT)[0]
     out, norms = np.zeros((pairs, 2)), [0.0, 0.0]
     for number in range(-1, pairs):  # the first warms up

@@ -116,7 +116,7 @@ def measure(name: str, steps: int, parallel: Any, directory: Path) -> None:
     from slimx.config.schema import Config
     from slimx.models.families import read_model
     from slimx.models.flops import sequence_flops
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
     sizes, dtype, count, lengths, max_tokens = MODELS[name]
     hf, cuda = {**FAMILY, **sizes}, parallel.device.type == "cuda"
@@ -132,7 +132,7 @@ def measure(name: str, steps: int, parallel: Any, directory: Path) -> None:
         }
     )
     spec = read_model(directory / name)
-    trainer = Trainer(config, spec, parallel)
+    trainer = PolicyTrainer(config, spec, parallel)
     built = torch.cuda.memory_allocated() if cuda else 0
     batches, tokens = rollouts(count, lengths, hf["vocab_size"], max_tokens)
     flops = sequence_flops(spec.transformer, spec.vocab_size)

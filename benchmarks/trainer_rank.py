@@ -30,9 +30,9 @@ class TrainerRank:
         )
         from bare_megatron import BareMegatron
 
-        from slimx.trainer.trainer import Trainer
+        from slimx.trainer.trainer import PolicyTrainer
 
-        self.trainer = Trainer(config, spec, self.parallel)
+        self.trainer = PolicyTrainer(config, spec, self.parallel)
         self.bare = BareMegatron(config, spec, self.parallel)
 
     def hold(self, batches: list[MicroBatch]) -> None:

@@ -18,7 +18,7 @@ SumRanks = Callable[[torch.Tensor], None]
 """Sums a tensor over ranks, in place."""
 
 
-class Tokens(Protocol):
+class CountedTokens(Protocol):
     """The t tokens of a micro-batch that are here."""
 
     counted: torch.Tensor
@@ -112,7 +112,7 @@ class LayerTally:
         self.sums, self._share, self._all_data = sums, share, all_data
         self._seen: torch.Tensor | None = None
 
-    def terms(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: Tokens) -> torch.Tensor | None:
+    def terms(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: CountedTokens) -> torch.Tensor | None:
         """Count a micro-batch; the share of its tokens here in the auxiliary loss."""
         self.sums[:-2] += (routing_map & tokens.counted[:, None]).sum(0)
         if self.totals is None:
@@ -128,7 +128,7 @@ class LayerTally:
             loss = loss + self.settings.z_loss_coef * squares
         return loss
 
-    def _balance(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def _balance(self, logits: torch.Tensor, tokens: CountedTokens) -> torch.Tensor:
         scores, kind = normalised_scores(logits, self.function), self.settings.aux_loss_type
         single = kind != "seq_aux_loss"
         segments = torch.zeros_like(tokens.segments) if single else tokens.segments

@@ -43,7 +43,7 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.models.families import ModelSpec
 from slimx.models.files.megatron_common import preloaded
-from slimx.models.files.megatron_directory import TRACKER, Place, places
+from slimx.models.files.megatron_directory import TRACKER, TensorPlace, places
 
 FILE_BYTES = 5 * 10**8
 """A rank that reads a file of a thousand others should not wait long for it; a model of 1 TB has 2,000 of them."""
@@ -54,7 +54,7 @@ _RELEASE = "release"
 class Piece:
     """A rectangle of one tensor, stored on its own."""
 
-    place: Place
+    place: TensorPlace
     box: Box
     dtype: torch.dtype
 
@@ -140,7 +140,7 @@ class ToMegatron:
         self.files = self._plan(everything, source)
         self.fingerprint = _fingerprint(f"hf-to-megatron {origin} {target}", self.files)
 
-    def _plan(self, everything: Sequence[Place], source: Source) -> list[TorchDistFile]:
+    def _plan(self, everything: Sequence[TensorPlace], source: Source) -> list[TorchDistFile]:
         """Files of each rank, filled one after the other in the order of the checkpoint."""
         files: list[TorchDistFile] = []
         open_: dict[int, TorchDistFile] = {}
@@ -242,7 +242,7 @@ class ToMegatron:
         )
 
 
-def _dtypes(everything: Sequence[Place], source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(everything: Sequence[TensorPlace], source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Dtype of each key: its row's own, else `dtype`, else the one in which the source stores the key's tensors. Raises
     SlimxError where it stores them in several."""
     out: dict[str, torch.dtype] = {}

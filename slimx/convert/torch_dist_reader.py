@@ -23,7 +23,7 @@ from slimx.convert.sources import Scratch
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.table import Table
-from slimx.models.files.megatron_directory import Place, check_fit, places
+from slimx.models.files.megatron_directory import TensorPlace, check_fit, places
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.reshard.plan.intersect import Move, moves
 
@@ -51,7 +51,7 @@ class TorchDistReader:
         fit = check_fit(path, table)
         self.path = fit.path
         metadata = read_metadata(self.path / ".metadata")
-        self._holders: dict[str, list[tuple[Place, Rect]]] = defaultdict(list)
+        self._holders: dict[str, list[tuple[TensorPlace, Rect]]] = defaultdict(list)
         for place in places(table, per_layer=fit.per_layer):
             place = replace(place, key=fit.keys.get(place.key, place.key))
             for rect in place.part.rects:
@@ -115,7 +115,7 @@ class TorchDistReader:
             self._fill(out, holders[move.source][0], move)
         return out
 
-    def _fill(self, out: torch.Tensor, place: Place, move: Move) -> None:
+    def _fill(self, out: torch.Tensor, place: TensorPlace, move: Move) -> None:
         """Copy what `move` takes of the tensor at `place`, from all pieces that hold some of it."""
         view = out[move.row :: move.row_step, move.col : move.col + move.cols][: move.rows]
         step, filled = move.source_step, 0

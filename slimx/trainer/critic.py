@@ -59,7 +59,7 @@ class ValuePipeline(Pipeline):
         return self._schedule(batches, compute, forward_only=False)
 
 
-class Critic:
+class CriticTrainer:
     """Value model, optimizer and pipeline of one rank."""
 
     def __init__(self, config: Config, parallel: ParallelState):

@@ -37,7 +37,7 @@ from slimx.trainer.step.passes import ForwardPasses, Holder
 from slimx.trainer.step.trace import traced
 
 
-class Trainer:
+class PolicyTrainer:
     """Megatron model, optimizer and pipeline of one rank."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):

@@ -102,14 +102,14 @@ class TrainerWorker:
     def _build(self, config: Any) -> None:
         """The policy, and the critic if it shares these ranks."""
         from slimx.models.families import configured_model
-        from slimx.trainer.trainer import Trainer
+        from slimx.trainer.trainer import PolicyTrainer
 
         spec = configured_model(config)
-        self._trainer = Trainer(config, spec, self._parallel)
+        self._trainer = PolicyTrainer(config, spec, self._parallel)
         if config.critic is not None and config.critic.placement == "shared":
-            from slimx.trainer.critic import Critic
+            from slimx.trainer.critic import CriticTrainer
 
-            self._critic = Critic(config, self._parallel)
+            self._critic = CriticTrainer(config, self._parallel)
 
     def train_step(self, updates: Any, step: int, version: int) -> dict[str, float]:
         with self._memory.phase("train"):
@@ -281,9 +281,9 @@ class CriticWorker(TrainerWorker):
     """One rank of a critic that has ranks of its own; `config` is that of `Config.as_critic`."""
 
     def _build(self, config: Any) -> None:
-        from slimx.trainer.critic import Critic
+        from slimx.trainer.critic import CriticTrainer
 
-        self._critic = Critic(config, self._parallel)
+        self._critic = CriticTrainer(config, self._parallel)
 
 
 def prepare_process(device: str, *, shares_layers: bool, local: bool) -> None:

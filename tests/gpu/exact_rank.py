@@ -22,13 +22,13 @@ def run(dtype: str, out: Path, parallel: Any) -> None:
     from slimx.data.packing import pack
     from slimx.data.weights import loss_weights
     from slimx.models.families import read_model
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
     from tests.gpu.trainer_cases import CASES, config, rollouts, write_model
 
     case = CASES["qwen"] | {"dtype": dtype}
     path = write_model(out / dtype, case["hf"], case["mtp"], seed=1)
     values = config(path, out, case).model_dump() | {"numerics": {"mode": "exact", "dtype": dtype}}
-    trainer = Trainer(Config.model_validate(values), read_model(path), parallel)
+    trainer = PolicyTrainer(Config.model_validate(values), read_model(path), parallel)
     known = [trajectory for group in rollouts(0, None) for trajectory in group.trajectories]
     found = {}
     for name, limit, order in (("narrow", 60, known), ("wide", 200, known[::-1])):

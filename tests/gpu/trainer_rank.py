@@ -27,14 +27,14 @@ def run(name: str, out: Path, parallel: Any) -> None:
     from slimx.data.weights import loss_weights
     from slimx.models.families import read_model
     from slimx.trainer.checkpoint import files
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
     from tests.gpu.trainer_cases import CASES, STEPS, VERSION, config, rollouts, write_model
 
     case = CASES[name]
     path = write_model(out / name / "model", case["hf"], case["mtp"], seed=1)
     policy = write_model(out / name / "policy", case["hf"], case["mtp"], seed=2)
     settings = config(path, out, case)
-    trainer = Trainer(settings, read_model(path, mtp_layers=case["mtp"]), parallel)
+    trainer = PolicyTrainer(settings, read_model(path, mtp_layers=case["mtp"]), parallel)
     trainer.weights.load(str(policy))  # another than the reference
     trainer.optimizer.reload_model_params()
     tensors: dict[str, torch.Tensor] = {}

@@ -56,9 +56,9 @@ class Rank:
         )
 
     def trainer(self, load: str | None = None) -> Any:
-        from slimx.trainer.trainer import Trainer
+        from slimx.trainer.trainer import PolicyTrainer
 
-        return Trainer(self.config(self.name, load), self.spec, self.parallel)
+        return PolicyTrainer(self.config(self.name, load), self.spec, self.parallel)
 
     def batches(self, step: int) -> list[MicroBatch]:
         sizes, trajectories = self.sizes, demonstrations(step)

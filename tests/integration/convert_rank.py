@@ -48,7 +48,7 @@ def main() -> None:
         import torch
 
         from slimx.models.families import configured_model
-        from slimx.trainer.trainer import Trainer
+        from slimx.trainer.trainer import PolicyTrainer
 
         said[name] = {}
         for kind, model in job["models"].items():
@@ -56,8 +56,8 @@ def main() -> None:
                 continue
             config = configuration(out, layout, model, None)
             spec = configured_model(config)
-            wanted = Trainer(config, spec, parallel).weights.parameters
-            trainer = Trainer(configuration(out, layout, model, model["megatron"]), spec, parallel)
+            wanted = PolicyTrainer(config, spec, parallel).weights.parameters
+            trainer = PolicyTrainer(configuration(out, layout, model, model["megatron"]), spec, parallel)
             found = trainer.weights.parameters
             said[name][kind] = sorted(found.keys() ^ wanted.keys()) + [
                 key

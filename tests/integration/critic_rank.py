@@ -73,9 +73,9 @@ class CriticRank(Rank):
         )
 
     def critic(self, **trainer: Any) -> Any:
-        from slimx.trainer.critic import Critic
+        from slimx.trainer.critic import CriticTrainer
 
-        return Critic(self.config(**trainer), self.parallel)
+        return CriticTrainer(self.config(**trainer), self.parallel)
 
     def packed(self, rows: list[Row]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches."""

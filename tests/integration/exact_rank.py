@@ -134,12 +134,12 @@ def gap(group: dict[str, Any], case: dict[str, Any], known: list[Trajectory], ou
 
     from slimx.models.families import read_model
     from slimx.orchestration.batches import make_packer
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
     torch.set_num_threads(case.get("threads", 1))
     settings, spec = config(group, case, out), read_model(group["model"])
     with spoilt(case.get("spoil")):
-        trainer = Trainer(settings, spec, parallel)
+        trainer = PolicyTrainer(settings, spec, parallel)
         if case.get("spoil") == "weights":
             weight = trainer.weights.parameters["decoder.final_layernorm.weight"]
             with torch.no_grad():
@@ -163,10 +163,10 @@ def follows(
 
     from slimx.models.families import read_model
     from slimx.orchestration.batches import make_packer
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
     settings, spec = config(group, case, out), read_model(group["model"])
-    trainer = Trainer(settings, spec, parallel)
+    trainer = PolicyTrainer(settings, spec, parallel)
     weights, said = trainer.weights, {}
 
     def fresh() -> bool:
@@ -207,11 +207,11 @@ def write_gradients(
     from slimx.models.families import read_model
     from slimx.orchestration.batches import make_packer
     from slimx.trainer.checkpoint.state import model_state
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
     from tests.integration.gathering import write_tensors
 
     settings, spec = config(group, case, path.parent, case["gradients"]), read_model(group["model"])
-    trainer = Trainer(settings, spec, parallel)
+    trainer = PolicyTrainer(settings, spec, parallel)
     rows = make_rows(known, [(-1.0) ** number for number in range(len(known))], loss_weights(known, "token"))
     batches = make_packer(settings, spec, parallel.sizes)(rows).shards[parallel.place.data]
     trainer.train_step(batches, step=0, version=VERSION)

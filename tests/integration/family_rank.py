@@ -57,11 +57,11 @@ class Rank:
     def run(self, case: dict[str, Any]) -> None:
         from slimx.models.families import configured_model
         from slimx.trainer.model.build import unwrap
-        from slimx.trainer.trainer import Trainer
+        from slimx.trainer.trainer import PolicyTrainer
 
         self.case = case["name"]
         config = self.config(case)
-        trainer = Trainer(config, configured_model(config), self.parallel)
+        trainer = PolicyTrainer(config, configured_model(config), self.parallel)
         self.write("weights", trainer.weights.parameters)
         if case["dtype"] != "float32":
             return
@@ -81,7 +81,7 @@ class Rank:
         if case["release"]:
             self.write("after", trainer.weights.parameters)
             self.write_restored(trainer)
-            begun = Trainer(self.config(case, load=case["release"]), configured_model(config), self.parallel)
+            begun = PolicyTrainer(self.config(case, load=case["release"]), configured_model(config), self.parallel)
             self.write("released", begun.weights.parameters)
 
     def compare_plan(self, trainer: Any) -> None:

@@ -65,9 +65,9 @@ class Rank:
 
     def trainer(self) -> Any:
         """Reference and teacher taken, then moved to the policy's weights."""
-        from slimx.trainer.trainer import Trainer
+        from slimx.trainer.trainer import PolicyTrainer
 
-        trainer = Trainer(self.config, self.spec, self.parallel)
+        trainer = PolicyTrainer(self.config, self.spec, self.parallel)
         trainer.weights.load(self.job["policy"])
         return trainer
 

@@ -47,10 +47,10 @@ def main() -> None:
     import torch
 
     from slimx.models.families import read_model
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
     spec, sizes = read_model(job["path"]), parallel.sizes
-    trainer = Trainer(config, spec, parallel)
+    trainer = PolicyTrainer(config, spec, parallel)
 
     def write(kind: str, tensors: dict[str, Any]) -> None:
         write_tensors(out / f"{kind}.safetensors", tensors, spec, parallel)

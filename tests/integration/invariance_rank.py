@@ -51,11 +51,11 @@ def run(job: dict[str, Any], model: dict[str, Any], parallel: Any) -> None:
     import torch
 
     from slimx.models.families import read_model
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
     settings = config(job, model)
     spec = read_model(model["path"], mtp_layers=model["mtp"])
-    trainer = Trainer(settings, spec, parallel)
+    trainer = PolicyTrainer(settings, spec, parallel)
     trainer.weights.load(model["policy"])  # another than the reference
     groups = load_groups(model["groups"])
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]

@@ -86,11 +86,11 @@ def micro_batches(settings: Config, sizes: Sizes, data: int) -> list[MicroBatch]
 
 def measure(settings: Config, parallel: Any) -> dict[str, int]:
     from slimx.models.families import read_model
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
     from tests.integration.live_memory import LiveMemory
 
     spec = read_model(settings.model.path, mtp_layers=settings.trainer.megatron.get("mtp_num_layers") or 0)
-    trainer = Trainer(settings, spec, parallel)
+    trainer = PolicyTrainer(settings, spec, parallel)
     batches = micro_batches(settings, parallel.sizes, parallel.place.data)
     trainer.train_step(batches, step=0, version=1)
     with LiveMemory() as live:
@@ -99,9 +99,9 @@ def measure(settings: Config, parallel: Any) -> dict[str, int]:
 
 
 def measure_critic(settings: Config, parallel: Any) -> dict[str, int]:
-    from slimx.trainer.critic import Critic
+    from slimx.trainer.critic import CriticTrainer
 
-    critic = Critic(settings, parallel)
+    critic = CriticTrainer(settings, parallel)
     batches = micro_batches(settings, parallel.sizes, parallel.place.data)
     for batch in batches:
         batch.values = batch.returns = np.zeros(len(batch.tokens), np.float32)

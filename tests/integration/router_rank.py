@@ -52,11 +52,11 @@ def run(job: dict[str, Any], case: dict[str, Any], parallel: Any) -> None:
     import torch
 
     from slimx.models.families import read_model
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
     settings, sizes = config(job, case), parallel.sizes
     spec = read_model(case["path"], mtp_layers=case["mtp"])
-    trainer = Trainer(settings, spec, parallel)
+    trainer = PolicyTrainer(settings, spec, parallel)
     (group,) = load_groups(case["groups"])
     trajectories = group.trajectories
     rows = make_rows(trajectories, [1.0] * len(trajectories), loss_weights(trajectories, "token"))

@@ -47,7 +47,7 @@ def main() -> None:
     }
     parallel = rank_start.join(configs["trainer"].trainer, rank, job["init_method"])
     from slimx.models.families import read_model
-    from slimx.trainer.trainer import Trainer
+    from slimx.trainer.trainer import PolicyTrainer
 
     spec = read_model(job["policy"])
     trajectories = [trajectory for group in load_groups(out / "groups.bin") for trajectory in group.trajectories]
@@ -55,7 +55,7 @@ def main() -> None:
     said: dict[str, Any] = {}
     gradients: dict[str, dict[str, np.ndarray]] = {}
     for name, config in configs.items():
-        trainer = Trainer(config, spec, parallel)
+        trainer = PolicyTrainer(config, spec, parallel)
         rows = make_rows(trajectories, nothing, weights, taught=name == "engine")
         batch = make_packer(config, spec, parallel.sizes)(rows)
         if name == "trainer":

@@ -108,9 +108,9 @@ class Rank:
         )
 
     def trainer(self, config: Config) -> Any:
-        from slimx.trainer.trainer import Trainer
+        from slimx.trainer.trainer import PolicyTrainer
 
-        return Trainer(config, self.spec, self.parallel)
+        return PolicyTrainer(config, self.spec, self.parallel)
 
     def shard(self, trajectories: list[Trajectory], advantages: list[float]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches."""

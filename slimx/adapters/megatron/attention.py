@@ -15,7 +15,7 @@ from slimx.layout.zigzag import zigzag
 from slimx.numerics.attention import packed_attention, partial_attention
 
 
-class Attention(MegatronModule):
+class PackedAttention(MegatronModule):
     """Core attention of packed sequences (qkv_format thd).
 
     With `softmax_type` learnable it has a `softmax_offset` [heads / TP], the logits of attention sinks; with
@@ -111,4 +111,4 @@ def install_for_sinks(block: Any) -> None:
     cuDNN 9.18; megatron-core 0.16.1 wants less than 2.12.
     """
     for layer in block.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = Attention
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention

@@ -34,7 +34,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from slimx.adapters.megatron.attention import Attention
+from slimx.adapters.megatron.attention import PackedAttention
 from slimx.adapters.megatron.layers import (
     ColumnGroupedLinear,
     Norm,
@@ -70,7 +70,7 @@ def install(block: Any, *, leaves: int, rotary: exact.Rotary, known: Collection[
         RowParallelLinear: ModuleSpec(ExactRow, params={"leaves": leaves}),
         MLASelfAttention: ModuleSpec(ExactLatentAttention),
         Norm: ModuleSpec(ExactNorm),
-        Attention: ModuleSpec(ExactAttention, params={"rotary": rotary}),
+        PackedAttention: ModuleSpec(ExactAttention, params={"rotary": rotary}),
         ColumnGroupedLinear: ModuleSpec(ExactColumnGrouped),
         RowGroupedLinear: ModuleSpec(ExactRowGrouped, params={"leaves": leaves}),
         TEGroupedMLP: ModuleSpec(ExactExperts),
@@ -250,7 +250,7 @@ class ExactSwiGLU(MegatronModule):
 # Attention ---------------------------------------------------------------------------------------------------------
 
 
-class ExactAttention(Attention):
+class ExactAttention(PackedAttention):
     """Core attention, which turns queries and keys itself by an fp32 table of `rotary`: of latent attention the last
     dimensions, else the first."""
 

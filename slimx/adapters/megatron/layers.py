@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.adapters.megatron import without_te as megatron_without_te
-from slimx.adapters.megatron.attention import Attention
+from slimx.adapters.megatron.attention import PackedAttention
 from slimx.numerics.norm import rms_norm
 
 
@@ -194,7 +194,7 @@ class TorchSpecProvider(BackendSpecProvider):
         return Norm
 
     def core_attention(self) -> type:
-        return Attention
+        return PackedAttention
 
     def grouped_mlp_modules(self, *_: Any) -> tuple[type, MLPSubmodules]:
         return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)

@@ -8,7 +8,7 @@ from slimx.algorithms.inputs import Loss, LossInputs
 from slimx.algorithms.losses.corrections import Correction, Rejection, off_policy_sequences
 from slimx.algorithms.losses.kl import Estimator, k3
 from slimx.algorithms.losses.ratios import bounded_ratio
-from slimx.algorithms.losses.surrogates import Surrogate, Tokens
+from slimx.algorithms.losses.surrogates import LossTokens, Surrogate
 
 
 def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -41,7 +41,7 @@ def policy_loss(
         weight, trained = inputs.weight, inputs.weight > 0
         # Outside the trained tokens log-probs mean nothing: a ratio there could overflow and 0 * inf is NaN.
         log_ratio = torch.where(trained, inputs.logprobs - inputs.old_logprobs, 0.0)
-        tokens = Tokens(
+        tokens = LossTokens(
             logprobs=torch.where(trained, inputs.logprobs, 0.0),
             log_ratio=log_ratio,
             advantages=_advantages(inputs, trained, teacher_coef),

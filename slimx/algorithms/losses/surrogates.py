@@ -1,6 +1,6 @@
 """Objectives that a policy gradient maximises, token by token: one function per published objective.
 
-Each constructor takes the objective's own numbers and returns a function of `Tokens` that gives the objective [T],
+Each constructor takes the objective's own numbers and returns a function of `LossTokens` that gives the objective [T],
 whose gradient is with respect to `logprobs`, and where it was held back [T]: there the token's gradient is not that of
 ratio x advantage. Objectives over whole sequences (GSPO, TOPR) need sums that no single rank may have, and get them
 without gradient; a term of value 0 carries it instead, so that every token adds its own part wherever it is.
@@ -18,7 +18,7 @@ from slimx.algorithms.losses.ratios import bounded_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class LossTokens:
     """Per-token tensors, each [T]."""
 
     logprobs: torch.Tensor
@@ -33,7 +33,7 @@ class Tokens:
     sequence_sum: SequenceSum
 
 
-Surrogate = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]
+Surrogate = Callable[[LossTokens], tuple[torch.Tensor, torch.Tensor]]
 
 
 def clip(*, low: float, high: float, dual: float | None = None) -> Surrogate:
@@ -44,7 +44,7 @@ def clip(*, low: float, high: float, dual: float | None = None) -> Surrogate:
     `dual`: with a negative advantage the objective is at least `dual` x A, so that a ratio beyond `dual` pushes no
     further (dual-clip PPO, 1912.09729)."""
 
-    def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
         return _clipped(tokens.log_ratio, tokens.advantages, low, high, dual)
 
     return objective
@@ -57,7 +57,7 @@ def gspo(*, low: float, high: float) -> Surrogate:
     policy / stop-gradient(policy) = 1. Value and gradient are GSPO's where all tokens of a sequence share their
     advantage and their weight; else each token's advantage counts for itself."""
 
-    def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
         constant = tokens.log_ratio.detach()
         count = tokens.sequence_sum(tokens.trained.to(constant.dtype)).clamp(min=1)
         mean = tokens.sequence_sum(constant) / count
@@ -70,7 +70,7 @@ def cispo(*, low: float, high: float) -> Surrogate:
     """A clipped weight, and no token without a gradient: stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy
     (CISPO, MiniMax-M1, 2506.13585)."""
 
-    def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
         ratio = bounded_ratio(tokens.log_ratio.detach())
         weight = ratio.clamp(1 - low, 1 + high)
         return weight * tokens.advantages * tokens.logprobs, weight != ratio
@@ -82,7 +82,7 @@ def topr() -> Surrogate:
     """A log policy for positive advantages; for negative ones times the sequence's ratio, at most 1 (TOPR, 2503.14286):
     what was bad and has become unlikely is pushed no further."""
 
-    def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
         whole = tokens.sequence_sum(tokens.log_ratio.detach())
         negative = tokens.advantages < 0
         weight = torch.where(negative, whole.clamp(max=0).exp(), 1.0)
@@ -95,7 +95,7 @@ def sapo(*, tau_positive: float, tau_negative: float) -> Surrogate:
     """(4 / tau) sigmoid(tau (ratio - 1)) A with a temperature per sign of A (SAPO, 2511.20347): the clip made smooth,
     with the gradient of ratio x A at ratio 1."""
 
-    def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
         positive = (tokens.advantages > 0).to(tokens.log_ratio.dtype)
         tau = tau_negative + (tau_positive - tau_negative) * positive
         ratio = bounded_ratio(tokens.log_ratio)
@@ -108,7 +108,7 @@ def sapo(*, tau_positive: float, tau_negative: float) -> Surrogate:
 def clip_cov(*, low: float, high: float) -> Surrogate:
     """The clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617)."""
 
-    def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
         value, held = _clipped(tokens.log_ratio, tokens.advantages, low, high)
         return torch.where(tokens.selected, 0.0, value), held | tokens.selected
 
@@ -118,7 +118,7 @@ def clip_cov(*, low: float, high: float) -> Surrogate:
 def kl_cov(*, coef: float) -> Surrogate:
     """The objective ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617)."""
 
-    def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
         value = bounded_ratio(tokens.log_ratio) * tokens.advantages
         return value - coef * torch.where(tokens.selected, tokens.log_ratio.abs(), 0.0), tokens.selected
 
@@ -128,7 +128,7 @@ def kl_cov(*, coef: float) -> Surrogate:
 def plain() -> Surrogate:
     """A log policy (REINFORCE): for advantages that say by themselves how far to go."""
 
-    def objective(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
         return tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.trained)
 
     return objective

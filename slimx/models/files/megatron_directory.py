@@ -165,7 +165,7 @@ def _padded(path: Path, key: str, found: tuple[int, ...], wanted: tuple[int, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """The place of one tensor of the model in a checkpoint: a matrix or vector of the tensor with key `key`."""
 
     key: str
@@ -180,7 +180,7 @@ class Place:
     """Other systems' keys for the same tensor."""
 
 
-def places(table: Table, *, per_layer: bool) -> Iterator[Place]:
+def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
     """Every tensor of the model in the order of the Hugging Face checkpoint, keyed and stacked as Megatron-LM does."""
     for entry, part in zip(table.entries(), MegatronLayout(table, Sizes()).parts(), strict=True):
         name, index, axes = part.name, (), ()
@@ -190,7 +190,7 @@ def places(table: Table, *, per_layer: bool) -> Iterator[Place]:
             name = _EXPERT.sub(r".experts.experts.\1.\2", name)
             index, axes = (*index, entry.expert), (*axes, table.experts)
         also = (_PROJECTION_NORM.sub("norm", name),) if entry.row.axis == 0 and _PROJECTION_NORM.search(name) else ()
-        yield Place(name, (*axes, *part.shape), index, part, entry, also)
+        yield TensorPlace(name, (*axes, *part.shape), index, part, entry, also)
 
 
 def numbers_layers(transformer: Mapping[str, Any]) -> bool:

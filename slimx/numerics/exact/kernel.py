@@ -39,7 +39,7 @@ class _Group(ctypes.Structure):
     _fields_ = [("weight", ctypes.c_void_p), ("rows", ctypes.c_int64)]
 
 
-class Attention(ctypes.Structure):
+class AttentionCall(ctypes.Structure):
     """SlimxExactAttention."""
 
     _fields_ = [
@@ -62,7 +62,7 @@ class Attention(ctypes.Structure):
         sinks: torch.Tensor | None,
         out: torch.Tensor,
         wide: int,
-    ) -> Attention:
+    ) -> AttentionCall:
         """Build the call's record from contiguous tensors, which the caller keeps alive."""
         if not query.dtype == key.dtype == value.dtype:
             raise SlimxError(
@@ -166,7 +166,7 @@ def attend(
     """Compute `reference.attend`; all tensors but `sinks` are contiguous."""
     sinks = None if sinks is None else sinks.float().contiguous()
     out = query.new_empty(*query.shape[:2], value.shape[2])
-    call = Attention.of(query, key, value, index, begin, length, scale, sinks, out, _wide(query))
+    call = AttentionCall.of(query, key, value, index, begin, length, scale, sinks, out, _wide(query))
     _call("attend", isa, ctypes.byref(call))
     return out
 

@@ -15,7 +15,7 @@ import torch  # before the library is loaded, as in kernel.py
 from slimx.errors import SlimxError
 from slimx.library import load_library
 from slimx.numerics.exact.elementary import tree
-from slimx.numerics.exact.kernel import Attention, check_dtype, check_weights
+from slimx.numerics.exact.kernel import AttentionCall, check_dtype, check_weights
 from slimx.numerics.exact.reference import combine, rotate  # elementwise: torch rounds as the contract does
 
 __all__ = ["attend", "combine", "linear", "log_normaliser", "rms_norm", "rotate", "silu_and_mul"]
@@ -105,7 +105,7 @@ def attend(
     sinks = None if sinks is None else sinks.float().contiguous()
     for first in range(0, len(query), rows):
         own = slice(first, first + rows)
-        call = Attention.of(
+        call = AttentionCall.of(
             query[own], key, value, index, begin[own], length[own], scale, sinks, out[own], _wide(query)
         )
         _call("attend", query, ctypes.byref(call), scores.data_ptr(), longest)

@@ -19,7 +19,7 @@ from slimx.numerics import exact
 
 
 @dataclass(slots=True)
-class Tokens:
+class RoutedTokens:
     """One micro-batch as the routers of this rank see it: the t tokens of it that are here after the cuts of context
     and sequence parallelism."""
 
@@ -39,7 +39,7 @@ class Cursor:
     """The micro-batch that a chunk of the model works on; None outside a forward pass."""
 
     def __init__(self) -> None:
-        self.tokens: Tokens | None = None
+        self.tokens: RoutedTokens | None = None
 
 
 class Watch:
@@ -54,7 +54,7 @@ class Watch:
         """`row`: number of the router among those that replay; None for one that does not. `tally`: in training."""
         self.name, self.row, self.tally = name, row, tally
         self._cursor = cursor
-        self._again: deque[Tokens] = deque()
+        self._again: deque[RoutedTokens] = deque()
 
     def arrive(self) -> Choice:
         """The choice for the micro-batch that the router is about to see."""
@@ -88,7 +88,7 @@ class Watch:
 class Choice:
     """Answers a router that asks for its top-k: by replay, or by the router's own rule."""
 
-    tokens: Tokens
+    tokens: RoutedTokens
     row: int | None
     first: bool
     """Not a recomputation."""

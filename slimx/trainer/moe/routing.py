@@ -16,7 +16,7 @@ from slimx.config.trainer import Moe
 from slimx.data.batch import MicroBatch
 from slimx.layout.zigzag import zigzag
 from slimx.trainer.device.transfer import to_device
-from slimx.trainer.moe.router import Cursor, PolicyRouter, Tokens, Watch
+from slimx.trainer.moe.router import Cursor, PolicyRouter, RoutedTokens, Watch
 from slimx.trainer.moe.routes import differing, engine_routes
 from slimx.trainer.parallel import ParallelState
 
@@ -25,7 +25,7 @@ Routes = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PlacedRouter:
     """One router of this rank."""
 
     router: PolicyRouter
@@ -51,7 +51,7 @@ class Routing:
         """`chunks`: the GPT models inside their wrappers, in the order of the forward pass."""
         self._parallel, self._settings = parallel, settings
         self._cursors = [Cursor() for _ in chunks]
-        self._places: list[_Place] = []
+        self._places: list[_PlacedRouter] = []
         self.layers: list[int] = []
         """Global numbers, from 0, of the decoder's MoE layers that this rank holds."""
         config = chunks[0].config
@@ -60,11 +60,11 @@ class Routing:
                 if isinstance(router := getattr(layer.mlp, "router", None), PolicyRouter):
                     number, row = layer.layer_number - 1, len(self.layers)
                     self.layers.append(number)
-                    self._places.append(_Place(router, cursor, number, row, f"the router of layer {number}"))
+                    self._places.append(_PlacedRouter(router, cursor, number, row, f"the router of layer {number}"))
             for index, layer in enumerate(chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else ()):
                 if isinstance(router := getattr(layer.transformer_layer.mlp, "router", None), PolicyRouter):
                     number, name = config.num_layers + index, f"the router of MTP layer {index}"
-                    self._places.append(_Place(router, cursor, number, None, name))
+                    self._places.append(_PlacedRouter(router, cursor, number, None, name))
         self.experts, self.topk, self._function = (
             config.num_moe_experts or 0,
             config.moe_router_topk,
@@ -72,8 +72,8 @@ class Routing:
         )
         self._decoder_layers = config.num_layers
         depth = config.num_layers + (config.mtp_num_layers or 0)
-        self._tokens: list[Tokens] = []
-        self._waiting: list[Iterator[Tokens]] | None = None
+        self._tokens: list[RoutedTokens] = []
+        self._waiting: list[Iterator[RoutedTokens]] | None = None
         self._sums = torch.zeros(depth, self.experts + 2, dtype=torch.float64, device=parallel.device)
 
     # Passes -----------------------------------------------------------------------------------------------------------
@@ -137,11 +137,11 @@ class Routing:
         finally:
             cursor.tokens = None
 
-    def _tokens_of(self, batch: MicroBatch, replayed: torch.Tensor | None) -> Tokens:
+    def _tokens_of(self, batch: MicroBatch, replayed: torch.Tensor | None) -> RoutedTokens:
         sizes, place = self._parallel.sizes, self._parallel.place
         segments = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         segments = segments[zigzag(batch.lengths, sizes.context, place.context)]
-        return Tokens(
+        return RoutedTokens(
             counted=self._own(~batch.padding),
             segments=self._own(segments),
             sequences=len(batch.lengths),
