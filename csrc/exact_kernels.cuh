@@ -1,5 +1,5 @@
 // exact_kernels.cuh: the CUDA kernels of exact mode. Orders of operations are those of
-// slimx/numerics/exact/reference.py.
+// slimx/numerics/exact/forward/reference.py.
 //
 // A thread block computes one tile of a linear, or one row. Which thread computes what changes no bit: sums are made by
 // one thread from first to last, or in the contract's lanes.

@@ -1,4 +1,4 @@
-// exact_math.h: exp and log of exact mode, for floats and vectors of them. slimx/numerics/exact/elementary.py says
+// exact_math.h: exp and log of exact mode, for floats and vectors of them. slimx/numerics/exact/forward/elementary.py says
 // where they come from. Included where SLIMX_MATH says how functions are declared: no include guard. Products and
 // additions are rounded one by one: compile without contraction.
 

@@ -222,7 +222,7 @@ def kernels() -> Iterator[Finding]:
     """The CPU libraries built from csrc/, of weights and of exact mode, and the instruction sets that they use here."""
     for name, module in (
         ("libslimx_cpu.so", "slimx.reshard.kernels.cpu"),
-        ("libslimx_exact.so", "slimx.numerics.exact.kernel"),
+        ("libslimx_exact.so", "slimx.numerics.exact.forward.kernel"),
     ):
         try:
             kernel = importlib.import_module(module)

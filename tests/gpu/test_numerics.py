@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimx.numerics.exact import kernel_cuda, reference
 from slimx.numerics.exact.contract import fingerprint
+from slimx.numerics.exact.forward import kernel_cuda, reference
 from tests.exact_batches import check_attention, check_rows
 from tests.exact_decoder import Decoder, packed, sequences
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values

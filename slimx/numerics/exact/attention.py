@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from slimx.numerics.attention import packed_attention, partial_attention
-from slimx.numerics.exact.backend import forward_on
+from slimx.numerics.exact.forward import forward_on
 
 
 def attention(

@@ -11,8 +11,7 @@ from slimx.numerics.exact.linear import linear
 from slimx.numerics.exact.logprobs import log_softmax
 from slimx.numerics.exact.moe import moe_combine, route
 from slimx.numerics.exact.norm import rms_norm
-from slimx.numerics.exact.rope import rope, rope_frequencies, rope_table
-from slimx.numerics.exact.rotary import Llama3, Rotary, Yarn, yarn_lengthening
+from slimx.numerics.exact.rope import Llama3, Rotary, Yarn, rope, rope_frequencies, rope_table, yarn_lengthening
 from slimx.numerics.exact.sizes import CONTRACT_VERSION, check_leaves
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from slimx.errors import SlimxError
-from slimx.numerics.exact.backend import forward_on
-from slimx.numerics.exact.elementary import tree
+from slimx.numerics.exact.forward import forward_on
+from slimx.numerics.exact.forward.elementary import tree
 from slimx.numerics.exact.sizes import check_leaves
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from slimx.numerics.exact.backend import forward_on
+from slimx.numerics.exact.forward import forward_on
 
 
 def log_softmax(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from slimx.errors import SlimxError
-from slimx.numerics.exact.backend import forward_on
-from slimx.numerics.exact.elementary import exp, row_sum, sigmoid
+from slimx.numerics.exact.forward import forward_on
+from slimx.numerics.exact.forward.elementary import exp, row_sum, sigmoid
 
 
 def route(

@@ -1,12 +1,17 @@
-"""Rotary position embedding of exact mode (Su et al., 2104.09864)."""
+"""Rotary position embedding of exact mode (Su et al., 2104.09864): the rotation, its table, and the description of a
+model's embedding, which gives the same table on both sides."""
 
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 from decimal import Context, Decimal
 from typing import Any
 
 import torch
 
-from slimx.numerics.exact.backend import forward_on
-from slimx.numerics.exact.elementary import sine_and_cosine
+from slimx.numerics.exact.forward import forward_on
+from slimx.numerics.exact.forward.elementary import sine_and_cosine
 
 
 def rope_table(frequencies: torch.Tensor, positions: int, factor: float = 1.0) -> torch.Tensor:
@@ -65,3 +70,75 @@ class _Rotation(torch.autograd.Function):
         cosine, sine = ctx.saved_tensors
         turned = forward_on(gradient.device).rotate(gradient, cosine.contiguous(), -sine, ctx.interleaved)
         return turned, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Llama 3.1's frequencies (transformers, `_compute_llama3_parameters`): long waves become `factor` times longer."""
+
+    factor: float
+    low: float
+    """A wave longer than `original / low` is stretched."""
+    high: float
+    """One shorter than `original / high` is not."""
+    original: int
+    """Positions of the model before the stretching."""
+
+    def scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Scale fp64 `frequencies` [f] to fp32."""
+        turns = self.original * frequencies / (2 * math.pi)  # within the original positions
+        share = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return ((1 - share) * frequencies / self.factor + share * frequencies).float()
+
+
+def yarn_lengthening(factor: float, magnitude: float) -> float:
+    """YaRN's factor of attention ("mscale") for positions that are stretched by `factor`."""
+    return 0.1 * magnitude * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN (Peng et al., 2309.00071) as DeepSeek-V3 has it."""
+
+    factor: float
+    original: int
+    """Positions of the model before the stretching."""
+    fast: float
+    """Turns within them from which on a dimension keeps its frequency (beta_fast)."""
+    slow: float
+    """Turns below which it is divided by `factor` (beta_slow)."""
+    magnitude: float
+    """Factor by which queries and keys are lengthened, each."""
+
+    def scaled(self, frequencies: torch.Tensor, base: float) -> torch.Tensor:
+        """Scale fp64 `frequencies` [f] of 2 f dimensions to fp32."""
+        dimensions = 2 * len(frequencies)
+
+        def dimension(turns: float) -> float:
+            return dimensions * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low = max(math.floor(dimension(self.fast)), 0)
+        high = min(math.ceil(dimension(self.slow)), dimensions - 1)
+        ramp = (torch.arange(len(frequencies), dtype=torch.float64) - low) / max(high - low, 0.001)
+        share = ramp.clamp(0, 1)
+        return (share * frequencies / self.factor + (1 - share) * frequencies).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A rotary embedding of `dimensions` of a head."""
+
+    dimensions: int
+    base: float
+    scaling: Llama3 | Yarn | None = None
+
+    def table(self, positions: int) -> torch.Tensor:
+        """The table that `rope` reads: [positions, dimensions] fp32."""
+        frequencies = rope_frequencies(self.dimensions, self.base).double()
+        match self.scaling:
+            case Llama3():
+                return rope_table(self.scaling.scaled(frequencies), positions)
+            case Yarn():
+                scaled = self.scaling.scaled(frequencies, self.base)
+                return rope_table(scaled, positions, self.scaling.magnitude)
+        return rope_table(frequencies, positions)

@@ -43,7 +43,7 @@ def rounds_here(numerics: Numerics, publish: Publish, local_device: str) -> Iter
 @rule("exact.kernels", about="numerics.mode")
 def has_kernels(numerics: Numerics, local_device: str) -> Iterator[str]:
     if numerics.exact and local_device == "cuda":
-        from slimx.numerics.exact import kernel_cuda  # imports torch, which a plan does without
+        from slimx.numerics.exact.forward import kernel_cuda  # imports torch, which a plan does without
 
         kernel_cuda.load(kernel_cuda.LIBRARY)  # torch's own operations would take minutes for a token
     yield from ()

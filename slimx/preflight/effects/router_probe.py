@@ -34,7 +34,7 @@ class RouterSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A micro-batch without padding (`slimx.algorithms.router_terms.Tokens`)."""
+    """A micro-batch without padding (`slimx.algorithms.router_terms.CountedTokens`)."""
 
     counted: torch.Tensor
     segments: torch.Tensor

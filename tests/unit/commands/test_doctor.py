@@ -15,7 +15,7 @@ from slimx.adapters.sglang import absent as sglang_absent
 from slimx.commands import doctor
 from slimx.environments.sandbox import Sandbox
 from slimx.errors import SlimxError
-from slimx.numerics.exact import kernel as exact_kernel
+from slimx.numerics.exact.forward import kernel as exact_kernel
 from slimx.reshard.kernels import cpu as kernel
 
 

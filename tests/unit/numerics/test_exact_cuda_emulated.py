@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from slimx.errors import SlimxError
-from slimx.numerics.exact import kernel_cuda, reference
 from slimx.numerics.exact.contract import fingerprint
+from slimx.numerics.exact.forward import kernel_cuda, reference
 from tests.exact_batches import check_attention, check_rows
 from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
@@ -103,8 +103,8 @@ def test_attention(
 def test_all_operations_are_those_of_the_contract(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As engine and trainer call them: what tests/gpu/test_numerics.py asks of a GPU, and the attested digest."""
     attested = fingerprint(dtype)
-    monkeypatch.setattr("slimx.numerics.exact.backend.kernel", kernel_cuda)
-    monkeypatch.setattr("slimx.numerics.exact.backend._has_kernels", lambda: True)
+    monkeypatch.setattr("slimx.numerics.exact.forward.kernel", kernel_cuda)
+    monkeypatch.setattr("slimx.numerics.exact.forward._has_kernels", lambda: True)
     check_rows(dtype, "cpu", 23)
     check_attention(dtype, "cpu")
     assert fingerprint.__wrapped__(dtype) == attested

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slimx.errors import SlimxError
-from slimx.numerics.exact import kernel, reference
+from slimx.numerics.exact.forward import kernel, reference
 from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, bits, values
 

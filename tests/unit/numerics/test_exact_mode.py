@@ -31,7 +31,7 @@ from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
 from slimx.numerics import exact
-from slimx.numerics.exact import kernel_cuda
+from slimx.numerics.exact.forward import kernel_cuda
 from slimx.orchestration.step.measure import check_gap
 from slimx.preflight.checks import exact as exact_rules
 from slimx.reshard.plan.publication import publication_plan

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from slimx.numerics import exact
 from slimx.numerics.attention import packed_attention
-from slimx.numerics.exact import elementary, reference
 from slimx.numerics.exact.contract import fingerprint
+from slimx.numerics.exact.forward import elementary, reference
 from tests.exact_batches import check_attention, check_rows
 from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
@@ -289,8 +289,8 @@ def test_the_contract_tells_dtypes_and_leaves_apart_and_holds_the_bits(monkeypat
     assert own["leaves"] != exact.contract(leaves=2)["leaves"]
     assert own["bits"] != exact.contract(leaves=4, dtype="float32")["bits"]
     fingerprint.cache_clear()
-    monkeypatch.setattr("slimx.numerics.exact.backend.kernel", reference)
-    monkeypatch.setattr("slimx.numerics.exact.backend._has_kernels", lambda: True)
+    monkeypatch.setattr("slimx.numerics.exact.forward.kernel", reference)
+    monkeypatch.setattr("slimx.numerics.exact.forward._has_kernels", lambda: True)
     assert exact.contract(leaves=4, dtype="bfloat16") == own  # torch has the kernels' bits
     fingerprint.cache_clear()
     monkeypatch.setattr(reference, "rms_norm", lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps + 0.001))

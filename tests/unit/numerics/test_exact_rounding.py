@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimx.numerics import exact
-from slimx.numerics.exact import elementary, reference
 from slimx.numerics.exact.contract import fingerprint
+from slimx.numerics.exact.forward import elementary, reference
 
 COUNT = 200_003
 """Elements: many vectors, and a rest that is computed one by one."""
@@ -168,8 +168,8 @@ class Operations(TorchDispatchMode):
 @pytest.fixture
 def specification(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch computes, and no kernel."""
-    monkeypatch.setattr("slimx.numerics.exact.backend.kernel", reference)
-    monkeypatch.setattr("slimx.numerics.exact.backend._has_kernels", lambda: True)
+    monkeypatch.setattr("slimx.numerics.exact.forward.kernel", reference)
+    monkeypatch.setattr("slimx.numerics.exact.forward._has_kernels", lambda: True)
     fingerprint.cache_clear()
     yield
     fingerprint.cache_clear()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from slimx.numerics.exact.elementary import exp, flushed, fma, log, row_sum, sigmoid, sqrt, sum_lanes, tree
+from slimx.numerics.exact.forward.elementary import exp, flushed, fma, log, row_sum, sigmoid, sqrt, sum_lanes, tree
 from slimx.numerics.exact.sizes import K_BLOCK, KEY_BLOCK, LANES
 
 _MOST = 2**20

@@ -1,11 +1,12 @@
-"""Choice of the forward that computes on a device: all have the same functions and the same bits."""
+"""The forward of exact mode, three times with the same functions and bits: in torch (`reference`), by CPU kernels
+(`kernel`) and by CUDA kernels (`kernel_cuda`). `forward_on` chooses by device."""
 
 import functools
 from types import ModuleType
 
 import torch
 
-from slimx.numerics.exact import kernel, kernel_cuda, reference
+from slimx.numerics.exact.forward import kernel, kernel_cuda, reference
 
 
 def forward_on(device: torch.device) -> ModuleType:

@@ -14,13 +14,13 @@ import torch  # before the library is loaded, as in kernel.py
 
 from slimx.errors import SlimxError
 from slimx.library import load_library
-from slimx.numerics.exact.elementary import tree
-from slimx.numerics.exact.kernel import AttentionCall, check_dtype, check_weights
-from slimx.numerics.exact.reference import combine, rotate  # elementwise: torch rounds as the contract does
+from slimx.numerics.exact.forward.elementary import tree
+from slimx.numerics.exact.forward.kernel import AttentionCall, check_dtype, check_weights
+from slimx.numerics.exact.forward.reference import combine, rotate  # elementwise: torch rounds as the contract does
 
 __all__ = ["attend", "combine", "linear", "log_normaliser", "rms_norm", "rotate", "silu_and_mul"]
 
-LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_exact_cuda.so"
+LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact_cuda.so"
 ABI = 101
 """SLIMX_EXACT_CUDA_ABI in csrc/exact_interface.cuh."""
 MOST_WIDTH = 524288

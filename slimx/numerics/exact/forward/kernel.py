@@ -11,7 +11,7 @@ import torch  # before the library is loaded: both then share one OpenMP runtime
 
 from slimx.errors import SlimxError
 from slimx.library import load_library
-from slimx.numerics.exact.reference import combine, rotate  # elementwise: torch is as fast
+from slimx.numerics.exact.forward.reference import combine, rotate  # elementwise: torch is as fast
 
 __all__ = [
     "attend",
@@ -24,7 +24,7 @@ __all__ = [
     "silu_and_mul",
 ]
 
-LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_exact.so"
+LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact.so"
 ABI = 1
 """SLIMX_EXACT_ABI in csrc/exact.h."""
 MOST_LEAVES = 64
