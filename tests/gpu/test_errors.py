@@ -86,7 +86,7 @@ def test_a_bucket_at_an_odd_address_is_refused(device: torch.device) -> None:
 FAULT = """
 import torch
 from slimx.errors import SlimxError
-from slimx.reshard import kernel_cuda
+from slimx.reshard.kernels import cuda as kernel_cuda
 from tests.gpu.test_errors import plan_of
 device = torch.device("cuda", 0)
 plan = plan_of(torch.zeros(512, 512, device=device), device)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 ASK = """
 import json, sys
-from slimx.adapters import sglang_absent
+from slimx.adapters.sglang import absent as sglang_absent
 sglang_absent.install()
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.utils import is_layer_skipped

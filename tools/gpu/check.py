@@ -75,7 +75,7 @@ def main() -> int:
         if not (ROOT / "slimx" / "_lib" / "libslimx_cuda.so").exists():
             return 1
         summary.say("going on with the libraries that were in slimx/_lib before")
-    ask = "import sys; from slimx.reshard import kernel_cuda; sys.exit(kernel_cuda.missing())"
+    ask = "import sys; from slimx.reshard.kernels import cuda; sys.exit(cuda.missing())"
     if not step(summary, "library", [sys.executable, "-c", ask], out, left()):
         return 1
     facts(summary)

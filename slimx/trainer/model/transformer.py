@@ -179,7 +179,7 @@ def rotary_of(transformer: TransformerConfig, gpt: dict[str, Any]) -> Rotary:
             f"numerics.mode exact does not know position_embedding_type {gpt['position_embedding_type']} of this model "
             "in megatron-core; set numerics.mode=fast",
             code="exact.rotary",
-            about="numerics.mode",
+            about=gpt["position_embedding_type"],
         )
     # The constants are megatron-core's own (RotaryEmbedding._apply_scaling).
     scaling = Llama3(float(gpt["rope_scaling_factor"]), 1.0, 4.0, 8192) if gpt.get("rope_scaling") else None

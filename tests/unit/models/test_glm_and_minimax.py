@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix

@@ -55,7 +55,7 @@ import sys
 from datetime import timedelta
 import psutil, torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from slimx.adapters import sglang_meeting
+from slimx.adapters.sglang import meeting as sglang_meeting
 HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
 HookRegistry.apply_hooks()
 where = f"tcp://127.0.0.1:{sys.argv[1]}"
@@ -67,7 +67,7 @@ print(int(sys.argv[1]) in {c.laddr.port for c in psutil.Process().net_connection
 
 def test_a_process_of_sglang_listens_on_loopback_only() -> None:
     """The adapter is installed by SGLang's own hooks, and the address taken through torch's own rendezvous."""
-    program = "from slimx.adapters import sglang_absent\nsglang_absent.install()\n" + HOOKED
+    program = "from slimx.adapters.sglang import absent\nabsent.install()\n" + HOOKED
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [sys.executable, "-c", program, str(free_port())]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=240)
@@ -130,7 +130,9 @@ def test_a_strangers_pickle_does_not_reach_sglangs_sockets(sender: str, heard: b
     share = shares_of(("127.0.0.1", "127.0.0.1"), "127.0.0.1:31000")[0]
     environment = server_env(EngineSpec("e", "/model", "float32", "cpu", 31000, node=share))
     program = tmp_path / "stranger.py"
-    program.write_text("from slimx.adapters import sglang_absent\nsglang_absent.install()\n" + STRANGER)
+    program.write_text(
+        "from slimx.adapters.sglang import absent as sglang_absent\nsglang_absent.install()\n" + STRANGER
+    )
     arguments = [str(free_port()), str(tmp_path / "executed"), sender]
     done = subprocess.run(
         [sys.executable, str(program), *arguments],
