@@ -12,6 +12,12 @@ from slimx.config.rule import Refusal
 from slimx.errors import SlimxError
 
 
+def told(error: BaseException) -> list[str]:
+    """Code, object and sentence of a refusal, which a process of a test hands to the test; else name and sentence."""
+    named = [error.code, error.about] if isinstance(error, SlimxError) else [type(error).__name__, ""]
+    return [*named, str(error)]
+
+
 @contextmanager
 def refused(
     code: str, *, about: str | None = None, kind: type[SlimxError] = SlimxError

@@ -22,6 +22,7 @@ from slimx.trainer.checkpoint import files
 from tests.integration import rank_start
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import demonstrations
+from tests.refusals import told
 
 HELD_S = 300.0
 """Seconds after which the thread of a save that nobody lets go writes all the same."""
@@ -76,11 +77,11 @@ class Rank:
         return [trainer.train_step(self.batches(s), step=s, version=0) for s in range(first, first + count)]
 
     def tell(self, key: str, work: Callable[[], Any]) -> None:
-        """Keep what `work` returns, or the sentence that it raises."""
+        """Keep what `work` returns, or code and object of the refusal that it raises."""
         try:
             value = work()
         except Exception as error:
-            value = f"{type(error).__name__}: {error}"
+            value = told(error)
         self.said.setdefault(self.name, {})[key] = value
 
     def leave(self) -> None:

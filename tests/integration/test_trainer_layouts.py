@@ -345,12 +345,11 @@ def test_optimizer_state_that_cannot_move_to_expert_parallel_ranks_is_refused_wi
 ):
     for said in laboratory[name].ranks:
         told = said[f"after_restore_of_{other}"]
-        assert isinstance(told, str) and told.startswith(f"SlimxError: {laboratory[other].directory / 'checkpoint'}: ")
+        assert told[:2] == ["checkpoint.load", str(laboratory[other].directory / "checkpoint")]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_truncated_file_of_a_checkpoint_is_refused_on_every_rank_with_the_directory(laboratory, name):
     directory = laboratory[name].directory / "damaged"
     for rank, said in enumerate(laboratory[name].ranks):
-        told = said.get("damaged", "nothing")
-        assert told.startswith(f"SlimxError: {directory}: the checkpoint cannot be loaded"), (rank, told)
+        assert said["damaged"][:2] == ["checkpoint.load", str(directory)], rank

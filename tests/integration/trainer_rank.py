@@ -29,6 +29,7 @@ from slimx.data.weights import loss_weights
 from tests.integration import rank_start
 from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save
+from tests.refusals import told
 
 STEPS = 10
 OPTIMIZER = {
@@ -197,7 +198,7 @@ class Rank:
             try:
                 trainer.restore(path, same_layout=False)
             except BaseException as error:
-                self.said[name] = f"{type(error).__name__}: {error}"
+                self.said[name] = told(error)
             else:
                 self.said[name] = self.next_steps(trainer)
 
@@ -212,7 +213,7 @@ class Rank:
         try:
             trainer.restore(str(path), same_layout=True)
         except BaseException as error:  # whatever it is, the other tests of this layout need the rest
-            self.said["damaged"] = f"{type(error).__name__}: {error}"
+            self.said["damaged"] = told(error)
 
     def finish(self) -> None:
         from megatron.core import parallel_state

@@ -267,20 +267,18 @@ def test_the_configuration_names_the_family(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "named"),
     [
-        (None, r"model\.family: some_family cannot be imported .*PYTHONPATH"),
-        ("1 / 0", r"model\.family: importing some_family raised ZeroDivisionError"),
-        (
-            'ARCHITECTURE = "A"\ndef unsupported(hf): ...\n',
-            r"model\.family: some_family lacks .*weight_table.*docs/models\.md",
-        ),
+        (None, "PYTHONPATH"),
+        ("1 / 0", "ZeroDivisionError"),
+        ('ARCHITECTURE = "A"\ndef unsupported(hf): ...\n', "weight_table"),
     ],
 )
-def test_a_module_that_defines_no_family_is_refused(tmp_path: Path, monkeypatch, text: str | None, told: str):
+def test_a_module_that_defines_no_family_is_refused(tmp_path: Path, monkeypatch, text: str | None, named: str):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "some_family", raising=False)
     if text is not None:
         (tmp_path / "some_family.py").write_text(text)
-    with pytest.raises(SlimxError, match=told):
+    with pytest.raises(SlimxError, match=named) as error:
         load_family("some_family")
+    assert "some_family" in str(error.value)
