@@ -14,8 +14,7 @@ from torch import nn
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes
-from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
-from slimx.models.families import Family
+from slimx.models.families import Family, deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
 from tests.unit.layout.layout_stand import experts_of
 
 Weights = dict[str, torch.Tensor]
