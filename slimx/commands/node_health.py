@@ -17,7 +17,7 @@ from pathlib import Path
 
 from slimx.errors import SlimxError
 from slimx.trainer.device.gpu import check_health
-from slimx.trainer.device.nvml import Gpu, NvmlGpu
+from slimx.trainer.device.nvml import GpuQueries, NvmlGpu
 
 GIB = 2**30
 XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})
@@ -60,7 +60,7 @@ class Places:
 
 
 def examine_node(
-    wanted: Wanted, gpus: Callable[[], list[Gpu]] | None = None, places: Places | None = None
+    wanted: Wanted, gpus: Callable[[], list[GpuQueries]] | None = None, places: Places | None = None
 ) -> tuple[list[str], list[str]]:
     """What makes the node unfit, and what is only worth knowing; each one sentence."""
     places, problems, notes = places or Places(), [], []
@@ -75,14 +75,14 @@ def examine_node(
             problems.append(f"{len(found)} GPUs answer, the run wants {wanted.gpus}; look at dmesg and the driver")
         for gpu in found:
             try:
-                notes += check_health(gpu).warnings
+                notes += check_health(gpu)
             except SlimxError as error:
                 problems.append(str(error))
         problems += _kernel_errors(places)
     return problems, notes
 
 
-def all_gpus() -> list[Gpu]:
+def all_gpus() -> list[GpuQueries]:
     """Every GPU that NVML shows. Raises SlimxError if there is no NVML."""
     import pynvml
 

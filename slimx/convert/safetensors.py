@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from slimx.convert.compare import compare_copied
-from slimx.convert.sources import Reading, Source, row_blocks
+from slimx.convert.sources import Reading, TensorSource, row_blocks
 from slimx.convert.work import Stream
 from slimx.durable import write_synced
 from slimx.layout.maps import Rect
@@ -99,7 +99,7 @@ def stacked(name: str, sources: Sequence[str], shape: tuple[int, ...], dtype: to
 class SafetensorsFile:
     """One file of the output."""
 
-    source: Source
+    source: TensorSource
     name: str = ""
     units: list[Unit] = field(default_factory=list)
     nbytes: int = 0
@@ -137,7 +137,7 @@ class ToHuggingFace:
     def __init__(
         self,
         units: Sequence[Unit],
-        source: Source,
+        source: TensorSource,
         *,
         file_bytes: int,
         what: str,

@@ -18,7 +18,7 @@ MAPPED_BYTES = 128 * 2**20
 memory until they are closed."""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors by their Hugging Face names."""
 
     @property
@@ -32,7 +32,7 @@ class Source(Protocol):
         """The elements of a tensor that `rect` takes, [rect.rows, rect.cols]; they may lie in a mapped file."""
         ...
 
-    def reopened(self) -> Source:
+    def reopened(self) -> TensorSource:
         """The same with no file open."""
         ...
 
@@ -57,17 +57,17 @@ class Scratch:
 class Reading:
     """A source as one thread reads it for a while: with a bounded part of its files in memory."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: TensorSource):
         self._source, self._bytes = source.reopened(), 0
         self.scratch = Scratch()
         """Memory for what is made of the parts that were read."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which tensor `name` is stored, as `Source.dtype`."""
+        """The dtype in which tensor `name` is stored, as `TensorSource.dtype`."""
         return self._source.dtype(name)
 
     def read(self, name: str, rect: Rect) -> torch.Tensor:
-        """Read as `Source.read` does; drop the result before the next call, so that its file can be closed."""
+        """Read as `TensorSource.read` does; drop the result before the next call, so that its file can be closed."""
         if self._bytes > MAPPED_BYTES:
             self._source, self._bytes = self._source.reopened(), 0
         part = self._source.read(name, rect)
@@ -78,7 +78,7 @@ class Reading:
 class Overlay:
     """Tensors of `trained`; those that only `original` has, from there; `aliases` are other names of `trained`'s."""
 
-    def __init__(self, trained: Source, original: Source | None, aliases: Mapping[str, str]):
+    def __init__(self, trained: TensorSource, original: TensorSource | None, aliases: Mapping[str, str]):
         self.trained, self.original, self.aliases = trained, original, dict(aliases)
 
     @property
@@ -98,7 +98,7 @@ class Overlay:
     def reopened(self) -> Overlay:
         return Overlay(self.trained.reopened(), self.original.reopened() if self.original else None, self.aliases)
 
-    def _of(self, name: str) -> tuple[Source, str]:
+    def _of(self, name: str) -> tuple[TensorSource, str]:
         name = self.aliases.get(name, name)
         if name in self.trained.names or self.original is None:
             return self.trained, name

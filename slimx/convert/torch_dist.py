@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from slimx.convert.compare import compare_copied
-from slimx.convert.sources import BLOCK_BYTES, Reading, Source
+from slimx.convert.sources import BLOCK_BYTES, Reading, TensorSource
 from slimx.convert.target import Box, Target
 from slimx.convert.torch_dist_reader import TorchDistReader
 from slimx.convert.work import Stream
@@ -102,7 +102,7 @@ class TorchDistFile:
     """One file of pieces."""
 
     name: str
-    source: Source
+    source: TensorSource
     pieces: list[Piece] = field(default_factory=list)
     nbytes: int = 0
 
@@ -122,7 +122,7 @@ class ToMegatron:
     def __init__(
         self,
         spec: ModelSpec,
-        source: Source,
+        source: TensorSource,
         target: Target,
         *,
         dtype: torch.dtype | None,
@@ -140,7 +140,7 @@ class ToMegatron:
         self.files = self._plan(everything, source)
         self.fingerprint = _fingerprint(f"hf-to-megatron {origin} {target}", self.files)
 
-    def _plan(self, everything: Sequence[TensorPlace], source: Source) -> list[TorchDistFile]:
+    def _plan(self, everything: Sequence[TensorPlace], source: TensorSource) -> list[TorchDistFile]:
         """Files of each rank, filled one after the other in the order of the checkpoint."""
         files: list[TorchDistFile] = []
         open_: dict[int, TorchDistFile] = {}
@@ -242,7 +242,9 @@ class ToMegatron:
         )
 
 
-def _dtypes(everything: Sequence[TensorPlace], source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(
+    everything: Sequence[TensorPlace], source: TensorSource, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
     """Dtype of each key: its row's own, else `dtype`, else the one in which the source stores the key's tensors. Raises
     SlimxError where it stores them in several."""
     out: dict[str, torch.dtype] = {}

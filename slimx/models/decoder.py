@@ -25,6 +25,11 @@ def decoder_fields(hf: dict[str, Any], attention: Attention) -> dict[str, Any]:
     }
 
 
+def no_mtp_layers(hf: dict[str, Any]) -> int:
+    """Layers of multi-token prediction of a family that has none."""
+    return 0
+
+
 def first_of(hf: dict[str, Any], *names: str) -> Any:
     """The field that config.json has under one of `names`: the published checkpoints' first, then those that
     transformers writes now. Raises KeyError of the first if there is none."""

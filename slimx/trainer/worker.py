@@ -92,9 +92,9 @@ class TrainerWorker:
         from slimx.trainer.device.nvml import gpu_of
 
         gpu = gpu_of(device)
-        health = check_health(gpu)
+        warnings = check_health(gpu)
         cpus = set_affinity(gpu) if config.cluster.affinity == "auto" else os.sched_getaffinity(0)
-        for line in (*health.warnings, f"rank {self.rank}: {gpu.uuid}, on {len(cpus)} CPUs"):
+        for line in (*warnings, f"rank {self.rank}: {gpu.uuid}, on {len(cpus)} CPUs"):
             print(f"slimx: {line}", flush=True)
         self._guard = MemoryGuard(gpu, config.trainer.memory_margin_mib * 2**20, free_caches=torch.cuda.empty_cache)
         return {"gpu": gpu.uuid, "cpus": len(cpus)}

@@ -22,4 +22,4 @@ def test_nvml_answers_for_torchs_device(device: torch.device):
     torch.cuda.synchronize()
     assert free - gpu.memory()[0] >= 0.9 * block.nbytes
     assert gpu.cpus() <= set(range(os.cpu_count() or 1))
-    assert check_health(gpu).uuid == gpu.uuid
+    assert all(gpu.uuid in warning for warning in check_health(gpu))

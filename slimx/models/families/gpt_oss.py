@@ -78,11 +78,6 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     return decoder.unusual(hf, *only)
 
 
-def mtp_layers(hf: dict[str, Any]) -> int:
-    """Layers of multi-token prediction: the family has none."""
-    return 0
-
-
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     sizes, layer = _attention(hf), Layer()

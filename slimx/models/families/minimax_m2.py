@@ -57,11 +57,6 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     )
 
 
-def mtp_layers(hf: dict[str, Any]) -> int:
-    """Layers of multi-token prediction: no checkpoint has them."""
-    return 0
-
-
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]

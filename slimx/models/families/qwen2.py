@@ -25,11 +25,6 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     return unusual(hf, ("use_sliding_window", False), ("hidden_act", "silu")) or quantised_otherwise(hf)
 
 
-def mtp_layers(hf: dict[str, Any]) -> int:
-    """Layers of multi-token prediction: the family has none."""
-    return 0
-
-
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor."""
     return dense_table(hf, _attention(hf))

@@ -42,11 +42,6 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     return unusual(hf, ("hidden_act", "silu")) or quantised_otherwise(hf)
 
 
-def mtp_layers(hf: dict[str, Any]) -> int:
-    """Layers of multi-token prediction: the family has none."""
-    return 0
-
-
 def _attention(hf: dict[str, Any]) -> Attention:
     return Attention.of(hf, qk_norm=True)
 

@@ -17,7 +17,7 @@ import xxhash
 
 from slimx.digest import FileRecord as FileRecord
 from slimx.digest import record as record
-from slimx.durable import write_synced
+from slimx.durable import replace_synced, write_synced
 from slimx.errors import SlimxError
 
 MANIFEST = "slimx/manifest.json"
@@ -71,7 +71,7 @@ def write(path: Path, data: bytes) -> FileRecord:
 
 def write_report(directory: Path, rank: int, report: Report) -> None:
     """Tell the others that this rank is done."""
-    _publish(_report(directory, rank), msgspec.json.encode(report))
+    replace_synced(_report(directory, rank), msgspec.json.encode(report))
 
 
 def reserve_failure(directory: Path, rank: int) -> None:
@@ -124,13 +124,6 @@ def _report(directory: Path, rank: int) -> Path:
 
 def _reserved(directory: Path, rank: int) -> Path:
     return _report(directory, rank).with_suffix(".reserved")
-
-
-def _publish(path: Path, data: bytes) -> None:
-    """A file that others see whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    write(partial, data)
-    partial.rename(path)
 
 
 def encode_records(files: dict[str, FileRecord]) -> bytes:

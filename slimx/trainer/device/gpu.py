@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from slimx.errors import SlimxError
-from slimx.trainer.device.nvml import Gpu
+from slimx.trainer.device.nvml import GpuQueries
 
 MIB = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Result of `check_health` for a GPU that it did not refuse."""
-
-    uuid: str
-    warnings: tuple[str, ...]
-
-
-def check_health(gpu: Gpu) -> Health:
-    """Check that a GPU is fit for a run: raises SlimxError for broken memory, and warns of what makes it slow."""
+def check_health(gpu: GpuQueries) -> tuple[str, ...]:
+    """Check that a GPU is fit for a run: raises SlimxError for broken memory, returns warnings of what slows it."""
     pending, failed = gpu.remapped_rows()
     if failed:
         raise SlimxError(
@@ -44,11 +35,10 @@ def check_health(gpu: Gpu) -> Health:
         )
     refuse_xids(gpu)
     reasons = sorted(gpu.throttled())
-    warnings = (f"{gpu.uuid} runs below its clocks: {', '.join(reasons)}",) if reasons else ()
-    return Health(gpu.uuid, warnings)
+    return (f"{gpu.uuid} runs below its clocks: {', '.join(reasons)}",) if reasons else ()
 
 
-def refuse_xids(gpu: Gpu) -> None:
+def refuse_xids(gpu: GpuQueries) -> None:
     """Raises SlimxError if the driver has reported a critical error."""
     if xids := gpu.xids():
         numbers = ", ".join(map(str, xids))
@@ -60,7 +50,7 @@ def refuse_xids(gpu: Gpu) -> None:
 
 
 def set_affinity(
-    gpu: Gpu,
+    gpu: GpuQueries,
     allowed: set[int] | None = None,
     apply: Callable[[int, set[int]], None] = os.sched_setaffinity,
 ) -> set[int]:
@@ -79,7 +69,7 @@ def set_affinity(
 class MemoryGuard:
     """Refuses to train with less than a margin of free memory on the GPU."""
 
-    def __init__(self, gpu: Gpu, margin: int, *, free_caches: Callable[[], None]):
+    def __init__(self, gpu: GpuQueries, margin: int, *, free_caches: Callable[[], None]):
         """`margin`: bytes that must be free; 0: no check. `free_caches`: gives back what the allocator holds unused."""
         self.gpu, self.margin, self.free_caches = gpu, margin, free_caches
         self.freed = 0

@@ -20,7 +20,7 @@ class Process:
     name: str
 
 
-class Gpu(Protocol):
+class GpuQueries(Protocol):
     """The questions that slimx asks of a GPU; tests answer with faults that no real part has on demand."""
 
     uuid: str
@@ -48,7 +48,7 @@ class Gpu(Protocol):
         ...
 
     def xids(self) -> list[int]:
-        """Critical errors (XID) that the driver reported since the last call, the first call since `Gpu` was made."""
+        """Critical errors (XID) that the driver reported since the last call; at the first call, since it was made."""
         ...
 
 

@@ -42,7 +42,7 @@ class Cursor:
         self.tokens: RoutedTokens | None = None
 
 
-class Watch:
+class RouterWatch:
     """One router over one pass of all micro-batches, however many of them are in flight.
 
     What runs inside a chunk's forward pass belongs to the micro-batch of its cursor. What runs outside of one is
@@ -56,7 +56,7 @@ class Watch:
         self._cursor = cursor
         self._again: deque[RoutedTokens] = deque()
 
-    def arrive(self) -> Choice:
+    def arrive(self) -> RouterChoice:
         """The choice for the micro-batch that the router is about to see."""
         tokens = self._cursor.tokens
         if tokens is None:
@@ -66,10 +66,10 @@ class Watch:
                     code="routing.outside",
                     about=self.name,
                 )
-            return Choice(self._again.popleft(), self.row, first=False)
+            return RouterChoice(self._again.popleft(), self.row, first=False)
         if self.tally is not None and not torch.is_grad_enabled():
             self._again.append(tokens)  # a checkpointed forward pass: autograd will compute it again
-        return Choice(tokens, self.row, first=True)
+        return RouterChoice(tokens, self.row, first=True)
 
     def finish(self, *, trainable: bool) -> None:
         """Raises SlimxError if a `trainable` router's layer was not computed again that had to be: a checkpointed layer
@@ -85,7 +85,7 @@ class Watch:
 
 
 @dataclass(slots=True)
-class Choice:
+class RouterChoice:
     """Answers a router that asks for its top-k: by replay, or by the router's own rule."""
 
     tokens: RoutedTokens
@@ -115,15 +115,15 @@ class Choice:
 
 
 class PolicyRouter(TopKRouter):
-    """TopKRouter under a Watch.
+    """TopKRouter under a RouterWatch.
 
     Upstream's auxiliary losses and bias update stay off: they count padding, weigh micro-batches by their number, take
     a pack for one sequence, and with calculate_per_token_loss divide by TP x CP. Upstream's RouterReplay keeps one
     target per router, in a global list, and wants to be told from outside when a backward pass begins, which nobody can
-    while several micro-batches are in flight: a Choice answers in its place. Written for megatron-core 0.16.1.
+    while several micro-batches are in flight: a RouterChoice answers in its place. Written for megatron-core 0.16.1.
     """
 
-    watch: Watch | None = None
+    watch: RouterWatch | None = None
     """Set for the time of a pass; without one it routes as upstream does."""
 
     def routing(

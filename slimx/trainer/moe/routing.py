@@ -16,7 +16,7 @@ from slimx.config.trainer import Moe
 from slimx.data.batch import MicroBatch
 from slimx.layout.zigzag import zigzag
 from slimx.trainer.device.transfer import to_device
-from slimx.trainer.moe.router import Cursor, PolicyRouter, RoutedTokens, Watch
+from slimx.trainer.moe.router import Cursor, PolicyRouter, RoutedTokens, RouterWatch
 from slimx.trainer.moe.routes import differing, engine_routes
 from slimx.trainer.parallel import ParallelState
 
@@ -114,7 +114,7 @@ class Routing:
                     share=partial(dist.all_reduce, group=place.router.tp_cp_group),
                     all_data=partial(dist.all_reduce, group=place.router.tp_dp_cp_group),
                 )
-            place.router.watch = Watch(place.name, place.cursor, place.row, tally)
+            place.router.watch = RouterWatch(place.name, place.cursor, place.row, tally)
         try:
             yield
             for place in self._places:
