@@ -25,8 +25,8 @@ def decoder_fields(hf: dict[str, Any], attention: Attention) -> dict[str, Any]:
     }
 
 
-def no_mtp_layers(hf: dict[str, Any]) -> int:
-    """Layers of multi-token prediction of a family that has none."""
+def mtp_layers(hf: dict[str, Any]) -> int:
+    """Layers of multi-token prediction: most families have none."""
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from slimx.layout.maps import Blocks, Deinterleave, Once
 from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
+from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.files import mxfp4
 from slimx.models.rows import Attention, Layer, embedding, head
 

@@ -11,6 +11,7 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Table
 from slimx.models import decoder, engine_rows
+from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.rows import Attention, Layer, embedding, head
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
