@@ -17,9 +17,9 @@ from slimx.data.routes import RouteShape, check_routes, for_stage
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import read_model
-from tests.refusals import refused
 from slimx.preflight.checks import routing
 from slimx.preflight.routing import route_shape
+from tests.refusals import refused
 from tools.quickstart.make_model import CONFIG
 
 SHAPE = RouteShape(layers=4, moe_layers=(1, 2, 3), experts=8, topk=3)
