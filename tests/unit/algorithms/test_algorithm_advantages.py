@@ -17,7 +17,6 @@ from slimx.data.batch import Row, make_rows
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.data.weights import loss_weights
 from tests.refusals import refused
-from slimx.errors import SlimxError
 from tests.unit.algorithms.advantage_stand import group, trajectory
 
 

@@ -13,8 +13,8 @@ from slimx.orchestration.state import checkpoints as module
 from slimx.orchestration.state.checkpoints import check_resume, layout_of
 from slimx.orchestration.state.saves import RunState, read_state
 from slimx.trainer.checkpoint import files
-from tests.refusals import refused
 from slimx.trainer.checkpoint.files import read_manifest
+from tests.refusals import refused
 from tests.unit.orchestration.checkpointing_stand import LAYOUT, Bench, config, state
 
 

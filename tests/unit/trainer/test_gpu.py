@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from slimx.trainer.device.gpu import MIB, MemoryGuard, check_health, largest, set_affinity
-from tests.refusals import refused
 from slimx.trainer.device.nvml import NvmlGpu
+from tests.refusals import refused
 from tests.unit.trainer.fake_gpu import FakeGpu
 
 

@@ -13,7 +13,7 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.orchestration.batches import batch_metrics, make_packer, make_update_rows, split_groups
-from slimx.trainer.step.updates import combine
+from slimx.trainer.step.metrics import combine
 from tests.unit.data.trajectory_stand import trajectory
 
 
