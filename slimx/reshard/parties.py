@@ -1,9 +1,9 @@
 """The parties of a publication as the publisher sees them.
 
-    Source --gather--> Delivery --bring--> Receiver (one for each engine), of those that Members names
+    Source --gather--> Delivery --bring--> Recipient (one for each engine, of those that Members names)
 
-The publisher calls all four, and none of them calls another: only a delivery moves buckets, and tells their receiver
-how to take them.
+The publisher calls all four. Of them only a delivery calls another one: it moves a bucket and has the recipient take
+it. A recipient forwards the verbs of `Receiver` by their names to the process that does them.
 """
 
 from __future__ import annotations
@@ -55,24 +55,21 @@ class Source(Protocol):
 
 
 class Receiver(Protocol):
-    """One engine. Every call may raise SlimxError, or ReceiverLost if the engine is gone."""
+    """The verbs of a publication, which an engine does in the process that owns its server.
 
-    name: str
-    nodes: int
-    """Machines that it spans."""
-    incarnation: int
-    """Rises with every restart: what was asked of an earlier one has to be asked again."""
+    Each may raise SlimxError: a refusal, after which the engine takes no part in the publication.
+    """
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
         """Every tensor that the engine takes in this encoding, in the form of `Source.forms`."""
         ...
 
-    async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        """Get ready for one publication; from now on calls that belong to an older one are refused."""
-        ...
-
     async def join(self, meeting: Any) -> None:
         """Meet the sender of a channel (`slimx.reshard.transports.collective.Meeting`)."""
+        ...
+
+    async def begin(self, manifest: Manifest, staging: Staging) -> None:
+        """Get ready for one publication; from now on verbs of an older one are refused."""
         ...
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
@@ -87,19 +84,55 @@ class Receiver(Protocol):
         """Drop what is staged."""
         ...
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        """Stop generating, unless the engine has stopped already."""
+        ...
 
     async def load(self) -> None:
         """Copy what is staged in place. DIRTY from here on."""
         ...
 
-    async def verify(self) -> int:
-        """Number of tensors that the engine proved to hold as published."""
+    async def verify(self) -> dict[str, Any]:
+        """Prove what the engine holds: {checked: number of tensors held as published, ...}."""
         ...
 
-    async def commit(self, version: int) -> None: ...
+    async def commit(self, version: int) -> None:
+        """Close the publication and stamp the weights with their version."""
+        ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Take back memory that is still released, and generate."""
+        ...
+
+
+BEFORE_BEGIN = ("inventory", "join", "begin")
+"""Verbs that come before the publication has begun at an engine."""
+
+
+class Recipient(Protocol):
+    """One engine as the publisher reaches it, through all its restarts."""
+
+    name: str
+    nodes: int
+    """Machines that it spans."""
+    incarnation: int
+    """Rises with every restart: what was asked of an earlier one has to be asked again."""
+
+    async def perform(self, verb: str, epoch: int, *arguments: Any) -> Any:
+        """Have the engine do a verb of `Receiver` in the publication of membership `epoch`.
+
+        Raises ReceiverLost if the engine is gone or does not answer in time.
+        """
+        ...
+
+
+class LocalRecipient:
+    """A recipient whose verbs are its own methods, with no process in between."""
+
+    nodes = incarnation = 1
+
+    async def perform(self, verb: str, epoch: int, *arguments: Any) -> Any:
+        return await getattr(self, verb)(*arguments)
 
 
 class Delivery:
@@ -116,12 +149,12 @@ class Delivery:
         source."""
         return packed
 
-    async def connect(self, receiver: Receiver, manifest: Manifest) -> None:
-        """Make sure that buckets can reach `receiver`."""
+    async def connect(self, recipient: Recipient, epoch: int) -> None:
+        """Make sure that buckets of the publication of membership `epoch` can reach `recipient`."""
 
-    async def bring(self, receiver: Receiver, packed: PackedBucket, bucket: int) -> None:
-        """Bring a bucket to `receiver` and have it staged there."""
-        await receiver.stage(packed, bucket)
+    async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
+        """Bring a bucket to `recipient` and have it staged there."""
+        await recipient.perform("stage", epoch, packed, bucket)
 
     async def end(self) -> None:
         """The publication has ended, whatever became of it at the engines."""
@@ -140,14 +173,14 @@ class Members(Protocol):
     @property
     def epoch(self) -> int: ...
 
-    def candidates(self) -> Sequence[Receiver]:
+    def candidates(self) -> Sequence[Recipient]:
         """Engines that run: those that serve, and restarted ones that hold no published weights yet."""
         ...
 
-    async def quarantine(self, receiver: Receiver, error: SlimxError) -> None:
+    async def quarantine(self, recipient: Recipient, error: SlimxError) -> None:
         """Let no request reach the engine any more; its recovery goes on in the background."""
         ...
 
-    async def admit(self, receiver: Receiver) -> None:
+    async def admit(self, recipient: Recipient) -> None:
         """The engine holds a verified version and may serve."""
         ...

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
@@ -30,8 +30,8 @@ from slimx.reshard.parties import (
     Delivery,
     Members,
     NoReceiverLeft,
-    Receiver,
     ReceiverLost,
+    Recipient,
     Source,
     Staging,
     TransportLost,
@@ -136,10 +136,10 @@ class _Attempt:
     def __init__(self, publisher: Publisher, manifest: Manifest):
         self.publisher, self.source, self.members = publisher, publisher.source, publisher.members
         self.delivery = publisher.delivery
-        self.manifest = manifest
+        self.manifest, self.epoch = manifest, manifest.membership_epoch
         self.active = list(self.members.candidates())
-        self.incarnations = {receiver.name: receiver.incarnation for receiver in self.active}
-        self.out = Publication(manifest, {receiver.name: Outcome() for receiver in self.active})
+        self.incarnations = {recipient.name: recipient.incarnation for recipient in self.active}
+        self.out = Publication(manifest, {recipient.name: Outcome() for recipient in self.active})
         self.ends = asyncio.get_running_loop().time() + publisher.deadline_s
         self._running: dict[str, tuple[int, float]] = {}
         """By stage how many calls are in it, and since when."""
@@ -155,9 +155,9 @@ class _Attempt:
                 await self._of_trainers("begin", self.delivery.begin(self.manifest, count))
                 await self._each("begin", self._begin)
                 if by_bucket:
-                    await self._each("pause", lambda receiver: receiver.pause())
+                    await self._each("pause")
                 await self._stage(count, load=by_bucket)
-                await self._together(self._switch(receiver, load=not by_bucket) for receiver in self.active)
+                await self._together(self._switch(recipient, load=not by_bucket) for recipient in self.active)
         except BaseException:
             await self._give_up()
             raise
@@ -171,19 +171,19 @@ class _Attempt:
         with self._timed("check"):
             sent = await self._of_trainers("check", self.source.forms())
         checked = self.publisher.checked
-        new = [receiver for receiver in self.active if checked.get(receiver.name) != receiver.incarnation]
+        new = [recipient for recipient in self.active if checked.get(recipient.name) != recipient.incarnation]
         with self._timed("check"):
             encoding = self.manifest.encoding
-            asked = (self._call(each, "inventory", partial(each.inventory, encoding)) for each in new)
+            asked = (self._call(recipient, "inventory", encoding) for recipient in new)
             lists = await self._together(asked)
-        for receiver, known in zip(new, lists, strict=True):
+        for recipient, known in zip(new, lists, strict=True):
             if known is not None:
-                _compare(receiver.name, sent, known)
-                checked[receiver.name] = receiver.incarnation
+                _compare(recipient.name, sent, known)
+                checked[recipient.name] = recipient.incarnation
 
-    async def _begin(self, receiver: Receiver) -> None:
-        await self.delivery.connect(receiver, self.manifest)
-        await receiver.begin(self.manifest, self.publisher.staging)
+    async def _begin(self, recipient: Recipient) -> None:
+        await self.delivery.connect(recipient, self.epoch)
+        await recipient.perform("begin", self.epoch, self.manifest, self.publisher.staging)
 
     async def _stage(self, count: int, *, load: bool) -> None:
         """All buckets through all engines: one is staged while the next is gathered."""
@@ -192,9 +192,10 @@ class _Attempt:
             for bucket in range(count):
                 packed, held = await coming
                 coming = asyncio.create_task(self._gather(bucket + 1)) if bucket + 1 < count else None
-                await self._each("stage", partial(self.delivery.bring, packed=packed, bucket=bucket))
+                bring = partial(self.delivery.bring, epoch=self.epoch, packed=packed, bucket=bucket)
+                await self._each("stage", bring)
                 if load:
-                    await self._each("load", lambda receiver: receiver.load())
+                    await self._each("load")
                 if held and (load or packed.on_device):  # engines have copies of what is on a device
                     await self._of_trainers("release", self.source.release(bucket))
                 self.out.nbytes += packed.size
@@ -215,33 +216,36 @@ class _Attempt:
             await self._of_trainers("gather", self.source.release(bucket))
             return taken, False
 
-    async def _switch(self, receiver: Receiver, *, load: bool) -> None:
+    async def _switch(self, recipient: Recipient, *, load: bool) -> None:
         """From staged to serving, at this engine's own pace: another one that hangs does not keep it paused."""
         if load:
-            await self._call(receiver, "pause", receiver.pause)
-            await self._call(receiver, "load", receiver.load)
-        count = await self._call(receiver, "verify", receiver.verify)
+            await self._call(recipient, "pause")
+            await self._call(recipient, "load")
+        count = (await self._call(recipient, "verify"))["checked"]
         if count != self.out.tensors:
             await self._drop(
-                receiver,
+                recipient,
                 SlimxError(
-                    f"engine {receiver.name} verified {count} of {self.out.tensors} tensors of version "
+                    f"engine {recipient.name} verified {count} of {self.out.tensors} tensors of version "
                     f"{self.manifest.version}"
                 ),
             )
-        self.out.engines[receiver.name].tensors = count
-        await self._call(receiver, "commit", partial(receiver.commit, self.manifest.version))
-        await self._call(receiver, "resume", receiver.resume)
+        self.out.engines[recipient.name].tensors = count
+        await self._call(recipient, "commit", self.manifest.version)
+        await self._call(recipient, "resume")
         try:
-            await self.members.admit(receiver)
+            await self.members.admit(recipient)
         except SlimxError as error:
-            await self._drop(receiver, error)
+            await self._drop(recipient, error)
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    async def _each(self, step: str, work: Callable[[Receiver], Awaitable[None]]) -> None:
-        """The same step of every engine that is left."""
-        await self._together(self._call(receiver, step, partial(work, receiver)) for receiver in self.active)
+    async def _each(self, step: str, work: Callable[[Recipient], Awaitable[None]] | None = None) -> None:
+        """The same step of every engine that is left: its verb, or `work` with it."""
+        await self._together(
+            self._call(recipient, step) if work is None else self._timely(recipient, step, partial(work, recipient))
+            for recipient in self.active
+        )
 
     async def _together(self, calls: Iterator[Awaitable[T]]) -> list[T | None]:
         """Results of all calls, None for an engine that was dropped. One that fails waits for the others: none may run
@@ -253,16 +257,21 @@ class _Attempt:
         self._someone_left()
         return [None if isinstance(result, _Dropped) else result for result in results]
 
-    async def _call(self, receiver: Receiver, step: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, recipient: Recipient, verb: str, *arguments: object) -> Any:
+        """One verb of one engine."""
+        return await self._timely(recipient, verb, partial(recipient.perform, verb, self.epoch, *arguments))
+
+    async def _timely(self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:
         """One step of one engine within its deadline. An engine that fails is dropped."""
-        self.out.engines[receiver.name].step = step
-        if receiver.incarnation != self.incarnations[receiver.name]:
-            await self._drop(receiver, ReceiverLost(f"engine {receiver.name} was started again during {self.manifest}"))
+        self.out.engines[recipient.name].step = step
+        if recipient.incarnation != self.incarnations[recipient.name]:
+            again = f"engine {recipient.name} was started again during {self.manifest}"
+            await self._drop(recipient, ReceiverLost(again, code="engine.restarted", about=recipient.name))
         if not self._left():  # the time was spent before this engine was asked
             raise DeadlineError(
                 f"publication of version {self.manifest.version}",
                 self.publisher.deadline_s,
-                f"all that came before step {step} of engine {receiver.name}",
+                f"all that came before step {step} of engine {recipient.name}",
             )
         seconds = self.publisher.step_deadline_s
         try:
@@ -271,20 +280,20 @@ class _Attempt:
                     return await work()
         except TimeoutError:
             error = ReceiverLost(
-                f"engine {receiver.name} did not answer {step} of {self.manifest} within {seconds:.0f} s"
+                f"engine {recipient.name} did not answer {step} of {self.manifest} within {seconds:.0f} s"
             )
         except TransportLost:  # no engine's fault
             raise
         except SlimxError as problem:
             error = problem
-        await self._drop(receiver, error)
+        await self._drop(recipient, error)
 
-    async def _drop(self, receiver: Receiver, error: SlimxError) -> None:
-        self.active.remove(receiver)
-        self.out.engines[receiver.name].error = error
-        self.out.engines[receiver.name].tensors = 0
-        if receiver.incarnation == self.incarnations[receiver.name]:
-            await self.members.quarantine(receiver, error)
+    async def _drop(self, recipient: Recipient, error: SlimxError) -> None:
+        self.active.remove(recipient)
+        self.out.engines[recipient.name].error = error
+        self.out.engines[recipient.name].tensors = 0
+        if recipient.incarnation == self.incarnations[recipient.name]:
+            await self.members.quarantine(recipient, error)
         raise _Dropped
 
     async def _of_trainers(self, stage: str, work: Awaitable[T]) -> T:
@@ -305,7 +314,7 @@ class _Attempt:
 
     async def _give_up(self) -> None:
         """Best effort, and not for long: the error that stopped the publication is the one to tell."""
-        drops = [*(receiver.abort() for receiver in self.active), self._end()]
+        drops = [*(recipient.perform("abort", self.epoch) for recipient in self.active), self._end()]
         with contextlib.suppress(TimeoutError):
             limit = min(self.publisher.deadline_s, ABORT_S)
             await asyncio.wait_for(asyncio.gather(*drops, return_exceptions=True), limit)

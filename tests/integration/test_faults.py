@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -123,23 +124,24 @@ async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> As
 def spoilt(engine: EngineHandle, bucket: int) -> Iterator[None]:
     """`engine` alone gets one bucket with a changed byte."""
 
-    async def received(packed: PackedBucket, number: int) -> None:
-        if number != bucket:
-            return await receive(packed, number)
+    async def perform(verb: str, epoch: int | None, *arguments: Any, **deadline: float) -> Any:
+        if verb != "receive" or arguments[1] != bucket:
+            return await forward(verb, epoch, *arguments, **deadline)
+        packed, number = arguments
         data = bytearray(Path(packed.path).read_bytes())
         data[packed.tensors[2].offset] ^= 1
         copy = MemoryFile(len(data))
         copy.bytes.copy_(torch.frombuffer(data, dtype=torch.uint8))
         try:
-            await engine.stage(replace(packed, path=copy.path), number)
+            await forward("stage", epoch, replace(packed, path=copy.path), number)
         finally:
             copy.close()
 
-    receive, engine.receive = engine.receive, received
+    forward, engine.perform = engine.perform, perform
     try:
         yield
     finally:
-        del engine.receive
+        del engine.perform
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from slimx.config.schema import Config
 from slimx.engines.delivery.courier import CourierHandle
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import Delivery, Receiver, ReceiverLost
+from slimx.reshard.parties import Delivery, ReceiverLost, Recipient
 from slimx.reshard.transports.collective import Backend, ChannelError
 from slimx.reshard.transports.disk import Stored, newest
 
@@ -80,22 +80,22 @@ class ChannelDelivery(CourierDelivery):
         self._connected: dict[str, tuple[int, int]] = {}
         """By engine the incarnations, of the courier and its own, between which there is a channel."""
 
-    async def connect(self, receiver: Receiver, manifest: Manifest) -> None:
-        ends = self.courier.incarnation, receiver.incarnation
-        if self._connected.get(receiver.name) == ends:
+    async def connect(self, recipient: Recipient, epoch: int) -> None:
+        ends = self.courier.incarnation, recipient.incarnation
+        if self._connected.get(recipient.name) == ends:
             return
-        async with self._blaming(receiver, "the meeting"):
-            epoch = manifest.membership_epoch
-            meeting = await self.courier.ask("open", receiver.name, epoch, self.backend, receiver.nodes)
-            await asyncio.gather(self.courier.ask("join", receiver.name), receiver.join(meeting))
-        self._connected[receiver.name] = ends
+        async with self._blaming(recipient, "the meeting"):
+            meeting = await self.courier.ask("open", recipient.name, epoch, self.backend, recipient.nodes)
+            await asyncio.gather(self.courier.ask("join", recipient.name), recipient.perform("join", epoch, meeting))
+        self._connected[recipient.name] = ends
 
-    async def bring(self, receiver: Receiver, packed: PackedBucket, bucket: int) -> None:
-        async with self._blaming(receiver, f"bucket {bucket}"):
-            await asyncio.gather(self.courier.ask("send", receiver.name, packed), receiver.receive(packed, bucket))
+    async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
+        async with self._blaming(recipient, f"bucket {bucket}"):
+            received = recipient.perform("receive", epoch, packed, bucket)
+            await asyncio.gather(self.courier.ask("send", recipient.name, packed), received)
 
     @asynccontextmanager
-    async def _blaming(self, receiver: Receiver, what: str) -> AsyncIterator[None]:
+    async def _blaming(self, recipient: Recipient, what: str) -> AsyncIterator[None]:
         """A channel that broke, or is late, is its engine's fault, unless the courier is gone, or does not answer
         either: then that is what is raised. All within the deadline of one step."""
         patience = PATIENCE * self.step_deadline_s
@@ -104,14 +104,14 @@ class ChannelDelivery(CourierDelivery):
                 yield
         except TimeoutError:
             error = (
-                f"engine {receiver.name} did not answer {what} of the {self.backend} channel within {patience:.0f} s"
+                f"engine {recipient.name} did not answer {what} of the {self.backend} channel within {patience:.0f} s"
             )
         except ChannelError as broken:
             error = str(broken)
         else:
             return
         await self.courier.ask("ready", deadline_s=(1 - PATIENCE) / 2 * self.step_deadline_s)
-        raise ReceiverLost(error, code="channel.lost", about=receiver.name)
+        raise ReceiverLost(error, code="channel.lost", about=recipient.name)
 
 
 def make_delivery(publisher: Any, config: Config, log_dir: Path, restarts: Restarts) -> Delivery:

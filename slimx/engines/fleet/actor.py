@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,9 +13,8 @@ from slimx.engines.server.control import PortTaken
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.spec import EngineSpec, NodeShare
 from slimx.errors import DeadlineError, SlimxError
-from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import ReceiverLost, Staging
+from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
 
 ANSWER_S = 5.0
@@ -27,6 +27,9 @@ PORTS = 3
 """Ports that a start tries when other programs take them."""
 STOP_S = 30.0
 """Seconds in which a server's tree must be gone."""
+
+OVER_CHANNEL = ("join", "receive")
+"""Verbs of a publication that the actor does itself: the server knows of no channel."""
 
 
 class EngineActor:
@@ -103,15 +106,28 @@ class EngineActor:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
 
-    async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        """Open a publication; whatever belongs to an older one is refused from now on."""
-        if manifest.membership_epoch < self.epoch:
+    async def perform(self, verb: str, epoch: int | None, deadline_s: float, *arguments: Any) -> Any:
+        """Do a verb of `slimx.reshard.parties.Receiver`, as a step of the publication of membership `epoch`, or, with
+        epoch None, any method of Engine. Whatever belongs to an older publication than the newest is refused."""
+        if epoch is not None:
+            self._enter(verb, epoch)
+        work = getattr(self, verb) if verb in OVER_CHANNEL else partial(self._ask_engine, verb)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await work(*arguments)
+        except TimeoutError:
+            raise DeadlineError(verb, deadline_s, f"engine {self.engine.spec.name}") from None
+
+    def _enter(self, verb: str, epoch: int) -> None:
+        if epoch < self.epoch or (epoch > self.epoch and verb not in BEFORE_BEGIN):
             raise SlimxError(
-                f"engine {self.engine.spec.name}: {manifest} is older than the publication of epoch {self.epoch} that "
-                "it takes part in"
+                f"engine {self.engine.spec.name}: {verb} of epoch {epoch} is late; a publication of epoch {self.epoch} "
+                "has begun",
+                code="engine.late",
+                about=verb,
             )
-        self.epoch = manifest.membership_epoch
-        await self.call("begin", manifest, staging)
+        if verb == "begin":
+            self.epoch = epoch
 
     async def join(self, meeting: Any) -> None:
         """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective)."""
@@ -120,7 +136,7 @@ class EngineActor:
             calls.append(self.others.join(meeting, self.call_deadline_s))
         await asyncio.gather(*calls)
 
-    async def receive(self, epoch: int, packed: PackedBucket, bucket: int) -> None:
+    async def receive(self, packed: PackedBucket, bucket: int) -> None:
         """Take a bucket from the channel into memory that the server opens, and have it staged."""
         arriving = (
             self.end.landed(packed)
@@ -128,19 +144,9 @@ class EngineActor:
             else self.others.landed(self.end, packed, self.call_deadline_s)
         )
         async with arriving as landed:
-            await self.publication(epoch, "stage", landed, bucket)
+            await self._ask_engine("stage", landed, bucket)
 
-    async def publication(self, epoch: int, method: str, *arguments: Any) -> Any:
-        """One of Engine's methods, as a step of the publication that began in `epoch`."""
-        if epoch != self.epoch:
-            raise SlimxError(
-                f"engine {self.engine.spec.name}: {method} of epoch {epoch} is late; a publication of epoch "
-                f"{self.epoch} has begun"
-            )
-        return await self.call(method, *arguments)
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """One of Engine's own methods."""
+    async def _ask_engine(self, method: str, *arguments: Any) -> Any:
         try:
             return await getattr(self.engine, method)(*arguments)
         except SlimxError as error:
@@ -187,13 +193,13 @@ class EngineActor:
     async def _told(self, error: SlimxError) -> SlimxError:
         """`error` as ReceiverLost if the server is gone or silent, as a refusal if it still answers."""
         if (end := await self.ended()) is not None:
-            return ReceiverLost(end)
+            return ReceiverLost(end, code="engine.ended", about=self.engine.spec.name)
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self.engine.control.status()
         except (SlimxError, TimeoutError):
-            return ReceiverLost(str(error))
-        return SlimxError(str(error))
+            return ReceiverLost(str(error), code=error.code, about=error.about)
+        return SlimxError(str(error), code=error.code, about=error.about)
 
 
 async def _takes_connections(host: str, port: int) -> bool:

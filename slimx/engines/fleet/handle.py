@@ -14,9 +14,7 @@ from slimx.engines.fleet.actor import ANSWER_S, STOP_S
 from slimx.engines.server.engine import State
 from slimx.engines.server.keys import NO_KEYS, Keys
 from slimx.errors import DeadlineError, SlimxError
-from slimx.reshard.manifest import Encoding, Manifest
-from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import ReceiverLost, Staging
+from slimx.reshard.parties import ReceiverLost
 
 
 class Standing(StrEnum):
@@ -57,8 +55,6 @@ class EngineHandle:
         self.url = ""
         self.standing = Standing.OUT
         self.incarnation = 0
-        self._epoch = -1
-        self._cache_asleep = False
         self._lost: asyncio.Future[SlimxError] | None = None
         """Done when this incarnation is lost: then nobody waits for its answers any more."""
 
@@ -69,7 +65,6 @@ class EngineHandle:
         if self.actor is None:
             self.actor = self.make_actor()
         self.incarnation += 1
-        self._cache_asleep = False
         self._lost = asyncio.get_running_loop().create_future()
         try:
             started = await self._wait("the start", self.actor.start.remote(deadline_s), deadline_s + STOP_S)
@@ -108,11 +103,10 @@ class EngineHandle:
 
     async def check_health(self, deadline_s: float) -> None:
         """Raise SlimxError if the server has ended or, while it serves, does not generate."""
-        look = self._living.call.remote("check_health", deadline_s)
-        await self._call("the health check", look, deadline_s + ANSWER_S)
+        await self.perform("check_health", None, deadline_s, deadline_s=deadline_s + ANSWER_S)
 
     async def state(self) -> State:
-        return State(await self._call("its state", self._living.state.remote()))
+        return State(await self._answer("its state", self._living.state.remote(), self.deadline_s))
 
     async def serves(self) -> bool:
         """Returns True if the server generates: it is neither paused nor asleep, nor in the middle of a publication."""
@@ -120,64 +114,32 @@ class EngineHandle:
 
     async def interrupt(self) -> None:
         """End all requests of the server now; each brings what it has."""
-        await self._call("the interruption", self._living.call.remote("interrupt"))
+        await self.perform("interrupt", None)
 
     async def trace(self, on: bool) -> dict[str, list[str]]:
         """Begin or end noting what goes through its model."""
-        return await self._call("the trace", self._living.call.remote("trace", on))
+        return await self.perform("trace", None, on)
 
     async def sleep(self) -> None:
         """Release the memory of weights and KV cache (nothing on the CPU)."""
-        if await self.state() is State.READY:
-            await self._call("pause", self._living.call.remote("pause"))
-        await self._call("sleep", self._living.call.remote("sleep", ("weights", "kv_cache")))
-        self._cache_asleep = True
+        await self.perform("pause", None)
+        await self.perform("sleep", None)
 
     async def wake(self) -> None:
         """Take the memory of the weights back, without their values: a publication follows, and takes back the rest
         when the trainers' part is done."""
         if await self.state() is State.ASLEEP:  # one that was started meanwhile is awake
-            await self._call("wake", self._living.call.remote("wake", ("weights",)))
+            await self.perform("wake", None, ("weights",))
 
-    # A receiver of publications (slimx.reshard.parties) ---------------------------------------------------------------
+    async def perform(self, verb: str, epoch: int | None, *arguments: Any, deadline_s: float | None = None) -> Any:
+        """Have the engine do a verb of a publication (`slimx.reshard.parties.Receiver`) in membership `epoch`; with
+        epoch None any method of Engine, at any time.
 
-    async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
-        return await self._call("the inventory", self._living.call.remote("inventory", encoding))
-
-    async def begin(self, manifest: Manifest, staging: Staging) -> None:
-        self._epoch = manifest.membership_epoch
-        await self._call("begin", self._living.begin.remote(manifest, staging))
-
-    async def stage(self, packed: PackedBucket, bucket: int) -> None:
-        await self._step("stage", packed, bucket)
-
-    async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        await self._call("stage", self._living.receive.remote(self._epoch, packed, bucket))
-
-    async def join(self, meeting: Any) -> None:
-        await self._call("the meeting", self._living.join.remote(meeting))
-
-    async def abort(self) -> None:
-        await self._step("abort")
-
-    async def pause(self) -> None:
-        if await self.state() is State.READY:
-            await self._step("pause")
-
-    async def load(self) -> None:
-        await self._step("load")
-
-    async def verify(self) -> int:
-        return (await self._step("verify"))["checked"]
-
-    async def commit(self, version: int) -> None:
-        await self._step("commit", version)
-
-    async def resume(self) -> None:
-        if self._cache_asleep:
-            await self._step("wake")
-            self._cache_asleep = False
-        await self._step("resume")
+        Raises ReceiverLost if the engine or its actor is gone, or does not answer in time.
+        """
+        deadline_s = deadline_s or self.deadline_s
+        answer = self._living.perform.remote(verb, epoch, deadline_s, *arguments)
+        return await self._answer(verb, answer, deadline_s)
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -187,15 +149,12 @@ class EngineHandle:
         if self._lost is not None and self._lost.done():
             raise ReceiverLost(str(self._lost.result()))
         if self.actor is None:
-            raise ReceiverLost(f"engine {self.name} is not running")
+            raise ReceiverLost(f"engine {self.name} is not running", code="engine.not_running", about=self.name)
         return self.actor
 
-    async def _step(self, method: str, *arguments: Any) -> Any:
-        return await self._call(method, self._living.publication.remote(self._epoch, method, *arguments))
-
-    async def _call(self, what: str, reference: Any, deadline_s: float | None = None) -> Any:
+    async def _answer(self, what: str, reference: Any, deadline_s: float) -> Any:
         """Wait for an answer, unless the engine is lost meanwhile. Raises ReceiverLost if it, or its actor, is gone."""
-        answer = asyncio.ensure_future(self._wait(what, reference, deadline_s or self.deadline_s))
+        answer = asyncio.ensure_future(self._wait(what, reference, deadline_s))
         try:
             if self._lost is not None:
                 await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)

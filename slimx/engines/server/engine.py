@@ -81,14 +81,20 @@ class Engine:
         if to not in TRANSITIONS[self.state]:
             allowed = ", ".join(sorted(TRANSITIONS[self.state]))
             raise SlimxError(
-                f"engine {self.spec.name} is {self.state} and cannot become {to}; from here it can become {allowed}"
+                f"engine {self.spec.name} is {self.state} and cannot become {to}; from here it can become {allowed}",
+                code="engine.transition",
+                about=str(to),
             )
         self.state = to
 
     def require(self, what: str, *states: State) -> None:
         """Refuse `what` unless the engine is in one of `states`."""
         if self.state not in states:
-            raise SlimxError(f"engine {self.spec.name} is {self.state}; {what} needs {' or '.join(states)}")
+            raise SlimxError(
+                f"engine {self.spec.name} is {self.state}; {what} needs {' or '.join(states)}",
+                code="engine.state",
+                about=what,
+            )
 
     # Life -----------------------------------------------------------------------------------------------------------
 
@@ -189,18 +195,19 @@ class Engine:
     # Generation -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop generating, unless that has been done."""
+        if self.state in (State.PAUSED, State.DIRTY, State.ASLEEP):
+            return
         self.require("pause", State.READY)
         await self.control.pause(mode)
         self.pause_mode = mode
         self.move(State.PAUSED)
 
     async def resume(self) -> None:
+        """Take back memory that is still released, and generate."""
         self.require("resume", State.PAUSED)
         if self.asleep:
-            raise SlimxError(
-                f"engine {self.spec.name} cannot resume while {', '.join(sorted(self.asleep))} is released; "
-                "wake it first"
-            )
+            await self.wake()
         await self.control.resume()
         self.move(State.READY)
 

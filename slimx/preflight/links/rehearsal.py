@@ -28,7 +28,7 @@ from slimx.reshard.pack.gather import Gatherer
 from slimx.reshard.pack.packer import Packer, describe
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.parties import Receiver, Staging
+from slimx.reshard.parties import LocalRecipient, Recipient, Staging
 from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision
 from slimx.reshard.publish import Publisher
@@ -240,8 +240,8 @@ class _Trainer:
         self.rehearsal.gatherer.release(bucket)
 
 
-class _Engine:
-    name, incarnation = "rehearsal", 1
+class _Engine(LocalRecipient):
+    name = "rehearsal"
 
     def __init__(self, rehearsal: Rehearsal):
         self.rehearsal = rehearsal
@@ -262,8 +262,8 @@ class _Engine:
     async def load(self) -> None:
         await asyncio.to_thread(self.rehearsal.engine.load)
 
-    async def verify(self) -> int:
-        return await asyncio.to_thread(self.rehearsal.engine.verify)
+    async def verify(self) -> dict[str, int]:
+        return {"checked": await asyncio.to_thread(self.rehearsal.engine.verify)}
 
     async def commit(self, version: int) -> None: ...
 
@@ -275,13 +275,13 @@ class OnlyOne:
 
     epoch = 0
 
-    def __init__(self, engine: Receiver):
+    def __init__(self, engine: Recipient):
         self.engine = engine
 
-    def candidates(self) -> Sequence[Receiver]:
+    def candidates(self) -> Sequence[Recipient]:
         return [self.engine]
 
-    async def quarantine(self, receiver: Receiver, error: SlimxError) -> None:
+    async def quarantine(self, recipient: Recipient, error: SlimxError) -> None:
         raise error
 
-    async def admit(self, receiver: Receiver) -> None: ...
+    async def admit(self, recipient: Recipient) -> None: ...

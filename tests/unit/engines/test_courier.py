@@ -55,10 +55,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.fails: SlimxError | None = None
 
-    async def join(self, meeting: str) -> None:
-        assert meeting == "meeting"
-
-    async def receive(self, packed: PackedBucket, bucket: int) -> None:
+    async def perform(self, verb: str, epoch: int, *arguments: Any) -> None:
+        assert (verb, epoch, *arguments) in (("join", 3, "meeting"), ("receive", 3, BUCKET, 0))
         if self.fails:
             raise self.fails
 
@@ -99,12 +97,12 @@ def died() -> Exception:
 async def test_an_engine_is_connected_once_by_incarnation_of_either_end(stand):
     delivery, courier, engine = stand
     for _ in range(2):
-        await delivery.connect(engine, MANIFEST)
+        await delivery.connect(engine, 3)
     assert courier.asked == [("open", "e0", 3, "gloo", 2), ("join", "e0")]
     engine.incarnation += 1
-    await delivery.connect(engine, MANIFEST)
+    await delivery.connect(engine, 3)
     delivery.courier.incarnation += 1
-    await delivery.connect(engine, MANIFEST)
+    await delivery.connect(engine, 3)
     assert [call[0] for call in courier.asked] == ["open", "join"] * 3
 
 
@@ -118,7 +116,7 @@ async def test_a_channel_that_breaks_is_its_engines_fault(stand, where):
         courier.fails["send"] = Exception()  # as Ray wraps it
         courier.fails["send"].cause = broken
     with pytest.raises(ReceiverLost, match="the gloo channel of engine e0 broke"):
-        await delivery.bring(engine, BUCKET, 0)
+        await delivery.bring(engine, 3, BUCKET, 0)
     assert courier.asked[-1] == ("ready",), "the courier lives"
 
 
@@ -127,9 +125,9 @@ async def test_a_channel_that_breaks_because_the_courier_died_is_no_engines_faul
     engine.fails = ChannelError("the other side has gone")
     courier.fails["ready"] = died()
     with pytest.raises(TransportLost, match="the courier beside trainer rank 0 died during ready of the courier"):
-        await delivery.bring(engine, BUCKET, 0)
+        await delivery.bring(engine, 3, BUCKET, 0)
     with pytest.raises(TransportLost, match="does not run; publish again"):
-        await delivery.connect(engine, MANIFEST)
+        await delivery.connect(engine, 3)
 
 
 @pytest.mark.parametrize(("courier_lives", "kind"), [(True, ReceiverLost), (False, TransportLost)])
@@ -138,7 +136,7 @@ async def test_a_late_bucket_is_its_engines_fault_unless_the_courier_hangs(stand
     delivery.step_deadline_s = 0.4
     courier.hangs |= {"send"} if courier_lives else {"send", "ready"}
     with pytest.raises(kind, match="engine e0 did not answer bucket 0" if courier_lives else "ready of the courier"):
-        await delivery.bring(engine, BUCKET, 0)
+        await delivery.bring(engine, 3, BUCKET, 0)
     assert killed == ([] if courier_lives else [courier])
 
 

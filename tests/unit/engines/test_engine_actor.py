@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,8 @@ from slimx.engines.server.control import PortTaken
 from slimx.engines.server.engine import State
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
-from slimx.reshard.parties import ReceiverLost
+from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost
+from tests.refusals import refused
 
 
 def manifest(epoch: int, version: int = 7) -> Manifest:
@@ -31,7 +34,8 @@ class FakeEngine:
         self.calls: list[str] = []
         self.fails: SlimxError | None = None
         self.status: int | None = None
-        self.silent = False
+        self.silent = self.hangs = False
+        self.staged: object = None
         self.state = State.READY
         self.listener = socket.create_server(("127.0.0.1", 0))
         port = self.listener.getsockname()[1]
@@ -47,6 +51,7 @@ class FakeEngine:
 
     async def _step(self, name: str) -> None:
         self.calls.append(name)
+        await asyncio.sleep(600 if self.hangs else 0)
         if self.fails is not None:
             raise self.fails
 
@@ -54,6 +59,7 @@ class FakeEngine:
         await self._step(f"begin {manifest.membership_epoch}")
 
     async def stage(self, packed: object, bucket: int) -> None:
+        self.staged = packed
         await self._step(f"stage {bucket}")
 
 
@@ -65,34 +71,58 @@ def actor(tmp_path: Path) -> EngineActor:
 
 
 async def test_a_step_of_another_publication_than_the_one_begun_last_does_not_reach_the_server(actor):
-    with pytest.raises(SlimxError, match="stage of epoch 3 is late"):
-        await actor.publication(3, "stage", None, 0)
-    await actor.begin(manifest(3), "model")
-    await actor.publication(3, "stage", None, 0)
-    await actor.begin(manifest(5), "model")
+    with refused("engine.late", about="stage"):
+        await actor.perform("stage", 3, 5, None, 0)
+    await actor.perform("begin", 3, 5, manifest(3), "model")
+    await actor.perform("stage", 3, 5, None, 0)
+    await actor.perform("begin", 5, 5, manifest(5), "model")
     for late in (3, 4, 6):
-        with pytest.raises(SlimxError, match=f"engine e0: stage of epoch {late} is late; a publication of epoch 5"):
-            await actor.publication(late, "stage", None, 1)
-    with pytest.raises(SlimxError, match=r"version 7 of actor \(epoch 4\) is older than the publication of epoch 5"):
-        await actor.begin(manifest(4), "model")
-    await actor.publication(5, "stage", None, 1)
+        with refused("engine.late", about="stage"):
+            await actor.perform("stage", late, 5, None, 1)
+    for verb in BEFORE_BEGIN:
+        with refused("engine.late", about=verb):
+            await actor.perform(verb, 4, 5)
+    await actor.perform("stage", 5, 5, None, 1)
     assert actor.engine.calls == ["begin 3", "stage 0", "begin 5", "stage 1"]
 
 
+async def test_a_verb_that_the_engine_does_not_answer_ends_at_its_deadline(actor):
+    actor.engine.hangs = True
+    with refused("deadline", about="stage", kind=DeadlineError):
+        await actor.perform("stage", None, 0.05, None, 0)
+    assert actor.engine.calls == ["stage 0"]
+
+
+async def test_what_comes_over_the_channel_is_staged_as_it_landed(actor):
+    class End:
+        @asynccontextmanager
+        async def landed(self, packed: str) -> AsyncIterator[str]:
+            actor.engine.calls.append(f"land {packed}")
+            yield f"{packed} here"
+            actor.engine.calls.append("let go")
+
+    actor.end = End()
+    await actor.perform("begin", 3, 5, manifest(3), "model")
+    await actor.perform("receive", 3, 5, "bucket", 4)
+    assert (
+        actor.engine.calls == ["begin 3", "land bucket", "stage 4", "let go"] and actor.engine.staged == "bucket here"
+    )
+
+
 @pytest.mark.parametrize(
-    ("status", "silent", "kind", "text"),
+    ("status", "silent", "kind", "code", "about"),
     [
-        (None, False, SlimxError, "wrong checksum"),
-        (None, True, ReceiverLost, "wrong checksum"),
-        (137, True, ReceiverLost, "engine e0 ended with status 137; the end of e0.log:\nKilled"),
+        (None, False, SlimxError, "bucket.checksum", "w"),
+        (None, True, ReceiverLost, "bucket.checksum", "w"),
+        (137, True, ReceiverLost, "engine.ended", "e0"),
     ],
 )
-async def test_a_refusal_is_told_from_a_server_that_is_gone(actor, status, silent, kind, text):
-    actor.engine.fails = SlimxError("wrong checksum")
+async def test_a_refusal_is_told_from_a_server_that_is_gone(actor, status, silent, kind, code, about):
+    actor.engine.fails = SlimxError("wrong checksum", code="bucket.checksum", about="w")
     actor.engine.status, actor.engine.silent = status, silent
-    with pytest.raises(SlimxError) as told:
-        await actor.call("stage", None, 0)
-    assert type(told.value) is kind and str(told.value) == text
+    with refused(code, about=about) as told:
+        await actor.perform("stage", None, 5, None, 0)
+    assert type(told.value) is kind
 
 
 async def test_a_server_that_takes_connections_is_alive_and_one_that_refuses_them_is_about_to_end(actor, monkeypatch):
@@ -137,53 +167,46 @@ async def started(deadline_s: float = 5) -> tuple[EngineHandle, FakeActor]:
 async def test_whoever_waits_for_a_lost_engine_is_told_at_once_and_its_late_answer_reaches_nobody():
     handle, actor = await started()
     assert handle.standing is Standing.JOINING and handle.incarnation == 1
-    waiting = asyncio.create_task(handle.load())
-    while "publication" not in actor.answers:
+    waiting = asyncio.create_task(handle.perform("load", 3))
+    while "perform" not in actor.answers:
         await asyncio.sleep(0)
     handle.lose(SlimxError("it does not generate"))
     with pytest.raises(ReceiverLost, match="it does not generate"):
         await asyncio.wait_for(waiting, 60)
-    if not actor.answers["publication"].done():
-        actor.answers["publication"].set_result("late")
+    if not actor.answers["perform"].done():
+        actor.answers["perform"].set_result("late")
     with pytest.raises(ReceiverLost, match="it does not generate"):
-        await handle.verify()
+        await handle.perform("verify", 3)
 
 
 @pytest.mark.parametrize("error", [ActorDied("its actor died"), DeadlineError("load", 5, "engine e0")])
 async def test_a_dead_actor_and_a_missed_deadline_are_losses(error):
     handle, actor = await started()
-    waiting = asyncio.create_task(handle.load())
-    while "publication" not in actor.answers:
+    waiting = asyncio.create_task(handle.perform("load", 3))
+    while "perform" not in actor.answers:
         await asyncio.sleep(0)
-    actor.answers["publication"].set_exception(_Failed(error))
+    actor.answers["perform"].set_exception(_Failed(error))
     with pytest.raises(ReceiverLost, match=str(error)):
         await waiting
 
 
-async def test_an_engine_that_slept_gets_its_cache_back_after_the_weights_were_published():
+async def test_an_engine_sleeps_from_any_state_and_wakes_only_if_it_sleeps():
     handle, actor = await started()
     told: list[tuple[object, ...]] = []
 
     def answering(method: str) -> SimpleNamespace:
         async def answer(*arguments: object) -> object:
             told.append((method, *arguments))
-            return "READY" if len(told) == 1 else "ASLEEP"
+            return "READY" if len(told) == 3 else "ASLEEP"
 
         return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(answer(*arguments)))
 
-    handle.actor = SimpleNamespace(**{name: answering(name) for name in ("state", "call", "publication")})
+    handle.actor = SimpleNamespace(**{name: answering(name) for name in ("state", "perform")})
     await handle.sleep()
     await handle.wake()
-    await handle.resume()
-    await handle.resume()
-    steps = [call[1:] if call[0] == "call" else call[2:] for call in told if call[0] != "state"]
-    assert steps == [
-        ("pause",),
-        ("sleep", ("weights", "kv_cache")),
-        ("wake", ("weights",)),
-        ("wake",),
-        *[("resume",)] * 2,
-    ]
+    await handle.wake()
+    done = [("perform", verb, None, 5, *rest) for verb, *rest in (("pause",), ("sleep",), ("wake", ("weights",)))]
+    assert told == [*done[:2], ("state",), ("state",), done[2]]
 
 
 class _Failed(Exception):
@@ -198,13 +221,13 @@ async def test_an_engine_whose_actor_is_gone_is_lost_to_every_call_that_comes_la
     """Quarantined between two calls and never started again: the publication goes on with the others."""
     handle = EngineHandle("e0", SimpleNamespace, Path("e0.log"), 5)
     handle.actor = None
-    for call in (handle.pause(), handle.begin(manifest(1), "model"), handle.inventory("hf"), handle.abort()):
-        with pytest.raises(ReceiverLost, match="engine e0 is not running"):
-            await call
+    for verb in ("pause", "begin", "inventory", "abort"):
+        with refused("engine.not_running", about="e0", kind=ReceiverLost):
+            await handle.perform(verb, 1)
     handle._lost = asyncio.get_running_loop().create_future()
     handle.lose(SlimxError("it hung"))
     with pytest.raises(ReceiverLost, match="it hung"):
-        await handle.load()
+        await handle.perform("load", 1)
     assert await handle.ended() == "it hung"
 
 

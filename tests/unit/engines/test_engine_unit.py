@@ -23,6 +23,7 @@ from slimx.engines.server.spec import EngineSpec, server_argv, server_env
 from slimx.errors import DeadlineError, SlimxError
 from slimx.layout.ranks import EngineSizes
 from slimx.runtime.process import LOOK_S, SupervisedProcess
+from tests.refusals import refused
 
 CPU = EngineSpec("e", "/model", "float32", "cpu", 31000, max_total_tokens=512, seed=7)
 
@@ -39,7 +40,7 @@ def test_only_the_transitions_of_the_table_are_allowed(tmp_path: Path) -> None:
                 engine.move(target)
                 assert engine.state is target
             else:
-                with pytest.raises(SlimxError, match=f"engine e is {source} and cannot become {target}; from here"):
+                with refused("engine.transition", about=str(target)):
                     engine.move(target)
 
 
@@ -50,16 +51,21 @@ def test_dirty_weights_are_served_only_after_a_verification() -> None:
 
 async def test_calls_in_a_wrong_state_are_refused_without_asking_the_server(tmp_path: Path) -> None:
     engine = Engine(CPU, tmp_path / "log")
-    for state, call, needs in (
-        (State.READY, engine.resume, "PAUSED"),
-        (State.READY, engine.load, "PAUSED or DIRTY"),
-        (State.DIRTY, engine.resume, "PAUSED"),
-        (State.ASLEEP, engine.pause, "READY"),
-        (State.READY, engine.sleep, "PAUSED"),
+    for state, call in (
+        (State.READY, engine.resume),
+        (State.READY, engine.load),
+        (State.DIRTY, engine.resume),
+        (State.ASLEEP, engine.resume),
+        (State.STARTING, engine.pause),
+        (State.READY, engine.sleep),
     ):
         engine.state = state
-        with pytest.raises(SlimxError, match=f"engine e is {state}; {call.__name__} needs {needs}"):
+        with refused("engine.state", about=call.__name__):
             await call()
+    for state in (State.PAUSED, State.DIRTY, State.ASLEEP):
+        engine.state = state
+        await engine.pause()
+        assert engine.state is state, "it generates nothing as it is"
 
 
 def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:

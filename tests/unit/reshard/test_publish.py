@@ -11,7 +11,7 @@ import pytest
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
-from slimx.reshard.parties import Delivery, NoReceiverLeft, ReceiverLost, TransportLost
+from slimx.reshard.parties import Delivery, LocalRecipient, NoReceiverLeft, ReceiverLost, TransportLost
 from slimx.reshard.publish import Publication, Publisher
 
 BUCKETS = [
@@ -74,7 +74,7 @@ class FakeTrainers:
         await self.calls.note("trainers.release" if bucket is None else f"trainers.release {bucket}")
 
 
-class FakeEngine:
+class FakeEngine(LocalRecipient):
     def __init__(self, name: str, calls: Calls, *inventory: dict[str, str], verified: int = 4) -> None:
         self.name, self.calls, self.verified, self.incarnation = name, calls, verified, 1
         self.known = list(inventory) or [TENSORS]
@@ -102,9 +102,9 @@ class FakeEngine:
     async def load(self) -> None:
         await self.calls.note(f"{self.name}.load")
 
-    async def verify(self) -> int:
+    async def verify(self) -> dict[str, int]:
         await self.calls.note(f"{self.name}.verify")
-        return self.verified
+        return {"checked": self.verified}
 
     async def commit(self, version: int) -> None:
         await self.calls.note(f"{self.name}.commit {version}")
@@ -122,16 +122,16 @@ class Copies(Delivery):
     async def begin(self, manifest: Manifest, buckets: int) -> None:
         await self.calls.note(f"copies.begin {buckets}")
 
-    async def connect(self, receiver: FakeEngine, manifest: Manifest) -> None:
-        await self.calls.note(f"copies.connect {receiver.name}")
+    async def connect(self, recipient: FakeEngine, epoch: int) -> None:
+        await self.calls.note(f"copies.connect {recipient.name}")
 
     async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
         await self.calls.note(f"copies.take {bucket}")
         return replace(packed, path=f"/copy/{bucket}")
 
-    async def bring(self, receiver: FakeEngine, packed: PackedBucket, bucket: int) -> None:
+    async def bring(self, recipient: FakeEngine, epoch: int, packed: PackedBucket, bucket: int) -> None:
         assert packed.path == f"/copy/{bucket}"
-        await super().bring(receiver, packed, bucket)
+        await super().bring(recipient, epoch, packed, bucket)
 
     async def end(self) -> None:
         await self.calls.note("copies.end")

@@ -23,7 +23,7 @@ from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.pack.packer import Packer, describe
 from slimx.reshard.packed import PackedBucket
-from slimx.reshard.parties import NoReceiverLeft, Staging
+from slimx.reshard.parties import LocalRecipient, NoReceiverLeft, Staging
 from slimx.reshard.publish import Publisher
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
@@ -72,7 +72,7 @@ class Trainers:
         self.ranks[PUBLISHER].release(bucket)
 
 
-class Engine:
+class Engine(LocalRecipient):
     """All ranks of one. `spoil` is the bucket of which it meets a changed byte, `hang` the one that it never takes."""
 
     incarnation = 1
@@ -106,8 +106,8 @@ class Engine:
             held |= {name: view.clone() for name, view in staged.items()}
         self.staged = [{} for _ in range(ENGINE.world)]
 
-    async def verify(self) -> int:
-        return sum(len(held) for held in self.held)
+    async def verify(self) -> dict[str, int]:
+        return {"checked": sum(len(held) for held in self.held)}
 
     async def abort(self) -> None: ...
 
