@@ -29,6 +29,7 @@ from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, publish
 from tests.integration.engine_oracle import PROMPT, fused, logprobs_of
+from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
 
@@ -321,7 +322,6 @@ OWNER = """
 import sys, time
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.spec import EngineSpec
-from tests.refusals import refused
 spec = EngineSpec("orphan", sys.argv[1], "float32", "cpu", int(sys.argv[2]), max_total_tokens=1024)
 engine = Engine(spec, sys.argv[3])
 engine.start()
