@@ -28,7 +28,6 @@ from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.control import EngineControl
 from slimx.errors import LOST, SlimxError
 from slimx.models.families import read_model
-from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.reshard.publish import Publication, Publisher, Staging
 from slimx.reshard.transports.memory import MemoryFile
