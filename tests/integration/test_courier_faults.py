@@ -36,7 +36,12 @@ def couriers() -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(
+    "signum",
+    # Of a courier that dies in a publication test_faults tells.
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP],
+    ids=lambda signum: signum.name,
+)
 async def test_a_courier_that_is_killed_or_stopped_is_replaced_and_gone(signum: signal.Signals, tmp_path: Path) -> None:
     config = Config.model_validate(
         {

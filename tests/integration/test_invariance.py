@@ -165,7 +165,7 @@ def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
 
 
 @pytest.mark.parametrize("model", ["qwen", "deepseek"])
-@pytest.mark.parametrize("case", [*COVERING, EIGHT], ids=name_of)
+@pytest.mark.parametrize("case", [*COVERING, pytest.param(EIGHT, marks=pytest.mark.slow)], ids=name_of)
 def test_loss_metrics_and_gradients_are_those_of_one_rank(laboratory, case, model):
     assert_equal_to_one_rank(laboratory, case, model)
 
