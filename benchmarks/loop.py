@@ -47,7 +47,7 @@ from slimx.config.schema import Config
 from slimx.data.records import Group
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
-from slimx.observability.live.step_line import LiveTable
+from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.lifetime.heap import settled_heap

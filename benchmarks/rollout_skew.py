@@ -20,7 +20,7 @@ from rollout_hooks import EVERY, SHORT, SKEW
 from slimx.config.schema import Config
 from slimx.data.records import Group
 from slimx.engines.server.control import EngineControl
-from slimx.observability.live.step_line import LiveTable
+from slimx.observability.live.table import LiveTable
 from slimx.orchestration import loop
 from slimx.orchestration.batches import longest_trajectory
 from slimx.orchestration.lifetime.heap import settled_heap

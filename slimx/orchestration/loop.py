@@ -37,8 +37,8 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.step.advantages import estimate_advantages
 from slimx.orchestration.step.evaluation import evaluate
 from slimx.orchestration.step.measure import check_gap, group_metrics, probe_gap, staleness_metrics
-from slimx.orchestration.step.ppo import train_step
 from slimx.orchestration.step.reference import refresh_reference
+from slimx.orchestration.step.train import train_step
 
 
 async def train(run: Run) -> None:

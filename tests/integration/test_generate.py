@@ -22,7 +22,7 @@ from slimx.config.schema import Config
 from slimx.data.records import Group, Trajectory
 from slimx.data.step_files import origin_of, read_step, step_files
 from slimx.models.families import configured_model
-from slimx.observability.live.step_line import LiveTable
+from slimx.observability.live.table import LiveTable
 from slimx.orchestration.prepare import Sources, check_sources
 from slimx.orchestration.serving import serving, without_trainers
 from slimx.orchestration.state.saves import Saves

@@ -17,7 +17,7 @@ from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt
 from slimx.data.step_files import StepFiles
-from slimx.observability.live.step_line import LiveTable
+from slimx.observability.live.table import LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import Sample

@@ -19,7 +19,7 @@ from slimx.config.schema import Config
 from slimx.data.step_files import read_step, step_files
 from slimx.engines.outage import Outage
 from slimx.errors import Preempted, SlimxError
-from slimx.observability.live.step_line import LiveTable
+from slimx.observability.live.table import LiveTable
 from slimx.orchestration.prepare import Sources
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import without_trainers

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from slimx.observability.live.step_line import HEADER_EVERY, RL_COLUMNS, SFT_COLUMNS, SHOWN_STEPS, Column, LiveTable
+from slimx.observability.live.table import HEADER_EVERY, RL_COLUMNS, SFT_COLUMNS, SHOWN_STEPS, Column, LiveTable
 
 METRICS = {
     "reward/mean": 0.25,

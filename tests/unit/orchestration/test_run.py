@@ -16,7 +16,7 @@ from slimx.config.schema import Config
 from slimx.engines.outage import Outage
 from slimx.errors import Preempted
 from slimx.layout.ranks import Sizes
-from slimx.observability.live.step_line import LiveTable
+from slimx.observability.live.table import LiveTable
 from slimx.orchestration import publications
 from slimx.orchestration.loop import train
 from slimx.orchestration.prepare import Sources
