@@ -18,6 +18,7 @@ from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank, demonstrations
+from tests.refusals import told
 
 FROZEN = ["model.embed_tokens.weight", "decoder.layers.[01].*"]
 """The first half of the model: a whole pipeline stage of two, a chunk of each rank where stages are interleaved."""
@@ -137,7 +138,7 @@ class OptimizerRank(Rank):
         try:
             trainer.train_step(self.demonstrated(1), step=5, version=0)
         except SlimxError as error:
-            self.said["stopped"] = str(error)
+            self.said["stopped"] = told(error)
 
     # Precision and groups against an independent AdamW ----------------------------------------------------------------
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from slimx.layout.megatron import MegatronLayout
-from slimx.layout.parts import Part
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.trainer.model.weights import Weights
 from tests.refusals import refused
 from tests.unit.models.deepseek_v3_config import V3
+from tests.unit.trainer.bare_module import bare_module
 
 SMALL = {
     "vocab_size": 64,
@@ -54,30 +54,13 @@ def write(directory: Path, seed: int) -> ModelSpec:
     return spec
 
 
-def module(held: list[Part]) -> torch.nn.Module:
-    """A tree of bare modules with these parameters; the router's selection bias is a buffer, as in megatron-core."""
-    root = torch.nn.Module()
-    for part in held:
-        *path, name = part.name.split(".")
-        place = root
-        for step in path:
-            if step not in dict(place.named_children()):
-                place.add_module(step, torch.nn.Module())
-            place = place.get_submodule(step)
-        if name == "expert_bias":
-            place.register_buffer(name, torch.zeros(part.shape))
-        else:
-            place.register_parameter(name, torch.nn.Parameter(torch.zeros(part.shape)))
-    return root
-
-
 @pytest.fixture
 def models(tmp_path: Path) -> tuple[Weights, Path]:
     """A rank that holds one model's weights, and the directory of another."""
     spec = write(tmp_path / "policy", 1)
     write(tmp_path / "other", 2)
     layout = MegatronLayout(spec.table, SIZES)
-    weights = Weights([module(layout.held(1))], spec, layout, 1)
+    weights = Weights([bare_module(layout.held(1))], spec, layout, 1)
     weights.load(str(tmp_path / "policy"))
     return weights, tmp_path / "other"
 

@@ -1,0 +1,75 @@
+"""Directories, families and tables that no model can be made of are refused before a tensor is read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimx.models.families import load_family, read_model
+from slimx.models.files.block_fp8 import block_of
+from slimx.models.files.reader import CheckpointReader
+from tests.checkpoint_stand import QWEN3_MOE
+from tests.refusals import refused
+
+
+def described(directory: Path, **changes: Any) -> Path:
+    """A directory of nothing but a config.json; None leaves a field out."""
+    fields = {key: value for key, value in {**QWEN3_MOE, **changes}.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def test_a_directory_without_a_configuration_is_no_model(tmp_path: Path):
+    with refused("model.directory", about=str(tmp_path)):
+        read_model(tmp_path)
+
+
+def test_architectures_that_are_no_list_are_refused(tmp_path: Path):
+    with refused("model.architectures", about=str(tmp_path / "config.json")):
+        read_model(described(tmp_path, architectures="Qwen3MoeForCausalLM"))
+
+
+def test_a_field_that_is_missing_is_named(tmp_path: Path):
+    with refused("model.field_missing", about="moe_intermediate_size"):
+        read_model(described(tmp_path, moe_intermediate_size=None))
+
+
+@pytest.mark.parametrize("layers", [-1, "2"])
+def test_a_number_of_prediction_layers_that_is_none_is_refused_by_its_key(tmp_path: Path, layers: Any):
+    with refused("model.mtp_layers", about="trainer.megatron.mtp_num_layers"):
+        read_model(described(tmp_path), mtp_layers=layers)
+
+
+def test_a_family_is_told_the_first_part_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "half_a_family", raising=False)
+    (tmp_path / "half_a_family.py").write_text('ARCHITECTURE = "A"\ndef unsupported(hf): ...\n')
+    with refused("model.family_part", about="transformer_config"):
+        load_family("half_a_family")
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path):
+    with refused("checkpoint.none", about=str(tmp_path)):
+        CheckpointReader(described(tmp_path))
+
+
+@pytest.mark.parametrize("size", [None, [128], [128, 0], "128", [128, "x"]])
+def test_blocks_of_no_size_are_refused_with_the_file(tmp_path: Path, size: Any):
+    described(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": size})
+    with refused("checkpoint.block_size", about=str(tmp_path / "config.json")):
+        block_of(tmp_path)
+
+
+def test_scales_of_fp8_are_refused_where_a_model_is_trained(tmp_path: Path):
+    table = read_model(described(tmp_path)).table
+    tensors = {name: torch.zeros(shape) for name, shape in table.checkpoint().items()}
+    scales = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    save_file(tensors | {scales: torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with refused("checkpoint.fp8", about=scales):
+        CheckpointReader(tmp_path).check(table)
