@@ -89,7 +89,7 @@ def make_config(directory: Path, per_step: int, mean: int) -> Config:
             f"rollout.prompts_per_step={per_step}",
             f"rollout.group_size={GROUP_SIZE}",
             f"rollout.concurrency={per_step * GROUP_SIZE}",
-            "rollout.keep=rollout_stand.keep",
+            "rollout.filter=rollout_stand.keep",
             "reward.function=rollout_stand.reward",
             f"rollout.sampling.max_new_tokens={LONGEST * mean}",
             f"trainer={{world_size: {RANKS}, data: {RANKS}, expert: {RANKS}, "

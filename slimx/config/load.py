@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from slimx.config.names import to_known_names
 from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
 from slimx.config.section import shortened
@@ -41,13 +42,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             code="config.no_sections",
             about=str(path),
         )
+    tree = _named(tree, str(path))
     for override in overrides:
         if "=" not in override or override.startswith("="):
             raise SlimxError(
                 f"override {override!r} is not of the form section.key=value", code="config.override", about=override
             )
         try:
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+            tree = OmegaConf.merge(tree, _named(OmegaConf.from_dotlist([override]), f"override {override!r}"))
         except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
             raise SlimxError(
                 f"override {override!r} cannot be applied ({_first_line(error)})",
@@ -65,6 +67,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         refuse(problems, f"{path}: ", error)
     config._interpolated = dict(_interpolations(OmegaConf.to_container(tree, resolve=False)))
     return config
+
+
+def _named(tree: DictConfig, where: str) -> DictConfig:
+    """The tree with its keys under the names that the schema knows."""
+    values = OmegaConf.to_container(tree, resolve=False)
+    to_known_names(values, where)
+    return OmegaConf.create(values)
 
 
 def _interpolations(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:

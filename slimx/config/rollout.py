@@ -75,7 +75,7 @@ class Rollout(Section):
     group_size: Amount = Field(8, description="rollouts per prompt")
     generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `generate`")
-    keep: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
+    filter: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
     replay: str | None = Field(
         None,
         description="directory of a run whose saved rollouts (`track.rollouts`) are trained again, step by step; no "

@@ -71,7 +71,7 @@ class Cluster(Section):
     stop_deadline: Seconds = Field(
         120, description="seconds from a signal or a failure until the process ends, in order or not"
     )
-    affinity: Literal["auto", "none"] = Field(
+    cpu_affinity: Literal["auto", "none"] = Field(
         "auto", description="auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere"
     )
     gpu: Literal["h100", "h200", "gb300"] | None = Field(
@@ -118,7 +118,7 @@ class SavedRollouts(Section):
     routes: bool = Field(
         False,
         description="keep the experts of each token too (MoE), several hundred bytes each for a large model; "
-        "`rollout.replay` needs them with trainer.moe.replay=R3",
+        "`rollout.replay` needs them with trainer.moe.routing_replay=R3",
     )
 
 

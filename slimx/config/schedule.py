@@ -70,7 +70,7 @@ class Publish(Section):
         "in memory for two buckets",
     )
     deadline: Seconds = Field(300, description="seconds for one publication")
-    step_deadline: Seconds = Field(
+    engine_deadline: Seconds = Field(
         120, description="seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined"
     )
 

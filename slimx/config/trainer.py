@@ -29,7 +29,7 @@ class Optimizer(Section):
         description="optimizer steps in a row that may be skipped because a gradient is infinite or not a number; the "
         "run stops at the last of them; 0: never",
     )
-    offload: Share = Field(
+    offload_fraction: Share = Field(
         0.0,
         description="share of Adam's moments that lies in (pinned) host memory and visits the device in pieces of 512 "
         "MiB at each step",
@@ -62,7 +62,7 @@ class Moe(Section):
     flex_backend: Literal["deepep", "hybridep"] = Field(
         "deepep", description="library behind the flex dispatcher; hybridep spans NVLink domains of GB300"
     )
-    replay: Literal["none", "R2", "R3"] = Field(
+    routing_replay: Literal["none", "R2", "R3"] = Field(
         "none",
         description="experts of a training pass. none: the router's own choice; R2: what it chose under the weights "
         "before the step's first update (one more forward pass); R3: what the engine chose",
@@ -97,7 +97,7 @@ _ROUTING = {
     "moe_router_load_balancing_type": "set trainer.moe.aux_loss_type",
     "moe_z_loss_coeff": "set trainer.moe.z_loss_coef",
     "moe_router_bias_update_rate": "set trainer.moe.bias_update_rate",
-    "moe_enable_routing_replay": "set trainer.moe.replay",
+    "moe_enable_routing_replay": "set trainer.moe.routing_replay",
     "moe_router_fusion": "a fused router can be neither recorded nor replayed",
     "overlap_moe_expert_parallel_comm": "its schedule takes layers apart, and their routers would lose their batch",
     "cuda_graph_impl": "a captured router would see the first micro-batch for ever",

@@ -34,9 +34,9 @@ def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
         routes, wanted = trajectory.routed_experts, (len(trajectory.token_ids) - 1, shape.layers, shape.topk)
         if routes is None:
             raise SlimxError(
-                f"trajectory {trajectory.id} carries no routed_experts, which trainer.moe.replay=R3 needs for layers "
-                f"{shape.moe_layers[0]} to {shape.moe_layers[-1]}; let its generate hook keep the completion's, or set "
-                "trainer.moe.replay=none",
+                f"trajectory {trajectory.id} carries no routed_experts, which trainer.moe.routing_replay=R3 needs "
+                f"for layers {shape.moe_layers[0]} to {shape.moe_layers[-1]}; let its generate hook "
+                "keep the completion's, or set trainer.moe.routing_replay=none",
                 code="routes.missing",
                 about=trajectory.id,
             )
@@ -68,7 +68,7 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
         problem = outside if unknown[position, index] else "an expert twice"
         raise SlimxError(
             f"trajectory {name}: layer {layer} was routed to {routes[position, layer].tolist()} at token {position}: "
-            f"{problem}; trainer.moe.replay=R3 cannot replay it",
+            f"{problem}; trainer.moe.routing_replay=R3 cannot replay it",
             code="routes.experts",
             about=name,
         )

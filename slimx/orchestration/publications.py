@@ -106,7 +106,7 @@ class Publications:
             members,
             delivery,
             deadline_s=options.deadline,
-            step_deadline_s=options.step_deadline,
+            step_deadline_s=options.engine_deadline,
             staging=options.staging,
             encoding=self._encoding,
             rule=options.quantise or "none",

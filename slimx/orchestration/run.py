@@ -55,7 +55,7 @@ class Run:
         self.trainers, self.critic, self.records = trainers, critic, records
         self.sizes, self.eval_prompts = prepared.sizes, prepared.eval_prompts
         self.packer = make_packer(config, prepared.spec, prepared.sizes)
-        self.routes = route_shape(prepared.spec) if config.trainer.moe.replay == "R3" else None
+        self.routes = route_shape(prepared.spec) if config.trainer.moe.routing_replay == "R3" else None
         """What the engines' routes must look like to be replayed; None where they are not."""
         self.leaving = leaving or asyncio.Event()
         self.maker = service.make_maker()

@@ -89,7 +89,7 @@ def _attempt(
             origin_of(config, prepared.tokenizer),
             first=1 if state is None else state.step + 1,
             last=config.schedule.steps,
-            routes=config.trainer.moe.replay == "R3",
+            routes=config.trainer.moe.routing_replay == "R3",
         )
     replace_synced(directory / "config.yaml", config.to_text().encode())
     run_with_ray(config, device_of(config), partial(_session, config, prepared, saves, resume_from, console, work))

@@ -89,7 +89,7 @@ class TrainerMemory(Record):
     in_flight: int = Field(description="micro-batches whose activations are kept (of one chunk each with VPP)")
     peak: int = Field(description="the most at any time")
     away: int = Field(description="left on the device while engines generate (schedule.colocate)")
-    host_optimizer: int = Field(description="moments in host memory (trainer.optimizer.offload)")
+    host_optimizer: int = Field(description="moments in host memory (trainer.optimizer.offload_fraction)")
     host_copies: int = Field(description="of reference and teacher, of the policy while they are in its place")
     host_away: int = Field(description="what left the device, kept for its return (schedule.colocate)")
     host_checkpoint: int = Field(description="copy of which checkpoints are written in the background")

@@ -47,13 +47,13 @@ def load_rewards(config: Config) -> Reward | None:
 
 def load_keep(config: Config) -> Keep | None:
     """The group filter; None where there is none."""
-    path = config.rollout.keep
+    path = config.rollout.filter
     if path is None:
         return None
     if path.startswith(slime.PREFIX):
         return slime.KeepHook.load(config)
-    _refuse_slime("rollout.keep", path)
-    return load_function("rollout.keep", path, ("group",), is_async=False)
+    _refuse_slime("rollout.filter", path)
+    return load_function("rollout.filter", path, ("group",), is_async=False)
 
 
 def _refuse_slime(key: str, path: str) -> None:

@@ -65,7 +65,7 @@ class PolicyTrainer:
             self.routing,
             self.weights,
             config.algorithm,
-            config.trainer.moe.replay,
+            config.trainer.moe.routing_replay,
             known=config.samples_known,
         )
         self.saver = Saver(
@@ -159,7 +159,7 @@ class PolicyTrainer:
         """The gap metrics of `batches` under the present weights, without training on them; with `mismatch` also those
         of all their trained tokens, whatever their version."""
         batches = self._local(batches)
-        replay = self.routing.from_engine(batches) if self.config.trainer.moe.replay == "R3" else None
+        replay = self.routing.from_engine(batches) if self.config.trainer.moe.routing_replay == "R3" else None
         with self.routing.forward(batches, replay=replay):
             scores = self.pipeline.scores(batches)
         return self._metrics(batches, [({}, each.logprobs) for each in scores], version, mismatch=mismatch)

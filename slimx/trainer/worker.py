@@ -93,7 +93,7 @@ class TrainerWorker:
 
         gpu = gpu_of(device)
         warnings = check_health(gpu)
-        cpus = set_affinity(gpu) if config.cluster.affinity == "auto" else os.sched_getaffinity(0)
+        cpus = set_affinity(gpu) if config.cluster.cpu_affinity == "auto" else os.sched_getaffinity(0)
         for line in (*warnings, f"rank {self.rank}: {gpu.uuid}, on {len(cpus)} CPUs"):
             print(f"slimx: {line}", flush=True)
         self._guard = MemoryGuard(gpu, config.trainer.memory_margin_mib * 2**20, free_caches=torch.cuda.empty_cache)

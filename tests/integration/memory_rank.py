@@ -35,7 +35,7 @@ def config(job: dict[str, Any], model: str, case: Case) -> Config:
             "cluster": {"device": "cpu"},
             "trainer": {
                 "max_tokens_per_microbatch": case["tokens"],
-                "moe": {"replay": "R3"},
+                "moe": {"routing_replay": "R3"},
                 **job["layout"],
                 **case.get("trainer", {}),
             },

@@ -189,14 +189,14 @@ class OptimizerRank(Rank):
             plain = self.built(**options)
             self.steps(plain)
             for share in (0.5, 1.0):
-                moved = self.built(**options, optimizer={"offload": share})
+                moved = self.built(**options, optimizer={"offload_fraction": share})
                 self.steps(moved)
                 self.said[f"host_moments_{kind}_{share}"] = equal(self.held(plain), self.held(moved)) and equal(
                     self.moments(plain), self.moments(moved)
                 )
             path = self.out / f"host_moments_{kind}"
             self.save(moved, path)
-            fresh = self.built(**options, optimizer={"offload": 0.25})
+            fresh = self.built(**options, optimizer={"offload_fraction": 0.25})
             fresh.restore(str(path), same_layout=True)
             self.said[f"host_moments_{kind}_restored"] = equal(self.moments(moved), self.moments(fresh))
             self.steps(moved, 1, STEPS)

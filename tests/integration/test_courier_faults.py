@@ -49,7 +49,7 @@ async def test_a_courier_that_is_killed_or_stopped_is_replaced_and_gone(signum: 
             "model": {"path": "none"},
             "cluster": {"device": "cpu", "start_deadline": 600},
             "rollout": {"prompts": "none", "health": {"restarts": 1}},
-            "publish": {"transport": "gloo", "step_deadline": 4},
+            "publish": {"transport": "gloo", "engine_deadline": 4},
         }
     )
     start_ray(config, "cpu")

@@ -46,7 +46,7 @@ def test_a_replay_has_bitwise_the_metrics_of_the_run_that_saved_it_also_when_it_
     assert not list((tmp_path / "run" / "logs").glob("engine*")) and not step_files(tmp_path / "run" / "rollouts")
 
 
-ROUTED = {"moe": {"replay": "R3"}}
+ROUTED = {"moe": {"routing_replay": "R3"}}
 CASES = {
     "experts of each token, two updates": {"trainer": ROUTED, "schedule": {"steps": 3, "updates_per_step": 2}},
     "experts of each token, two updates, a critic": {

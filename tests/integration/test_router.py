@@ -41,9 +41,9 @@ WIDE = {
 RATE = 0.01
 COEFFICIENT = 0.3
 CASES: dict[str, dict[str, Any]] = {
-    "V3 R3": {"replay": "R3"},
-    "Qwen R3": {"replay": "R3"},
-    "Qwen R2": {"replay": "R2"},
+    "V3 R3": {"routing_replay": "R3"},
+    "Qwen R3": {"routing_replay": "R3"},
+    "Qwen R2": {"routing_replay": "R2"},
     "V3 bias": {"bias_update_rate": RATE},
     "V3 z_loss": {"z_loss_coef": COEFFICIENT},
     "Qwen z_loss": {"z_loss_coef": COEFFICIENT},
@@ -103,7 +103,7 @@ class Laboratory:
                 "moe": moe,
                 "path": str(self.paths[model]),
                 "groups": str(self.directory / f"{model}.groups"),
-                "later": str(self.paths["Qwen later"]) if moe.get("replay") == "R2" else None,
+                "later": str(self.paths["Qwen later"]) if moe.get("routing_replay") == "R2" else None,
                 "mtp": int(model == "V3"),
             }
             for name, moe in CASES.items()

@@ -99,7 +99,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
     routes, which change nothing of that."""
     schedule = {"steps": 1000, "colocate": True, "updates_per_step": 2}
     # Each pipeline stage gets the engine's routes of its own layer, and both updates take them.
-    trainer = {"pipeline": 2, "expert": 1, "moe": {"replay": "R3"}}
+    trainer = {"pipeline": 2, "expert": 1, "moe": {"routing_replay": "R3"}}
     config = write_config(
         tmp_path,
         tiny_model,

@@ -38,7 +38,7 @@ def directory(task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> P
             "over_sampling": OPEN / SIZE,
             "generate": "slime:tests.integration.slime_hook.noted",
             "options": {"turns": 2, "record": str(directory / "given.jsonl"), "stuck": "g1/0"},
-            "keep": "slime:examples.slime_style.differ",
+            "filter": "slime:examples.slime_style.differ",
             # One token in five ends a turn: rollouts differ in how often they call their tool.
             "sampling": {"max_new_tokens": 4, "stop_token_ids": list(range(4, 128, 5))},
         },

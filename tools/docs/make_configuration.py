@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from slimx.config.names import ALIASES, RENAMED
 from slimx.config.schema import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -45,7 +46,16 @@ def page() -> str:
         for key, inner, text in _nested(model, name):
             parts.append(f"\n### {key}\n" + (f"\n{text}\n" if text else ""))
             parts += _table(inner, key)
-    return "".join(parts)
+    return "".join([*parts, *_other_names()])
+
+
+def _other_names() -> Iterator[str]:
+    yield "\n## Other names\n\nThese name the same keys. A key that is given under two names is refused.\n"
+    yield "\n| section | name | key | accepted |\n| --- | --- | --- | --- |\n"
+    for table, how in ((ALIASES, "always"), (RENAMED, "in this version, with a notice")):
+        for old, name in table.items():
+            section, _, last = old.rpartition(".")
+            yield f"| `{section.removesuffix('.*')}` | `{last}` | `{name}` | {how} |\n"
 
 
 def _table(model: type[BaseModel], section: str) -> Iterator[str]:

@@ -222,10 +222,10 @@ class KeepHook:
 
     @classmethod
     def load(cls, config: Config) -> KeepHook:
-        """Of `rollout.keep`. SlimxError as `load`."""
-        path = str(config.rollout.keep).removeprefix(PREFIX)
+        """Of `rollout.filter`. SlimxError as `load`."""
+        path = str(config.rollout.filter).removeprefix(PREFIX)
         run = RunFacts.of(config)
-        return cls(load("rollout.keep", path, "keep"), path, config.rollout.options, run, config.model.path)
+        return cls(load("rollout.filter", path, "keep"), path, config.rollout.options, run, config.model.path)
 
     def __call__(self, group: Group) -> bool | str:
         """True, or the reason why the group is dropped."""

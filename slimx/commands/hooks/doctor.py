@@ -91,7 +91,7 @@ def _load(config: Config, found: Examined) -> Hooks:
     hooks = Hooks(
         generate=attempt("rollout.generate", config.rollout.generate, lambda: load_generate(config)),
         reward=attempt("reward", rewards, lambda: load_rewards(config)),
-        keep=attempt("rollout.keep", config.rollout.keep, lambda: load_keep(config)),
+        keep=attempt("rollout.filter", config.rollout.filter, lambda: load_keep(config)),
     )
     own = {key: getattr(config.algorithm, key) for key in config.algorithm.hooks}
     if own:
@@ -180,10 +180,10 @@ def _keep(hooks: Hooks, group: Group, found: Examined) -> None:
     try:
         verdict = hooks.keep(group)
     except Exception as error:
-        found.problems.append(f"rollout.keep raised {type(error).__name__} on these rollouts as a group: {error}")
+        found.problems.append(f"rollout.filter raised {type(error).__name__} on these rollouts as a group: {error}")
         return
     if not isinstance(verdict, bool | str | np.bool_):
-        found.problems.append(f"rollout.keep returned a {type(verdict).__name__}; return True, False or a reason")
+        found.problems.append(f"rollout.filter returned a {type(verdict).__name__}; return True, False or a reason")
         return
     said = f"dropped: {verdict}" if isinstance(verdict, str) else ("kept" if verdict else "dropped")
     found.lines.append(f"  these as one group: {said}")

@@ -58,12 +58,12 @@ def pairs(algorithm: Algorithm, rollout: Rollout, reward: Reward) -> Iterator[st
         )
 
 
-@rule("algorithm.dpo_routes", about="trainer.moe.replay")
+@rule("algorithm.dpo_routes", about="trainer.moe.routing_replay")
 def margin_before_routes(algorithm: Algorithm, trainer: Trainer) -> Iterator[str]:
-    if algorithm.advantages == "dpo" and trainer.moe.replay != "none":
+    if algorithm.advantages == "dpo" and trainer.moe.routing_replay != "none":
         yield (
-            f"algorithm.advantages is dpo and trainer.moe.replay {trainer.moe.replay}: a pair's margin is measured "
-            "before routes are replayed; set trainer.moe.replay=none"
+            f"algorithm.advantages is dpo and trainer.moe.routing_replay {trainer.moe.routing_replay}: a pair's margin "
+            "is measured before routes are replayed; set trainer.moe.routing_replay=none"
         )
 
 

@@ -95,10 +95,10 @@ def own_attention(numerics: Numerics, trainer: Trainer) -> Iterator[str]:
         yield f"{MODE}, which has an attention of its own: set trainer.attention=auto"
 
 
-@rule("exact.replay", about="trainer.moe.replay")
+@rule("exact.replay", about="trainer.moe.routing_replay")
 def same_experts(numerics: Numerics, trainer: Trainer) -> Iterator[str]:
-    if numerics.exact and trainer.moe.replay != "none":
-        yield f"{MODE}, where both sides choose the same experts: set trainer.moe.replay=none"
+    if numerics.exact and trainer.moe.routing_replay != "none":
+        yield f"{MODE}, where both sides choose the same experts: set trainer.moe.routing_replay=none"
 
 
 @rule("exact.dispatcher", about="trainer.moe.dispatcher")

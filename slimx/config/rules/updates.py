@@ -11,13 +11,13 @@ from slimx.config.schedule import Publish, Schedule
 from slimx.config.trainer import Trainer
 
 
-@rule("routes.engine", about="trainer.moe.replay")
+@rule("routes.engine", about="trainer.moe.routing_replay")
 def routes_of_engines(trainer: Trainer, rollout: Rollout) -> Iterator[str]:
-    if trainer.moe.replay == "R3" and not (rollout.sampled and rollout.routed_experts):
+    if trainer.moe.routing_replay == "R3" and not (rollout.sampled and rollout.routed_experts):
         missing = "rollout.routed_experts is false" if rollout.sampled else "rollout.engines is empty"
         yield (
-            f"trainer.moe.replay is R3 but {missing}: there are no routes of an engine to replay; set "
-            "rollout.routed_experts=true, or trainer.moe.replay=none or R2"
+            f"trainer.moe.routing_replay is R3 but {missing}: there are no routes of an engine to replay; set "
+            "rollout.routed_experts=true, or trainer.moe.routing_replay=none or R2"
         )
 
 

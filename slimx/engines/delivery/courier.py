@@ -123,7 +123,7 @@ class CourierHandle:
         )
         network = self.config.cluster.network
         gpus = None if place.gpus is None else ",".join(place.gpus)
-        courier = actor.remote(str(self.directory), network, self.config.publish.step_deadline, str(self.log), gpus)
+        courier = actor.remote(str(self.directory), network, self.config.publish.engine_deadline, str(self.log), gpus)
         await self._answer(courier.ready.remote(), "the start", limit)
         self._actor = courier
         self.incarnation += 1
@@ -137,7 +137,7 @@ class CourierHandle:
             raise TransportLost("the courier beside trainer rank 0 does not run; publish again")
         try:
             reference = getattr(actor, method).remote(*arguments)
-            return await self._answer(reference, method, deadline_s or 2 * self.config.publish.step_deadline)
+            return await self._answer(reference, method, deadline_s or 2 * self.config.publish.engine_deadline)
         except (ActorDied, DeadlineError) as error:
             if self._actor is actor:
                 self._lost = error

@@ -126,4 +126,4 @@ def make_delivery(publisher: Any, config: Config, log_dir: Path, restarts: Resta
     courier = CourierHandle(publisher, config, directory, log_dir / "courier.log", restarts)
     if options.transport == "disk":
         return DiskDelivery(courier)
-    return ChannelDelivery(courier, options.transport, options.step_deadline)
+    return ChannelDelivery(courier, options.transport, options.engine_deadline)

@@ -95,7 +95,7 @@ class EngineGroup:
         first, *others = self._places(group)
         options = first.options(cpus) if not group.urls else {"num_cpus": 0}
         actor = ray.remote(EngineActor).options(**options)
-        log, deadline = log_dir / f"engine-{name}.log", config.publish.step_deadline
+        log, deadline = log_dir / f"engine-{name}.log", config.publish.engine_deadline
         make = partial(
             actor.remote,
             values | {"gpus": first.gpus},

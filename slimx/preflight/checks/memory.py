@@ -34,7 +34,7 @@ def trains(
             yield (
                 f"{what} rank {record.rank} (stage {record.stage}) would need {_gib(peak)} GiB and "
                 f"trainer.memory_margin_mib {margin // MIB} of a GPU's {_gib(machine.memory)} GiB: {_kinds(record)}; "
-                "use more ranks, more recomputation or trainer.optimizer.offload"
+                "use more ranks, more recomputation or trainer.optimizer.offload_fraction"
             )
 
 
@@ -75,7 +75,7 @@ def fits_host(machine: Machine, trainer_memory: tuple[TrainerMemory, ...]) -> It
         yield (
             f"{machine.per_node} trainer ranks keep {_gib(host)} GiB in a node's host memory, and "
             f"cluster.host_memory_gib is {_gib(machine.host_memory)}; set checkpoint.asynchronous=false, lower "
-            "trainer.optimizer.offload, or use more nodes"
+            "trainer.optimizer.offload_fraction, or use more nodes"
         )
 
 

@@ -13,7 +13,7 @@ from slimx.models.families import ModelSpec
 def has_routers(trainer: Trainer, spec: ModelSpec) -> Iterator[Told]:
     moe = trainer.moe
     asked = {
-        "replay": moe.replay != "none",
+        "routing_replay": moe.routing_replay != "none",
         "aux_loss_coef": moe.aux_loss_coef > 0,
         "z_loss_coef": moe.z_loss_coef > 0,
         "bias_update_rate": moe.bias_update_rate > 0,

@@ -40,7 +40,7 @@ class StateBytes:
     optimizer: int
     """On the device and on the host together."""
     moments: int
-    """Of `optimizer`: Adam's two moments, which `trainer.optimizer.offload` moves to the host."""
+    """Of `optimizer`: Adam's two moments, which `trainer.optimizer.offload_fraction` moves to the host."""
     elements: int
     """Parameters and buffers that the rank holds, gaps not counted."""
     largest: int

@@ -149,7 +149,7 @@ def _record(
     buckets: int,
 ) -> TrainerMemory:
     state = found.state
-    hosted = round(state.moments * config.trainer.optimizer.offload)
+    hosted = round(state.moments * config.trainer.optimizer.offload_fraction)
     step = min(MOMENT_PIECE, hosted)
     dispatched = _dispatched(spec, setting)
     overhead = OVERHEAD if device == "cuda" else 0

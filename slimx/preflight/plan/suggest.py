@@ -219,7 +219,7 @@ class Search:
         for recompute, offload in _RECOMPUTE:
             changed = {**split.fields, "recompute": recompute}
             if offload is not None:
-                changed["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload": offload}
+                changed["optimizer"] = {**self.config.trainer.optimizer.model_dump(), "offload_fraction": offload}
             tried = with_trainer(self.config, changed)
             if tried is None:
                 return None
@@ -249,7 +249,8 @@ class Search:
         names = {"TP": trainer.tensor, "PP": trainer.pipeline, "VPP": trainer.virtual_pipeline, "CP": trainer.context}
         names |= {"EP": trainer.expert, "ETP": trainer.expert_tensor_size, "DP": trainer.data_size}
         layout = " x ".join(f"{name}{size}" for name, size in names.items() if size > 1 or name == "TP")
-        host = f", {trainer.optimizer.offload:.0%} of the moments on the host" if trainer.optimizer.offload else ""
+        offloaded = trainer.optimizer.offload_fraction
+        host = f", {offloaded:.0%} of the moments on the host" if offloaded else ""
         return Suggestion(
             overrides=_overrides(self.config, tried),
             layout=f"{layout}, recompute {trainer.recompute.granularity}{host}",
@@ -275,8 +276,8 @@ def _overrides(config: Config, tried: Config) -> tuple[str, ...]:
     out = []
     for key, value in after.items():
         if key == "optimizer":
-            if value["offload"] != before[key]["offload"]:
-                out.append(f"trainer.optimizer.offload={value['offload']:g}")
+            if value["offload_fraction"] != before[key]["offload_fraction"]:
+                out.append(f"trainer.optimizer.offload_fraction={value['offload_fraction']:g}")
         elif value != before[key]:
             if key == "recompute":
                 value = {name: v for name, v in value.items() if v != before[key][name]}

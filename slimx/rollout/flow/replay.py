@@ -91,10 +91,10 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
             )
         if routes and not there.routes:
             raise SlimxError(
-                f"rollout.replay: {files[step]} keeps no experts of tokens, which trainer.moe.replay=R3 needs; set it "
-                "to none, or save with track.rollouts.routes=true",
+                f"rollout.replay: {files[step]} keeps no experts of tokens, which trainer.moe.routing_replay=R3 needs; "
+                "set it to none, or save with track.rollouts.routes=true",
                 code="replay.routes",
-                about="trainer.moe.replay",
+                about="trainer.moe.routing_replay",
             )
 
 

@@ -105,7 +105,7 @@ class Offload:
             if part.optimizer is not None:
                 state += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]
                 state += [values[key] for values in part.optimizer.state.values() for key in MOMENTS if key in values]
-        # Moments that live on the host (trainer.optimizer.offload) do not move.
+        # Moments that live on the host (trainer.optimizer.offload_fraction) do not move.
         return weights, gradients, [tensor for tensor in state if tensor.device.type == self.device.type]
 
     def _out(self, moved: Moved) -> None:

@@ -25,8 +25,8 @@ def engine_routes(batch: MicroBatch, layers: Sequence[int], *, experts: int, top
     if batch.routed_experts is None:
         if not batch.padding.all():
             raise SlimxError(
-                "trainer.moe.replay=R3: a micro-batch came without the engine's routes; every trained trajectory needs "
-                "routed_experts",
+                "trainer.moe.routing_replay=R3: a micro-batch came without the engine's routes; every trained "
+                "trajectory needs routed_experts",
                 code="routes.missing",
                 about="routed_experts",
             )

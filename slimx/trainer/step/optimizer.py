@@ -42,10 +42,10 @@ def build_optimizer(config: Config, chunks: list[Any], undecayed: Iterable[torch
         use_distributed_optimizer=config.trainer.distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(settings, chunks, _groups(settings, undecayed))
-    if options.offload:
+    if options.offload_fraction:
         for part in optimizer.chained_optimizers:
             if part.optimizer is not None:
-                part.optimizer = HostMoments(part.optimizer, options.offload)
+                part.optimizer = HostMoments(part.optimizer, options.offload_fraction)
     return optimizer
 
 

@@ -39,8 +39,9 @@ class ForwardPasses:
         *,
         known: bool = False,
     ):
-        """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`: `trainer.moe.replay`.
-        `known`: the engines' log-probs are the policy's own before each step, to the last bit."""
+        """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`:
+        `trainer.moe.routing_replay`. `known`: the engines' log-probs are the policy's own before each step, to
+        the last bit."""
         self._pipeline, self._routing, self._weights, self._replay = pipeline, routing, weights, replay
         self._recompute = algorithm.old_logprobs == "recompute" and not known
         self._copies: dict[str, HostCopy] = {}

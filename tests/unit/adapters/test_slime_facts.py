@@ -56,7 +56,7 @@ async def test_samples_of_a_run_have_global_numbers_in_generate_reward_and_filte
     name = mine(TELLS)
     config = config_of(
         generate=f"slime:{name}.generate",
-        keep=f"slime:{name}.keep",
+        filter=f"slime:{name}.keep",
         reward__function=f"slime:{name}.rm",
         options={"own": "x"},
         sampling={"max_new_tokens": 8},
@@ -199,8 +199,8 @@ async def test_a_reward_that_asks_for_the_runs_reward_is_refused_in_place_of_rec
         ("reward__function", f"{HUB}.remote_rm"),
         ("reward__function", f"{HUB}.gpqa.compute_gpqa_reward"),
         ("reward__function", "miles.rollout.rm_hub.remote_rm"),
-        ("keep", "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"),
-        ("keep", "miles.rollout.filter_hub.dynamic_sampling_filters.check_no_aborted"),
+        ("filter", "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"),
+        ("filter", "miles.rollout.filter_hub.dynamic_sampling_filters.check_no_aborted"),
         ("generate", "slime.rollout.sglang_rollout.generate_rollout"),
         ("generate", "miles.rollout.generate_hub.multi_turn.generate"),
         ("generate", "slime_plugins.rollout.generate"),
@@ -244,7 +244,7 @@ async def test_hooks_of_miles_run_where_its_modules_are_slimes_by_another_name(m
     name = mine(MILES)
     config = config_of(
         generate=f"slime:{name}.generate",
-        keep=f"slime:{name}.keep",
+        filter=f"slime:{name}.keep",
         reward__function=f"slime:{name}.rm",
         reward__options={"own": 0.5},
         reward__workers=1,

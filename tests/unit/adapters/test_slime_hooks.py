@@ -126,7 +126,7 @@ async def test_a_hook_that_keeps_ids_is_rewarded_by_what_it_put_on_its_sample():
     config = config_of(
         generate="slime:examples.slime_style.calculate",
         options={"turns": 2},
-        keep="slime:examples.slime_style.differ",
+        filter="slime:examples.slime_style.differ",
         reward__function="slime:examples.slime_style.right",
         reward__options={"reward_key": "score"},
         model__path="m",
@@ -150,7 +150,7 @@ async def test_a_whole_group_is_made_by_hooks_of_slime():
     config = config_of(
         generate="slime:examples.slime_style.search",
         options={"turns": 1},
-        keep="slime:slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        filter="slime:slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
         reward__function="slime:examples.slime_style.right",
         reward__options={"reward_key": "score"},
         routed_experts=False,

@@ -108,8 +108,11 @@ PROBLEMS = [
         [f"reward.function={STAND}.none"],
         "(3 of 3 rollouts): reward hook tests.unit.commands.hook_doctor_stand.none returned",
     ),
-    ([f"rollout.keep={STAND}.strange_keep"], "rollout.keep returned a dict; return True, False or a reason"),
-    ([f"rollout.keep={STAND}.raising_keep"], "rollout.keep raised ValueError on these rollouts as a group: no rewards"),
+    ([f"rollout.filter={STAND}.strange_keep"], "rollout.filter returned a dict; return True, False or a reason"),
+    (
+        [f"rollout.filter={STAND}.raising_keep"],
+        "rollout.filter raised ValueError on these rollouts as a group: no rewards",
+    ),
     ([f"algorithm.loss={STAND}.own_loss"], "algorithm.loss: tests.unit.commands.hook_doctor_stand.own_loss returned"),
     (["rollout.prompts=nowhere.jsonl"], "nowhere.jsonl"),
     (
@@ -172,7 +175,7 @@ def test_a_hook_that_never_yields_is_given_up(run_file, monkeypatch):
 
 
 def test_a_filter_is_asked_about_the_rollouts_as_a_group(run_file):
-    found = examine(run_file, f"rollout.keep={STAND}.drop")
+    found = examine(run_file, f"rollout.filter={STAND}.drop")
     assert "  these as one group: dropped: no signal" in found.lines and not found.problems
 
 

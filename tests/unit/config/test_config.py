@@ -251,7 +251,10 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(file):
         (["trainer.world_size=4", "trainer.pipeline=4"], "trainer.pipeline=4 does not divide the model's 2 layers"),
         (["trainer.world_size=4", "trainer.tensor=4"], "trainer.tensor=4 does not divide the 2 query groups"),
         (["trainer.world_size=2", "trainer.tensor=2", "trainer.expert_tensor=1"], "set trainer.expert_tensor=null"),
-        (["trainer.moe.replay=R3", "rollout.routed_experts=false"], "trainer.moe.replay is R3 but rollout.routed_exp"),
+        (
+            ["trainer.moe.routing_replay=R3", "rollout.routed_experts=false"],
+            "trainer.moe.routing_replay is R3 but rollout.routed_exp",
+        ),
         (["trainer.moe.bias_update_rate=0.001"], "trainer.moe.bias_update_rate=0.001 needs a router with selection bi"),
         (
             [
@@ -368,8 +371,8 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(command, file, mod
         ("rollout.generate=hooks.not_async", "must be async; write async def not_async(ctx, prompt)"),
         ("rollout.generate=hooks.one_argument", "write async def one_argument(ctx, prompt)"),
         ("reward.function=hooks.NUMBER", "reward.function: hooks.NUMBER is a int"),
-        ("rollout.keep=hooks.generate", "rollout.keep: hooks.generate"),
-        ("rollout.keep=hooks.async_keep", "must not be async; write def async_keep(group)"),
+        ("rollout.filter=hooks.generate", "rollout.filter: hooks.generate"),
+        ("rollout.filter=hooks.async_keep", "must not be async; write def async_keep(group)"),
         ("rollout.generate=broken.generate", "importing broken raised NameError"),
     ],
 )

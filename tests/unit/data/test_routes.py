@@ -152,10 +152,10 @@ def test_a_model_without_what_is_asked_for_is_refused(tmp_path):
         facts = config(**moe).sections | {"spec": spec}
         return [(problem.code, problem.about) for problem in broken(rules_in(routing), facts)]
 
-    assert asked(spec, replay="R3", z_loss_coef=0.1) == []
+    assert asked(spec, routing_replay="R3", z_loss_coef=0.1) == []
     assert asked(spec, bias_update_rate=0.1) == [("routing.selection_bias", "trainer.moe.bias_update_rate")]
     dense = replace(spec, table=replace(spec.table, experts=0))
     assert asked(dense) == []
-    for moe in ({"replay": "R2"}, {"aux_loss_coef": 0.1}, {"z_loss_coef": 0.1}):
+    for moe in ({"routing_replay": "R2"}, {"aux_loss_coef": 0.1}, {"z_loss_coef": 0.1}):
         (key,) = moe
         assert asked(dense, **moe) == [("routing.moe_layers", f"trainer.moe.{key}")]

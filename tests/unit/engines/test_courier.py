@@ -65,7 +65,7 @@ def config(tmp_path: Path, transport: str = "gloo") -> Any:
     return SimpleNamespace(
         run=SimpleNamespace(dir=str(tmp_path)),
         cluster=SimpleNamespace(start_deadline=5),
-        publish=SimpleNamespace(directory=None, step_deadline=5, transport=transport),
+        publish=SimpleNamespace(directory=None, engine_deadline=5, transport=transport),
         rollout=SimpleNamespace(health=Health(restarts=2), engines=[]),
     )
 

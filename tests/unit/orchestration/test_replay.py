@@ -62,7 +62,7 @@ def test_steps_that_fit_are_accepted_and_others_named(tmp_path):
         (replace(ORIGIN, group_size=4), False, "it was made with rollout.group_size=2, this run has 4"),
         (replace(ORIGIN, prompts_per_step=2), False, "rollout.prompts_per_step=1, this run has 2"),
         (replace(ORIGIN, max_staleness=1), False, "schedule.max_staleness=0, this run has 1"),
-        (ORIGIN, True, "keeps no experts of tokens, which trainer.moe.replay=R3 needs"),
+        (ORIGIN, True, "keeps no experts of tokens, which trainer.moe.routing_replay=R3 needs"),
     ):
         with pytest.raises(SlimxError, match=said):
             check_replay(tmp_path, origin, first=1, last=4, routes=routes)

@@ -97,8 +97,8 @@ def test_a_key_without_an_effect_is_refused(algorithm, told):
         ),
         ({"algorithm": {"reference_refresh": 2}}, "algorithm.reference_refresh needs algorithm.reference=true"),
         (
-            {"algorithm": {"name": "dpo"}, "trainer": {"moe": {"replay": "R2"}}},
-            "algorithm.advantages is dpo and trainer.moe.replay R2",
+            {"algorithm": {"name": "dpo"}, "trainer": {"moe": {"routing_replay": "R2"}}},
+            "algorithm.advantages is dpo and trainer.moe.routing_replay R2",
         ),
         ({"reward": {"function": None}}, "algorithm.name is grpo but reward.function is null"),
         ({"algorithm": {"advantages": "gae"}}, "needs a critic"),

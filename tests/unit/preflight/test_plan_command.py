@@ -407,7 +407,7 @@ def test_colocated_ranks_are_weighed_in_turns(plan):
 
 
 def test_host_memory_is_counted_per_node(plan):
-    offload = "trainer.optimizer.offload=1"
+    offload = "trainer.optimizer.offload_fraction=1"
     fits, short = (plan(SHALLOW, *RUN_30B, H100, offload, f"cluster.host_memory_gib={gib}") for gib in (1000, 20))
     assert fits[0] == 0 and short[0] == 2
     assert "8 trainer ranks keep" in short[1] and "cluster.host_memory_gib is 20.0" in short[1]

@@ -73,7 +73,7 @@ TOO_LARGE = {
         "rollout.engines=[]",
         "algorithm.name=sft",
         "schedule.colocate=false",
-        "trainer.optimizer.offload=0",
+        "trainer.optimizer.offload_fraction=0",
     ),
     "bf16 engines": ("glm-4.5", "publish.quantise=null"),
     "a small GPU": ("deepseek-v3", "cluster.gpu_memory_gib=20"),

@@ -252,7 +252,7 @@ def hooks_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_hooks_of_the_right_shape_are_loaded(hooks_on_path, generate, reward, keep):
     hooks = load_hooks(
-        config_of(generate=f"my_hooks.{generate}", keep=f"my_hooks.{keep}", reward__function=f"my_hooks.{reward}")
+        config_of(generate=f"my_hooks.{generate}", filter=f"my_hooks.{keep}", reward__function=f"my_hooks.{reward}")
     )
     import my_hooks
 
@@ -282,8 +282,12 @@ REFUSED = [
     ("reward__function", "my_broken_hooks.reward", "importing my_broken_hooks raised ValueError: no judge configured"),
     ("reward__function", "my_syntax.reward", "importing my_syntax raised SyntaxError"),
     ("reward__function", "my_needy_hooks.reward", "No module named 'a_package_that_nobody_has'"),
-    ("keep", "my_hooks.keep_async", "rollout.keep: my_hooks.keep_async must not be async; write def keep_async(group)"),
-    ("keep", "my_hooks.generate_blocking", "write def generate_blocking(group)"),
+    (
+        "filter",
+        "my_hooks.keep_async",
+        "rollout.filter: my_hooks.keep_async must not be async; write def keep_async(group)",
+    ),
+    ("filter", "my_hooks.generate_blocking", "write def generate_blocking(group)"),
 ]
 
 
