@@ -239,22 +239,22 @@ class Algorithm(Section):
         return Correction(**value) if key == "correction" and isinstance(value, dict) else value
 
     def says(self) -> str:
-        """Which algorithm this is, for a refusal."""
+        """The algorithm's name, loss and advantages, for a refusal."""
         return f"algorithm.name is {self.name} (loss {self.loss}, advantages {self.advantages})"
 
     @property
     def group_relative(self) -> bool:
-        """Whether all of an advantage is a comparison within a group."""
+        """True if an advantage is nothing but a comparison within a group."""
         return self.advantages in ("grpo", "rloo", "opo", "gpg", "reinforce_baseline", "gdpo", "gigpo", "dpo")
 
     @property
     def taught(self) -> bool:
-        """Whether a teacher scores the rollouts, in the trainers or in an engine."""
+        """True if a teacher scores the rollouts, in the trainers or in an engine."""
         return self.teacher is not None or self.teacher_engine is not None
 
     @property
     def waits(self) -> bool:
-        """Whether advantages, or which tokens they are for, are known only from the whole step's rows."""
+        """True if advantages, or the tokens that they are for, are known only from the whole step's rows."""
         return self.advantages in (*TOKEN_REWARDS, "dpo") or self.loss in ("clip_cov", "kl_cov")
 
     @property
@@ -265,7 +265,7 @@ class Algorithm(Section):
 
     @property
     def own_loss(self) -> bool:
-        """Whether the loss is the user's."""
+        """True if the loss is the user's."""
         return self.loss not in LOSSES
 
 

@@ -12,7 +12,7 @@ from slimx.config.trainer import Optimizer, Trainer
 
 
 class CriticOptimizer(Optimizer):
-    """As `trainer.optimizer`, with a larger default."""
+    """The keys of `trainer.optimizer`, with a larger learning rate by default."""
 
     lr: Positive = Field(1e-5, description="peak learning rate")
 

@@ -12,7 +12,7 @@ from slimx.config.rule import Refusal
 from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, Seconds, Section, Size, shortened
 
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
-"""Of a server: IPv6 addresses in brackets."""
+"""A server's address; IPv6 addresses stand in brackets."""
 _READ: dict[str, TypeAdapter[Any]] = {
     "mem_fraction_static": TypeAdapter(Annotated[float, Field(gt=0, lt=1)]),
     "max_running_requests": TypeAdapter(Amount),

@@ -1,4 +1,4 @@
-"""What `algorithm.name` stands for: the keys in which a published algorithm differs from GRPO's defaults.
+"""Presets of `algorithm.name`: the keys in which a published algorithm differs from GRPO's defaults.
 
 Every key can be set beside the name. Where a number comes from is said in docs/algorithms.md.
 """

@@ -44,7 +44,7 @@ class Reward(Section):
 
     @property
     def given(self) -> bool:
-        """Whether there is any reward."""
+        """True if there is any reward."""
         return bool(self.function or self.parts)
 
     @model_validator(mode="after")

@@ -121,7 +121,7 @@ class Rollout(Section):
 
     @property
     def sampled(self) -> bool:
-        """Whether engines sampled what is trained, in this run or in the one that is replayed."""
+        """True if engines sampled what is trained, in this run or in the one that is replayed."""
         return any(not group.frozen for group in self.engines)
 
     @property
@@ -136,7 +136,7 @@ class Rollout(Section):
 
     @property
     def disaggregated(self) -> bool:
-        """Whether prompts and samples are computed by different servers (prefill and decode)."""
+        """True if different servers compute prompts and samples (prefill and decode)."""
         return any(group.role != "regular" for group in self.engines)
 
     @model_validator(mode="after")

@@ -76,12 +76,12 @@ class Publish(Section):
 
     @property
     def on_device(self) -> bool:
-        """Whether buckets are packed in the memory of a GPU."""
+        """True if buckets are packed in the memory of a GPU."""
         return self.transport in ("cuda_ipc", "nccl")
 
     @property
     def one_machine(self) -> bool:
-        """Whether engines must be on the publisher's machine."""
+        """True if engines must be on the publisher's machine."""
         return self.transport in ("memory", "cuda_ipc")
 
 

@@ -81,7 +81,7 @@ class Config(Section):
 
     @property
     def exact(self) -> bool:
-        """Whether trainer and engines compute the same bits (`numerics.mode`)."""
+        """True if trainer and engines compute the same bits (`numerics.mode`)."""
         return self.numerics.exact
 
     @property
@@ -91,7 +91,7 @@ class Config(Section):
 
     @property
     def samples_known(self) -> bool:
-        """Whether rollouts come with the trainer's own log-probs, to the last bit: without staleness this run's engines
+        """True if rollouts come with the trainer's own log-probs, to the last bit: without staleness this run's engines
         sampled every token with the weights that the step begins with. Those of a replay are another run's."""
         return self.exact and self.schedule.max_staleness == 0 and bool(self.rollout.policy_engines)
 

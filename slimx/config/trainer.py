@@ -37,7 +37,7 @@ class Optimizer(Section):
 
 
 class Recompute(Section):
-    """What the backward pass computes again instead of keeping it."""
+    """Parts of the forward pass that the backward pass computes again instead of keeping them."""
 
     granularity: Literal["none", "selective", "full"] = Field(
         "none",
@@ -54,7 +54,7 @@ class Recompute(Section):
 
 
 class Moe(Section):
-    """How tokens choose and reach their experts (docs/concepts.md says what each term is)."""
+    """Routing: how tokens choose and reach their experts (docs/concepts.md explains each term)."""
 
     dispatcher: Literal["alltoall", "flex"] = Field(
         "alltoall", description="alltoall: collectives of torch.distributed; flex: kernels of `flex_backend` (CUDA)"

@@ -1,4 +1,4 @@
-"""Which rank of an SGLang engine holds which part of which tensor, in the engine's own fused layout."""
+"""Parts of tensors that each rank of an SGLang engine holds, in the engine's own fused layout."""
 
 from __future__ import annotations
 

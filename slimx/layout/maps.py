@@ -49,7 +49,7 @@ class Rect:
 
 
 class IndexMap(Protocol):
-    """How one local tensor is made of checkpoint tensors."""
+    """A map from checkpoint tensors to one local tensor."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         """Shape of rank `rank`'s tensor and the rectangles that fill it, split `size` ways along `axis` (None: whole).

@@ -1,4 +1,4 @@
-"""Which trainer rank holds which part of which tensor, under any parallel sizes of megatron-core."""
+"""Parts of tensors that each trainer rank holds, under any parallel sizes of megatron-core."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MegatronLayout:
         yield from self._parts(None)
 
     def held(self, rank: int) -> list[Part]:
-        """What `rank` holds, in the order of the checkpoint."""
+        """Parts that `rank` holds, in the order of the checkpoint."""
         return [part for part in self._parts(rank // self.sizes.stage) if rank in part.ranks]
 
     def _parts(self, only: int | None) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""Where a rank stands in each parallel dimension, by arithmetic alone: trainers in megatron-core's default order
+"""Coordinates of ranks in each parallel dimension, by arithmetic alone: trainers in megatron-core's default order
 (tp-cp-ep-dp-pp), engines in SGLang's."""
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Sizes:
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of each packed sequence is a multiple of: context parallelism cuts it into zigzag halves."""
+        """Divisor of each packed sequence's length: context parallelism cuts it into zigzag halves."""
         return 2 * self.context if self.context > 1 else 1
 
     def packed_length(self, tokens: int) -> int:
-        """Of a sequence of `tokens` tokens, with its own padding."""
+        """Length of a sequence of `tokens` tokens with its padding."""
         return -(-tokens // self.sequence_multiple) * self.sequence_multiple
 
 

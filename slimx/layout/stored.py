@@ -1,4 +1,4 @@
-"""How a checkpoint stores the tensors that a weight table names: each alone, or all experts' in one stack.
+"""Storage of the tensors that a weight table names: each alone in a checkpoint, or all experts' in one stack.
 
 A source of a table may be named `stack[3]` or `stack[3].T`: what stands at 3 of the checkpoint's tensor `stack`, and
 the same transposed. So the rows of a family that stacks its experts look like those of any other. The stack is taken
@@ -18,7 +18,7 @@ _INDEXED = re.compile(r"(?P<name>[^\[\]]+)\[(?P<index>\d+)\](?P<turned>\.T)?")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a source of a table stands in its checkpoint."""
+    """The place of a table's source in its checkpoint."""
 
     name: str
     """Of the checkpoint's tensor."""
@@ -36,7 +36,7 @@ class Stored:
 
 @lru_cache(maxsize=1 << 16)
 def stored(source: str) -> Stored:
-    """Where the source named `source` in a table stands."""
+    """The place of the source named `source` in a table."""
     match = _INDEXED.fullmatch(source)
     if match is None:
         return Stored(source)

@@ -1,4 +1,4 @@
-"""Which tokens of a packed micro-batch a context-parallel rank holds.
+"""Tokens of a packed micro-batch that a context-parallel rank holds.
 
 Each sequence is cut into 2 * CP equal pieces; rank r holds pieces r and 2 * CP - 1 - r (zigzag), so that under a causal
 mask every rank has the same work. This is the order that megatron-core's rotary embedding and Transformer Engine's

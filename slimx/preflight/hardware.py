@@ -1,4 +1,4 @@
-"""What `slimx plan` knows of GPUs and of the nodes they come in: public figures, each with its source."""
+"""GPUs and the nodes they come in, as `slimx plan` knows them: public figures, each with its source."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where a run is to take place, as far as the configuration says it."""
+    """The machine on which a run is to take place, as far as the configuration describes it."""
 
     gpu: Gpu | None
     memory: int | None

@@ -1,4 +1,4 @@
-"""What `slimx plan --json` prints, and all that its text is made from. Sizes are bytes unless they say otherwise.
+"""The records that `slimx plan --json` prints, and its text is made from. Sizes are bytes unless they say otherwise.
 
 A key keeps its name and meaning within one `schema_version`; new keys may be added."""
 
@@ -57,7 +57,7 @@ class EnginePlace(Record):
 
 
 class RankMap(Record):
-    """Which rank is on which GPU, if ranks fill nodes in their order, engines after trainers."""
+    """Places of ranks on GPUs, if ranks fill nodes in their order, engines after trainers."""
 
     gpus: int = Field(description="that the run needs")
     nodes: int = Field(description="that they fill")
@@ -116,7 +116,7 @@ class EngineMemory(Record):
 
     @property
     def fits(self) -> bool:
-        """Whether the weights and one rollout do, as far as that is known."""
+        """True if the weights and one rollout fit, as far as that is known."""
         return (self.static is None or self.weights <= self.static) and self.concurrency != 0
 
 
@@ -178,7 +178,7 @@ class PublicationFigures(Record):
 
 
 class LinkBytes(Record):
-    """What one kind of link carries in one publication, if each trainer rank sends each engine rank its own bytes."""
+    """Bytes on one kind of link in a publication, if each trainer rank sends each engine rank its own bytes."""
 
     link: str
     nbytes: int
@@ -195,7 +195,7 @@ class Prediction(Record):
 
 
 class Predicted(Record):
-    """What the link model says, and whether it is right about this machine."""
+    """Predictions of the link model, and a test of them on this machine."""
 
     model_off_here: float
     shown: bool
@@ -270,5 +270,5 @@ class PlanReport(Record):
 
     @property
     def complete(self) -> bool:
-        """Whether all of it could be computed: nothing but sizes of memory and machine may be refused."""
+        """True if all of it could be computed: nothing but sizes of memory and machine may be refused."""
         return self.rank_map is not None and (self.publication is not None or not self.engines)

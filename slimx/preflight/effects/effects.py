@@ -1,4 +1,4 @@
-"""Whether each configured term changes the gradient: of a small invented batch, with the term and without it.
+"""Effects of the configured terms: gradients of a small invented batch, with each term and without it.
 
 A coefficient that contributes exactly nothing looks like one that works: nothing fails, and a run is lost. Most such
 cases are refused by the configuration; those here are combinations, such as a clip around a ratio that is always 1."""

@@ -28,7 +28,7 @@ OUTLIER, OUTLIERS = 2.0, 0.15
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What every gradient of one configuration is taken of. Log-probs are [n] per trajectory, float64."""
+    """An invented batch, whose gradients are those of one configuration. Log-probs: [n] per trajectory, float64."""
 
     groups: list[Group]
     begin: list[np.ndarray]

@@ -18,7 +18,7 @@ MICROBATCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class RouterSizes:
-    """What the terms depend on in a model's routers."""
+    """Sizes of a model's routers that the terms depend on."""
 
     experts: int
     topk: int

@@ -1,4 +1,4 @@
-"""How long a publication takes on links of given rates: pure arithmetic on the bytes of a compiled plan.
+"""Seconds of a publication on links of given rates: pure arithmetic on the bytes of a compiled plan.
 
 A stage takes the bytes of its busiest rank / rate + calls x latency. Stages overlap as the publisher makes them
 overlap (`slimx.reshard.publish`): bucket i + 1 is packed while bucket i travels and is checked.
@@ -32,7 +32,7 @@ STEPS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What one rank and its links do. Rates in bytes per second, latencies in seconds."""
+    """Figures of one rank and its links. Rates in bytes per second, latencies in seconds."""
 
     name: str
     pack: float
@@ -137,7 +137,7 @@ class Traffic:
 
 
 def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, encoding: Encoding) -> Traffic:
-    """What `plan`, from `sources` trainer ranks, puts on links if each rank sends each engine rank its own moves.
+    """Traffic of `plan` from `sources` trainer ranks, if each rank sends each engine rank its own moves.
 
     `engine_ranks`: of one engine. With Hugging Face names every one of them takes all bytes: a trainer rank then sends
     its share once per engine, and engine ranks pass it on as they receive it.

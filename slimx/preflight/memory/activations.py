@@ -24,7 +24,7 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the bytes of a layer depend on besides the model."""
+    """Everything besides the model that the bytes of a layer depend on."""
 
     tokens: int
     """Of one micro-batch on one context-parallel rank."""
@@ -43,13 +43,13 @@ class Setting:
         return self.tokens / self.sizes.tensor
 
     def norm(self, elements: float) -> float:
-        """Of a norm's input: fp32 copies of it and of what it becomes, or the input itself."""
+        """Bytes of a norm's input: fp32 copies of it and of what it becomes, or the input itself."""
         return elements * (2 * FP32 if self.kernels == "torch" else self.itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """What one layer keeps of one micro-batch on one rank."""
+    """Bytes that one layer keeps of one micro-batch on one rank."""
 
     input: float
     """Its input: all that remains of a layer that is recomputed whole."""
@@ -102,7 +102,7 @@ class LayerBytes:
 
 
 def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool) -> LayerBytes:
-    """Of a layer with experts or with an MLP; `model`: fields of megatron-core's TransformerConfig."""
+    """Bytes of a layer with experts or with an MLP; `model`: fields of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
     attention = _latent(model, setting) if model.get("multi_latent_attention") else _grouped(model, setting)
     mlp = _experts(model, setting) if moe else _mlp(model, setting)
@@ -156,7 +156,7 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _core(s: Setting, heads: float, query: float, key: float, value: float) -> dict[str, float]:
-    """Of scaled dot products; `query`, `key`, `value`: elements of each (the output has the values' size per head)."""
+    """Bytes of scaled dot products; `query`, `key`, `value`: elements of each (the output is as wide as values)."""
     context = query if value == key else value
     if s.materialised:
         # fp32: scaled queries and keys, values, and the probabilities of every pair of tokens of a sequence.
@@ -168,7 +168,7 @@ def _core(s: Setting, heads: float, query: float, key: float, value: float) -> d
 
 
 def _mask(s: Setting) -> float:
-    """Which keys a rank's queries see: plain torch says it for every pair where context parallelism cuts sequences."""
+    """Bytes of a rank's attention mask: plain torch has one for every pair where context parallelism cuts sequences."""
     return s.tokens * s.length * s.itemsize if s.kernels == "torch" and s.sizes.context > 1 else 0.0
 
 

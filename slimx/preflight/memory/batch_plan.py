@@ -1,4 +1,4 @@
-"""How a step's prompts become rollouts, updates and micro-batches, by arithmetic on the configuration alone."""
+"""The batch plan: a step's prompts, rollouts, updates and micro-batches, by arithmetic on the configuration alone."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class Holdings:
         return self._elements[id(row), size]
 
     def _counts(self, row: Row, layer: int, sizes: Sizes, expert: int) -> list[tuple[bool, int]]:
-        """Whether frozen, and how many of them, in the order of the rank's experts."""
+        """Pairs of frozen or not and how many, in the order of the rank's experts."""
         experts = max(1, self.table.experts // sizes.expert)
         own = range(expert * experts, (expert + 1) * experts) if row.per_expert else range(1)
         if not self.frozen:

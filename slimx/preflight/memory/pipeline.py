@@ -23,7 +23,7 @@ CHUNK_BYTES, SMALLEST_CHUNK = 256 * 2**20, 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """Of one trainer rank."""
+    """Bytes of activations of one trainer rank."""
 
     kept: int
     """Between forward and backward pass, all micro-batches in flight."""
@@ -42,7 +42,7 @@ class ActivationBytes:
 def activation_bytes(
     spec: ModelSpec, trainer: Trainer, sizes: Sizes, setting: Setting, *, place: int, microbatches: int
 ) -> ActivationBytes:
-    """Of pipeline rank `place`, in a step of `microbatches` micro-batches."""
+    """Activations of pipeline rank `place`, in a step of `microbatches` micro-batches."""
     model, moe_layers = spec.transformer, set(spec.moe_layers)
     kinds = {
         moe: layer_bytes(model, setting, moe=moe) for moe in {layer in moe_layers for layer in range(spec.table.layers)}
@@ -89,7 +89,7 @@ def in_flight(sizes: Sizes, place: int, microbatches: int) -> list[int]:
 
 
 def _layers(layers: list[LayerBytes], recompute: Recompute) -> tuple[float, float]:
-    """What `layers` of one micro-batch keep, and by how much their backward pass exceeds that at its fullest."""
+    """Bytes that `layers` of one micro-batch keep, and by how many their backward pass exceeds that at its fullest."""
     units = _units(layers, recompute)
     kept = sum(held for held, _ in units)
     before = excess = 0.0
@@ -116,7 +116,7 @@ def _units(layers: list[LayerBytes], recompute: Recompute) -> list[tuple[float, 
 
 
 def _dropped(layer: LayerBytes, modules: tuple[str, ...]) -> float:
-    """What selective recomputation of `modules` does not keep of a layer."""
+    """Bytes of a layer that selective recomputation of `modules` does not keep."""
     moe = layer.dispatched > 0
     parts = {
         "core_attn": layer.core,
@@ -134,7 +134,7 @@ def _dropped(layer: LayerBytes, modules: tuple[str, ...]) -> float:
 
 
 def _boundary(hidden: int, setting: Setting, stage: int, sizes: Sizes) -> float:
-    """What a stage received and sent, kept beside its layers: megatron-core frees what it has sent, not on the CPU."""
+    """Bytes that a stage received and sent, kept beside its layers: megatron-core frees the sent ones, not on CPUs."""
     received = stage > 0
     sent = setting.kernels == "torch" and stage < sizes.stages - 1
     return (received + sent) * setting.share * hidden * setting.itemsize if sizes.pipeline > 1 else 0.0

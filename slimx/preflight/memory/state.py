@@ -33,7 +33,7 @@ ALIGN, BUCKET_ALIGN = 64, 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Of one trainer rank."""
+    """Bytes of weights, gradients and optimizer state of one trainer rank."""
 
     weights: int
     gradients: int
@@ -107,7 +107,7 @@ class Buffers:
 
 
 def state_bytes(runs: Sequence[ParameterRun], trainer: Trainer, sizes: Sizes, rank: int) -> StateBytes:
-    """Of the rank that holds `runs`, after its first optimizer step."""
+    """State of the rank that holds `runs`, after its first optimizer step."""
     return Buffers(runs, trainer, sizes).of(rank)
 
 

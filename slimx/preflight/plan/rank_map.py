@@ -1,4 +1,4 @@
-"""Which rank runs on which GPU and what it holds: trainers fill the nodes in the order of their ranks."""
+"""The map of ranks, GPUs and what they hold: trainers fill the nodes in the order of their ranks."""
 
 from __future__ import annotations
 

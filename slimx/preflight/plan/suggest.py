@@ -271,7 +271,7 @@ def with_trainer(config: Config, fields: Fields) -> Config | None:
 
 
 def _overrides(config: Config, tried: Config) -> tuple[str, ...]:
-    """What differs from the configuration, as arguments of the command line."""
+    """Arguments of the command line for everything that differs from the configuration."""
     before, after = (c.trainer.model_dump(mode="json") for c in (config, tried))
     out = []
     for key, value in after.items():
