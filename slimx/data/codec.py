@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import numpy as np
 
-from slimx.data.records import SCHEMA_VERSION, Group
+from slimx.data.records import RETIRED, SCHEMA_VERSION, Group
 from slimx.errors import SlimxError
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def encode_groups(groups: Sequence[Group]) -> bytes:
             part = encode(group)
             decode(Group, part)  # at once, because a checkpoint that cannot be read back is discovered too late
         except SlimxError as error:
-            raise SlimxError(f"group {group.id!r}: {error}", code="data.value", about=group.id) from error
+            raise SlimxError(f"group {group.id!r}: {error}", code=error.code, about=group.id) from error
         parts.append(msgspec.Raw(part))
     return msgspec.msgpack.encode(parts)
 
@@ -221,7 +221,7 @@ def _check_schema(kind: Any, value: Any, where: str) -> None:
         if "schema_version" in fields:
             _check_version(value.get("schema_version"), where)
         for name in value:
-            if name not in fields:
+            if name not in fields and name not in RETIRED.get(kind.__name__, ()):
                 raise SlimxError(
                     f"{where} has a field {name!r} unknown to {kind.__name__}; was it written by slimx?",
                     code="data.field",

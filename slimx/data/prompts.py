@@ -163,7 +163,7 @@ class PromptSource:
                 f"cannot continue in the saved order of prompts: {changed}; "
                 "restore the prompts and seed of the saved run, or start a new run",
                 code="prompts.changed",
-                about=changed,
+                about=next(key for key, value in self._identity.items() if state[key] != value),
             )
         epoch, position = state["epoch"], state["position"]
         whole = isinstance(epoch, int) and isinstance(position, int)

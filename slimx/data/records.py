@@ -15,6 +15,9 @@ from slimx.data.support import Support
 
 SCHEMA_VERSION = 1
 
+RETIRED = {"Span": ("adapter",)}
+"""Fields, by record, that earlier releases wrote, always empty: they are read past."""
+
 Source = Literal["prompt", "sampled", "inserted"]
 Status = Literal["completed", "truncated", "aborted", "failed"]
 
@@ -50,8 +53,6 @@ class Span:
     """Name of the policy that sampled it."""
     version: int | None = None
     """Weight version that sampled it; None unless sampled."""
-    adapter: str | None = None
-    """Adapter (LoRA) in force when it was sampled."""
 
 
 @dataclass(kw_only=True, slots=True)

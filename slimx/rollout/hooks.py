@@ -43,7 +43,7 @@ class GivenUp(SlimxError):
     """Raised by a generate hook that gives its rollout up: counted under `reason`."""
 
     def __init__(self, reason: str, text: str):
-        super().__init__(text)
+        super().__init__(text, code="hooks.given_up", about=reason)
         self.reason = reason
 
 

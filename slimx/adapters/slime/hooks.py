@@ -45,7 +45,7 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
     shape, name = text.format(path.rpartition(".")[2]), f"{key}: {path}"
     if not callable(function):
         raise SlimxError(
-            f"{name} is a {type(function).__name__}; a slime hook is {shape}", code="slime.hook", about=name
+            f"{name} is a {type(function).__name__}; a slime hook is {shape}", code="slime.hook", about=path
         )
     try:
         inspect.signature(function).bind(*parameters)
@@ -53,13 +53,13 @@ def load(key: str, path: str, kind: str) -> Callable[..., Any]:
         raise SlimxError(
             f"{name}{inspect.signature(function)} cannot be called ({error}); write {shape}",
             code="slime.signature",
-            about=name,
+            about=path,
         ) from error
     if inspect.iscoroutinefunction(function) != text.startswith("async"):
         raise SlimxError(
             f"{name} must{'' if text.startswith('async') else ' not'} be async; write {shape}",
             code="slime.async",
-            about=name,
+            about=path,
         )
     if kind.startswith("reward"):
         takes = "group" if list(inspect.signature(function).parameters)[1] == "samples" else "trajectory"

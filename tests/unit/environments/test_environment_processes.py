@@ -21,6 +21,7 @@ from slimx.environments.processes import Environments
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout import multi_turn
 from slimx.rollout.hook_loading import load_hooks
+from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import config_of
 from tests.unit.rollout.scripted_engine import PROMPT, ScriptedEngine, context
 
@@ -163,7 +164,7 @@ async def test_the_multi_turn_hook_plays_in_processes(environments):
 
 def test_a_number_of_processes_that_is_none_is_refused():
     options = {"environment": "tests.unit.environments.environment_stand.Counting", "environment_processes": -1}
-    with pytest.raises(SlimxError, match=r"rollout\.options\.environment_processes is -1"):
+    with refused("environment.option", about="rollout.options.environment_processes"):
         load_hooks(config_of(generate="slimx.rollout.multi_turn.generate", options=options))
 
 

@@ -15,10 +15,11 @@ from examples.search import Search
 from slimx.adapters.slime import modules
 from slimx.data.records import Prompt
 from slimx.environments.python_tool import PythonTool
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError
 from slimx.rollout import multi_turn
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
+from tests.refusals import refused
 from tests.unit.environments.environment_stand import Counting
 from tests.unit.rollout.rollout_stand import config_of
 from tests.unit.rollout.scripted_engine import PROMPT, ScriptedEngine, context, spans
@@ -62,23 +63,23 @@ async def test_a_step_that_hangs_is_named_and_the_environment_is_closed():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "code", "about"),
     [
-        ({}, "missing a required argument: 'environment'"),
-        ({"environment": "Counting"}, "rollout.options.environment is 'Counting': give a dotted path"),
-        ({"environment": f"{HERE}.Nothing"}, "has no Nothing"),
-        ({"environment": f"{HERE}.asyncio"}, "has no reset; an environment has reset, step and close"),
+        ({}, "dotted.signature", "rollout.generate"),
+        ({"environment": "Counting"}, "dotted.path", "rollout.options.environment"),
+        ({"environment": f"{HERE}.Nothing"}, "dotted.missing", "rollout.options.environment"),
+        ({"environment": f"{HERE}.asyncio"}, "environment.methods", "rollout.options.environment"),
         (
             {"environment": f"{HERE}.Counting", "environment_options": {"rounds": 3}},
-            "rollout.options.environment_options: tests.unit.environments.environment_stand.Counting refuses them",
+            "environment.option",
+            "rollout.options.environment_options",
         ),
-        ({"environment": f"{HERE}.Counting", "turns": 3}, "rollout.options: slimx.rollout.multi_turn.generate"),
+        ({"environment": f"{HERE}.Counting", "turns": 3}, "dotted.options", "rollout.options"),
     ],
 )
-def test_an_environment_that_cannot_work_is_refused_before_the_run(options, said):
-    with pytest.raises(SlimxError) as refused:
+def test_an_environment_that_cannot_work_is_refused_before_the_run(options, code, about):
+    with refused(code, about=about):
         load_hooks(config_of(generate="slimx.rollout.multi_turn.generate", options=options))
-    assert said in str(refused.value)
 
 
 @pytest.mark.needs("bwrap")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from slimx.data.records import Group
-from slimx.errors import SlimxError
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
+from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts, the_tokenizer
 
 HERE = "tests.unit.rollout.test_group_rewards"
@@ -63,13 +63,13 @@ async def test_a_batched_reward_of_slime_sees_all_samples():
 
 
 def test_what_judges_something_else_than_the_scope_says_is_refused():
-    with pytest.raises(SlimxError, match=r"slimes judges a list; set reward\.scope=group"):
+    with refused("slime.scope", about="reward.scope"):
         load_hooks(config_of(reward__function=f"slime:{HERE}.slimes"))
-    with pytest.raises(SlimxError, match=r"right judges one sample; set reward\.scope=trajectory"):
+    with refused("slime.scope", about="reward.scope"):
         load_hooks(config_of(reward__function="slime:examples.slime_style.right", reward__scope="group"))
-    with pytest.raises(SlimxError, match=r"exact\.reward judges a trajectory; set reward\.scope=trajectory"):
+    with refused("hooks.scope", about="reward.scope"):
         load_hooks(config_of(reward__scope="group"))
-    with pytest.raises(SlimxError, match=r"ranks judges a group; set reward\.scope=group"):
+    with refused("hooks.scope", about="reward.scope"):
         load_hooks(config_of(reward__function=f"{HERE}.ranks"))
     with pytest.raises(ValueError, match=r"reward\.scope is group, but reward\.parts judge one trajectory"):
         config_of(reward__parts=[{"name": "a", "function": f"{HERE}.ranks"}], reward__scope="group")

@@ -20,6 +20,7 @@ from slimx.errors import SlimxError
 from slimx.rollout import agent
 from slimx.rollout.hooks import GivenUp
 from slimx.rollout.proxy.server import ChatProxy
+from tests.refusals import refused
 from tests.unit.rollout.proxy_stand import END, PROMPT, Script, bare, call, client_of, context, rollout, tokenizer
 from tests.unit.rollout.rollout_stand import Stand, config_of, one, prompts
 
@@ -38,6 +39,9 @@ def text_of(trajectory: Trajectory) -> str:
 
 def trained(trajectory: Trajectory) -> str:
     return tokenizer().decode(trajectory.token_ids[trajectory.loss_mask == 1].tolist())
+
+
+STAND = "tests.unit.rollout.proxy_stand"
 
 
 async def ask(client: Any, messages: list[Any], **options: Any) -> Any:
@@ -427,7 +431,7 @@ async def test_agents_that_fail_or_ask_for_nothing_are_given_up_under_their_reas
 
 async def test_a_prompt_of_token_ids_is_nothing_for_an_agent():
     proxy = ChatProxy(context=100)
-    with pytest.raises(SlimxError, match="prompt 'ids' has token ids; an agent needs messages"):
+    with refused("agent.prompt", about="ids"):
         await agent.generate(
             context(Script(), proxy), Prompt(id="ids", token_ids=[1]), agent="tests.unit.rollout.proxy_stand.call"
         )
@@ -513,8 +517,10 @@ async def test_an_address_that_is_taken_or_that_nobody_could_be_told_is_refused(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         proxy = ChatProxy("127.0.0.1", port, context=100)
-        with pytest.raises(SlimxError, match=f"rollout.proxy cannot listen on 127.0.0.1:{port} .*another host or port"):
+        with refused("hooks.given_up", about="agent failed") as told:
             await agent.generate(context(Script("1"), proxy), PROMPT, agent="tests.unit.rollout.proxy_stand.call")
+        cause = told.value.__cause__
+        assert isinstance(cause, SlimxError) and (cause.code, cause.about) == ("proxy.address", "rollout.proxy")
 
 
 async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():
@@ -550,28 +556,19 @@ async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():
 
 
 @pytest.mark.parametrize(
-    "options, text",
+    "options, code, about",
     [
-        ({}, "give either agent, a dotted path, or command"),
-        ({"agent": "tests.unit.rollout.proxy_stand.call", "command": ["true"]}, "give either agent"),
-        ({"agent": "tests.unit.rollout.proxy_stand.END"}, "tests.unit.rollout.proxy_stand.END is a int"),
-        ({"agent": "tests.unit.rollout.proxy_stand.nothing"}, "has no nothing"),
-        (
-            {"agent": "tests.unit.rollout.proxy_stand.call", "agent_options": {"depth": 3}},
-            "rollout.options.agent_options",
-        ),
-        ({"command": ["no-such-program"]}, "there is no program"),
-        ({"agent": "tests.unit.rollout.proxy_stand.call", "sampling": "own"}, "choose run or strict"),
-        (
-            {"agent": "tests.unit.rollout.proxy_stand.call", "tool_parser": "tests.unit.rollout.proxy_stand.rollout"},
-            "rollout.options.tool_parser",
-        ),
-        (
-            {"agent": "tests.unit.rollout.proxy_stand.call", "tool_parser": "glm"},
-            "choose hermes, a dotted path, or one of .*glm45_moe",
-        ),
+        ({}, "agent.program", ""),
+        ({"agent": f"{STAND}.call", "command": ["true"]}, "agent.program", ""),
+        ({"agent": f"{STAND}.END"}, "dotted.callable", ".agent"),
+        ({"agent": f"{STAND}.nothing"}, "dotted.missing", ".agent"),
+        ({"agent": f"{STAND}.call", "agent_options": {"depth": 3}}, "dotted.options", ".agent_options"),
+        ({"command": ["no-such-program"]}, "agent.program", ".command"),
+        ({"agent": f"{STAND}.call", "sampling": "own"}, "agent.sampling", ".sampling"),
+        ({"agent": f"{STAND}.call", "tool_parser": f"{STAND}.rollout"}, "dotted.signature", ".tool_parser"),
+        ({"agent": f"{STAND}.call", "tool_parser": "glm"}, "proxy.tool_parser", ".tool_parser"),
     ],
 )
-def test_an_agent_that_cannot_run_is_refused_before_the_run(options, text):
-    with pytest.raises(SlimxError, match=text):
+def test_an_agent_that_cannot_run_is_refused_before_the_run(options, code, about):
+    with refused(code, about=f"rollout.options{about}"):
         agent.check(**options)

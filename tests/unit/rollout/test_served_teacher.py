@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -38,6 +37,7 @@ from slimx.rollout.client.teacher import Teacher, check_vocabulary, make_teacher
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
+from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
 ACTOR, TEACHER = {"name": "actor"}, {"name": "wise", "frozen": True, "model": "t"}
@@ -183,7 +183,7 @@ def test_scores_reach_the_trainers_where_tokens_are_predicted_and_are_demanded_o
     assert batch.teacher_logprobs.tolist() == [-1, 0, -3, 0]
     for lost in (None, np.array([np.nan, -1, -2, np.nan], np.float32)):
         given.teacher_logprobs = lost
-        with pytest.raises(SlimxError, match="trajectory g/0 has trained tokens without teacher_logprobs"):
+        with refused("data.teacher_logprobs", about="g/0"):
             make_rows([given], [0.0], weights, taught=True)
     with pytest.raises(ValueError, match="teacher_logprobs has 2 entries for 4 tokens"):
         trajectory([0, 1, 1, 1], teacher_logprobs=np.zeros(2, np.float32))
@@ -304,6 +304,6 @@ async def test_servers_that_run_already_are_asked_what_their_tokens_are(vocabula
             if wrong is None:
                 await checking
             else:
-                with pytest.raises(SlimxError, match=re.escape(f"token 9 is {told[9]!r} there and {texts[9]!r} here")):
+                with refused("teacher.vocabulary", about="9"):
                     await checking
         assert bodies[0]["skip_special_tokens"] is False
