@@ -21,7 +21,9 @@ def run_status(directory: Path) -> dict[str, Any]:
     directory that holds no run."""
     file = directory / "config.yaml"
     if not file.exists():
-        raise SlimxError(f"{directory} holds no run (there is no config.yaml); name a run.dir")
+        raise SlimxError(
+            f"{directory} holds no run (there is no config.yaml); name a run.dir", code="run.none", about=str(directory)
+        )
     config = read_config(file)
     metrics = directory / "metrics.jsonl"
     last = _last_line(metrics)

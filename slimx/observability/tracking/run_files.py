@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from slimx.errors import SlimxError
 from slimx.observability.tracking.jsonl import load_records
@@ -41,12 +42,24 @@ class RunFiles:
 
 def read_config(file: Path) -> dict[str, Any]:
     """The `config.yaml` of a run as plain values, with what this process's environment has for `${oc.env:...}`; where
-    it has nothing, with `${...}` itself."""
-    tree = OmegaConf.load(file)
+    it has nothing, with `${...}` itself. Raises SlimxError for a file that is damaged."""
     try:
-        return OmegaConf.to_container(tree, resolve=True)
+        tree = OmegaConf.load(file)
+    except (OSError, ValueError, YAMLError) as error:
+        raise _damaged(file, " ".join(str(error).split())) from error
+    try:
+        values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException:
-        return OmegaConf.to_container(tree, resolve=False)
+        values = OmegaConf.to_container(tree, resolve=False)
+    if not isinstance(values, dict) or not {"run", "schedule"} <= values.keys():
+        raise _damaged(file, "sections of a run are missing")
+    return values
+
+
+def _damaged(file: Path, why: str) -> SlimxError:
+    return SlimxError(
+        f"{file} is damaged ({why}); starting the run again writes it anew", code="run.config", about=str(file)
+    )
 
 
 def read_run(directory: Path) -> RunFiles:
@@ -54,7 +67,9 @@ def read_run(directory: Path) -> RunFiles:
     run = RunFiles(directory=directory, missing=[name for name in FILES if not (directory / name).is_file()])
     if len(run.missing) == len(FILES):
         raise SlimxError(
-            f"{directory} is no run directory: it has none of {', '.join(FILES)}; name the directory of a run"
+            f"{directory} is no run directory: it has none of {', '.join(FILES)}; name the directory of a run",
+            code="run.none",
+            about=str(directory),
         )
     run.steps = _records(run, "metrics.jsonl", StepRecord.from_json)
     run.phases = _records(run, "timeline.jsonl", Phase.from_json)

@@ -1,0 +1,24 @@
+"""What each command says to its most common mistakes is what tests/golden/ shows, and a refusal is one sentence."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tools.docs.make_messages import CASES, GOLDEN, page
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_command_says_what_its_golden_file_shows(command):
+    shown = (GOLDEN / f"{command}.txt").read_text()
+    assert page(command) == shown, "run python -m tools.docs.make_messages, and read the difference"
+    for case in shown.strip().split("\n\n"):
+        typed, *said, status = case.split("\n")
+        assert typed.startswith(f"$ slimx {command} ") and re.fullmatch(r"\[[012]\]", status)
+        if status == "[2]":
+            assert len(said) == 1 and said[0].startswith("slimx: ")
+
+
+def test_every_golden_file_belongs_to_a_command():
+    assert {file.stem for file in GOLDEN.glob("*")} == set(CASES)

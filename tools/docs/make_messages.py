@@ -1,0 +1,141 @@
+"""Write tests/golden/COMMAND.txt: what each command says to its most common mistakes, to be read as prose.
+
+    python -m tools.docs.make_messages
+
+A unit test compares the files with the commands, so run this after a change of a message, and read the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+from slimx import cli
+
+GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
+RUN = """\
+run: {name: first, dir: run}
+model: {path: model}
+rollout: {prompts: prompts.jsonl, prompts_per_step: 2, group_size: 2}
+reward: {function: slimx.rewards.math.reward}
+"""
+FILES = {
+    "run.yaml": RUN,
+    "list.yaml": "- run\n- model\n",
+    "torn.yaml": "run: {name: first\n",
+    "model/config.json": '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}\n',
+    "empty/README": "No run was ever here.\n",
+    "damaged/config.yaml": RUN + "schedule: {steps: 9}\n",
+    "torn/config.yaml": "run: {name: first\n",
+    "damaged/activity.json": '{"written": 17',
+    "damaged/metrics.jsonl": '{"step": 1, "metr\n{"step": 2, "metrics": {}}\n',
+    "generated/cursor/iter_0000003/slimx/manifest.json": "{}\n",
+    "trained/checkpoints/latest_checkpointed_iteration.txt": "3",
+    "page.html": "<html></html>\n",
+}
+"""The files of the directory in which the commands run, by path."""
+CONFIGURATION = (
+    "missing.yaml",
+    "empty",
+    "list.yaml",
+    "torn.yaml",
+    "run.yaml trainer.wrold_size=2",
+    "run.yaml trainer.world_size=two",
+    "run.yaml trainer.world_size",
+    "run.yaml model.path=nowhere",
+    "run.yaml",
+)
+CASES: dict[str, Sequence[str]] = {
+    "train": (*CONFIGURATION, "run.yaml run.dir=generated", "run.yaml schedule.max_staleness=-1"),
+    "generate": (
+        *CONFIGURATION,
+        "run.yaml --checkpoint nowhere",
+        "run.yaml --checkpoint empty",
+        "run.yaml rollout.replay=empty",
+        "run.yaml 'rollout.engines=[{name: far, urls: [\"http://10.0.0.1:3000\"]}]'",
+        "run.yaml run.fork=nowhere",
+    ),
+    "eval": (*CONFIGURATION, "run.yaml --checkpoint nowhere"),
+    "plan": CONFIGURATION,
+    "doctor": (
+        "--gap",
+        "--hooks",
+        "--hooks --effects run.yaml",
+        "--gap run.yaml rollout.replay=empty",
+        "--gap --layers run.yaml trainer.tensor=2 trainer.world_size=2",
+        "--hooks run.yaml rollout.generate=nowhere.at_all",
+        "--effects missing.yaml",
+    ),
+    "health": ("--disk 0 --shm 0 --path nowhere", "--disk 0 --shm 0 --path empty --hca mlx5_77"),
+    "status": ("nowhere", "empty", "torn", "damaged", "missing.yaml"),
+    "rollouts": ("nowhere", "empty", "empty --step 3", "empty --dropped", "empty --buffer"),
+    "report": ("nowhere", "empty", "damaged"),
+    "convert": (
+        "hf-to-megatron nowhere out",
+        "hf-to-megatron empty out",
+        "hf-to-megatron model out",
+        "hf-to-megatron model page.html",
+        "hf-to-megatron model out --layout tensor=x",
+        "megatron-to-hf nowhere out --original model",
+        "megatron-to-hf empty out --original model",
+        "hf-to-fp8 nowhere out",
+        "hf-to-fp8 empty out",
+    ),
+}
+
+
+def page(command: str) -> str:
+    """Every case of `command`: what was typed, what was printed, and the exit status."""
+    return "\n".join(_case(command, arguments) for arguments in CASES[command])
+
+
+def _case(command: str, arguments: str) -> str:
+    status, said = _run([command, *shlex.split(arguments)])
+    return f"$ slimx {command} {arguments}\n{said}[{status}]\n"
+
+
+def _run(arguments: Sequence[str]) -> tuple[int, str]:
+    """Exit status and output of one command, in a directory of its own with FILES."""
+    said = io.StringIO()
+    with _directory() as directory, mock.patch.object(sys, "argv", ["slimx", *arguments]):
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                with mock.patch.object(sys, "path", list(sys.path)):
+                    cli.main()
+                status = 0
+            except SystemExit as ended:
+                status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+        return status, re.sub(rf"(/private)?{re.escape(str(directory))}", "/work", said.getvalue())
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="slimx-messages-") as name:
+        directory = Path(name).resolve()
+        for path, text in FILES.items():
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_text(text)
+        os.chdir(directory)
+        try:
+            yield directory
+        finally:
+            os.chdir(before)
+
+
+def main() -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    for command in CASES:
+        (GOLDEN / f"{command}.txt").write_text(page(command))
+
+
+if __name__ == "__main__":
+    main()
