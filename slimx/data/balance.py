@@ -36,7 +36,8 @@ def greedy(costs: Sequence[float], parts: int) -> Parts:
 
 
 def greedy_with_room(costs: Sequence[float], sizes: Sequence[int], parts: int, limit: int) -> Parts | None:
-    """As `greedy`, but each to the lightest part whose total of `sizes` stays within `limit`; None if there is none."""
+    """Balance greedily, each item in the lightest part whose total of `sizes` stays within `limit`; None if one fits
+    nowhere."""
     split: Parts = [[] for _ in range(parts)]
     used = [0] * parts
     heap = [(0.0, 0, part) for part in range(parts)]  # cost, number of items, part

@@ -1,4 +1,4 @@
-"""What the trainers receive: trajectories as rows, packed into micro-batches with the global denominators inside.
+"""Batches for the trainers: trajectories as rows, packed into micro-batches with the global denominators inside.
 
 Every trained token carries a `loss_weight` that already contains the global denominator, so that the sum of
 `weight * loss` over micro-batches and data-parallel ranks is the loss of the whole update: neither packing, nor the

@@ -131,8 +131,8 @@ def load_groups(path: str | Path) -> list[Group]:
 
 
 def read_about(path: str | Path) -> dict[str, Any]:
-    """What a file says about its groups, without reading them; {} where it says nothing. SlimxError as `load_groups`,
-    but for edited bytes."""
+    """The header's notes about the groups of a file, without reading these; {} where it says nothing. Errors are those
+    of `load_groups`, but for edited bytes."""
     path = Path(path)
     with _opened(path) as file:
         return _header(path, file).get("about", {})

@@ -84,7 +84,7 @@ def distribute(
     count_multiple: int = 1,
     lockstep: bool = False,
 ) -> Split:
-    """Which rows each micro-batch of each rank gets; `sizes`: tokens of each row, none above `max_tokens`.
+    """The rows of each micro-batch of each rank; `sizes`: tokens of each row, none above `max_tokens`.
 
     Ranks that meet only at the end of a step, where gradients are summed, get equal totals: first ranks are balanced,
     then each rank's micro-batches. With `lockstep` they meet in every micro-batch, because they share experts, and the

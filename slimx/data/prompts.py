@@ -21,14 +21,14 @@ KEYS = ("id", "messages", "token_ids", "answer", "metadata")
 
 
 class DataSource(Protocol):
-    """What the loop asks of a source of prompts; a user's class needs no more than these three methods."""
+    """A source of prompts, as the loop uses it; a user's class needs no more than these three methods."""
 
     def next(self) -> Prompt:
         """The next prompt; a source never ends."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Where the source stands, as values that JSON can hold; written into every checkpoint."""
+        """The position of the source, as values that JSON can hold; written into every checkpoint."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ class PromptSource:
         self._position = position
 
     def _changes(self, state: dict[str, Any]) -> str:
-        """What differs between the saved identity and this one, in words; empty if nothing does."""
+        """The differences between the saved identity and this one, in words; empty if nothing does."""
         old, new = state, self._identity
         changes = [f"the seed was {old['seed']} and is {new['seed']}"] if old["seed"] != new["seed"] else []
         if old["count"] != new["count"]:

@@ -1,4 +1,4 @@
-"""What travels through the loop: prompts, trajectories with the provenance of every token, groups.
+"""Records that travel through the loop: prompts, trajectories with the provenance of every token, groups.
 
 Durable records carry `schema_version`: they are written into checkpoints and read back by later releases.
 L is the number of tokens of a trajectory, prompt included.
@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """What a generate hook says of one turn, for advantages that go by turns."""
+    """A generate hook's account of one turn, for advantages that go by turns."""
 
     reward: float = 0.0
     """What this turn alone brought; a trajectory's `reward` is that of the whole."""

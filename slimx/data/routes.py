@@ -15,7 +15,7 @@ from slimx.errors import SlimxError
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """What the routes of a model look like."""
+    """Shape of the routes of a model."""
 
     layers: int
     """Decoder layers; engines report all of them, with anything for dense ones."""
@@ -27,7 +27,7 @@ class RouteShape:
 
 
 def check_routes(trajectories: Sequence[Trajectory], shape: RouteShape) -> None:
-    """Whether every trajectory carries a valid route for each of its input positions and MoE layers.
+    """Check that every trajectory carries a valid route for each of its input positions and MoE layers.
 
     Raises SlimxError naming the first trajectory that does not, and the layer."""
     for trajectory in trajectories:

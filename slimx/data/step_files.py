@@ -32,7 +32,7 @@ _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What rollouts were made with, as far as training on them again must have the same."""
+    """Everything that rollouts were made with and that training on them again must share."""
 
     model: dict[str, Any]
     """The model's config.json."""
@@ -45,7 +45,7 @@ class Origin:
     """Whether the files keep the experts of each token."""
 
     def differences(self, other: Origin) -> list[str]:
-        """How `self`, of a file, differs from `other`, of a run that would train on it: a clause each."""
+        """Differences of `self`, of a file, from `other`, of a run that would train on it: a clause each."""
         out = []
         if keys := sorted(k for k in self.model.keys() | other.model.keys() if self.model.get(k) != other.model.get(k)):
             first = keys[0]
@@ -84,7 +84,7 @@ class About:
 
 
 def origin_of(config: Config, tokenizer: Any) -> Origin:
-    """What this run's rollouts are made with."""
+    """The origin of this run's rollouts."""
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     return Origin(
         model={key: value for key, value in model.items() if key not in _UNRELATED},
@@ -108,7 +108,7 @@ class StepFiles:
                 path.unlink()
 
     def due(self, step: int) -> bool:
-        """Whether step `step`, from 1, gets a file: the first one does."""
+        """Returns True if step `step`, from 1, gets a file: the first one does."""
         return self.every > 0 and (step - 1) % self.every == 0
 
     def write(self, step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int]) -> Path:
@@ -131,7 +131,7 @@ class StepFiles:
 
 
 def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[str, int], origin: Origin) -> About:
-    """What is said of a step's groups."""
+    """The description of a step's groups."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [t.reward for t in trajectories if t.reward is not None]
     return About(
@@ -169,7 +169,7 @@ def step_files(directory: Path) -> dict[int, Path]:
 
 
 def read_step_about(path: Path) -> About:
-    """What a file says of its step. Raises SlimxError naming a file that is damaged or says nothing."""
+    """The header's description of a step. Raises SlimxError naming a file that is damaged or says nothing."""
     try:
         return msgspec.convert(read_about(path), About)
     except msgspec.ValidationError as error:

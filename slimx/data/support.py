@@ -1,4 +1,4 @@
-"""Which tokens top-k and top-p left to sample from, position by position."""
+"""The tokens that top-k and top-p left to sample from, position by position."""
 
 from __future__ import annotations
 

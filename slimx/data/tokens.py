@@ -167,7 +167,7 @@ def check_prompts(
 
 
 def _given(tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Of the chat template, up to the reply."""
+    """Arguments of the chat template for everything up to the reply."""
     return {"add_generation_prompt": True} | ({"tools": tools} if tools else {})
 
 

@@ -1,4 +1,4 @@
-"""What a multi-turn environment is: it begins with a prompt and answers each of the model's turns."""
+"""The interface of a multi-turn environment: it begins with a prompt and answers each of the model's turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slimx.data.records import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment says to one turn."""
+    """An environment's answer to one turn."""
 
     text: str = ""
     """The next turn, which the model reads; not shown when `done`."""

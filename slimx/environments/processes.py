@@ -1,4 +1,4 @@
-"""Where a rollout's environment lives: in the driver's event loop, or in a process of its own.
+"""Environments of rollouts: in the driver's event loop, or in a process of its own.
 
 An environment that computes would hold up every rollout of the driver. In a process of its own it may: a server that
 has imported the environment's module forks one process for each, so that starting one costs milliseconds, and what one
@@ -141,7 +141,7 @@ class InProcess:
             raise
 
     def _ask(self, name: str, arguments: tuple[Any, ...], seconds: float) -> Any:
-        """In a thread of the pool: the answer of one call."""
+        """The answer of one call, awaited in a thread of the pool."""
         if self._connection is None:
             self._start()
         assert self._connection is not None and self._process is not None
@@ -183,7 +183,7 @@ class InProcess:
 
 
 def _serve(connection: Connection, lifeline: Connection, path: str, options: dict[str, Any]) -> None:
-    """What the process of one environment does."""
+    """The main function of the process of one environment."""
     _end_with(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt ends
     world: Environment | None = None

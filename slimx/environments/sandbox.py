@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run of code may use."""
+    """Limits of one run of code."""
 
     seconds: float = 10.0
     """Wall clock."""
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of the code."""
+    """Result of one run of code."""
 
     stdout: str
     stderr: str

@@ -1,4 +1,4 @@
-"""What `Sandbox.check` runs inside: tries what the sandbox promises to prevent, and prints what it found.
+"""The program that `Sandbox.check` runs inside: tries what the sandbox promises to prevent, and prints what it found.
 
 It is run as a program inside, where slimx is not installed, and imports nothing but Python's own library.
 """
@@ -36,7 +36,7 @@ def write(path: str) -> None:
 
 
 def processes(limit: int) -> int:
-    """How many can be started, up to `limit`."""
+    """The number of processes that can be started, up to `limit`."""
     started = []
     release, hold = os.pipe()
     try:

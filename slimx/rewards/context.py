@@ -1,4 +1,4 @@
-"""What the reward hooks of this room read of what the loop passes them."""
+"""The part of a reward context that the reward hooks of this room read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a reward hook says what it needs: a process of its own, a check before the run."""
+"""Marks by which a reward hook says its needs: a process of its own, a check before the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checked_by(check: Callable[..., None]) -> Callable[[Hook], Hook]:
 
 
 def asks_for_process(hook: Any) -> bool:
-    """Whether `needs_process` marks the hook, or the function behind a partial."""
+    """Returns True if `needs_process` marks the hook, or the function behind a partial."""
     return getattr(_function(hook), "needs_process", False)
 
 

@@ -13,8 +13,8 @@ from slimx.rewards.http import post
 async def reward(
     ctx: Context, trajectory: Trajectory, *, url: str, timeout: float = 30.0, retries: int = 3
 ) -> float | dict[str, float]:
-    """What `url` answers to a POST of `{"id", "prompt", "text", "answer", "metadata"}`: a number, `{"reward": number}`,
-    or an object of numbers whose sum is the reward. `prompt`: the messages, or the token ids.
+    """The answer of `url` to a POST of `{"id", "prompt", "text", "answer", "metadata"}`: a number,
+    `{"reward": number}`, or an object of numbers whose sum is the reward. `prompt`: the messages, or the token ids.
 
     `timeout`: seconds of one request. Raises SlimxError for another answer, or none."""
     prompt = ctx.prompt

@@ -76,7 +76,7 @@ class Draft:
         self.turn += 1
 
     def describe_turn(self, *, state_key: str | None = None, reward: float = 0.0) -> None:
-        """Of the turn that was sampled last: in which state of the environment it began, and what it brought."""
+        """Describe the turn that was sampled last: the state in which it began, and the reward that it brought."""
         if not self.turn:
             raise SlimxError(
                 f"trajectory {self.id} has no turn yet; call describe_turn after add_sampled",
@@ -97,7 +97,7 @@ class Draft:
         self._spans.append(Span(start=start, stop=len(self._ids), source="inserted", turn=self.turn))
 
     def _support(self, end: int) -> Support | None:
-        """Of the first `end` tokens; None where nothing was cut away."""
+        """The support of the first `end` tokens; None where nothing was cut away."""
         if not any(isinstance(part, Support) and len(part.ids) for part in self._supports):
             return None
         parts = [part if isinstance(part, Support) else Support.everything(part) for part in self._supports]

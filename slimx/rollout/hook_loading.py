@@ -91,7 +91,7 @@ def load_reward(config: RewardConfig, run: slime.RunFacts) -> Reward | None:
 
 
 def in_process(config: RewardConfig, reward: Reward) -> bool:
-    """Whether calls of `reward` run in processes (`reward.isolation`). SlimxError where a hook refuses threads."""
+    """Returns True if `reward` is called in processes (`reward.isolation`). SlimxError where a hook refuses threads."""
     needing = [name_of(hook) for hook in _parts(reward) if needs.asks_for_process(hook)]
     if config.isolation == "thread" and needing:
         raise SlimxError(

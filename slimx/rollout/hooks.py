@@ -76,7 +76,7 @@ class RolloutEngine:
     def stream(
         self, token_ids: Sequence[int], sampling: dict[str, Any] | None = None, *, turn: int = 0
     ) -> AbstractAsyncContextManager[TokenStream]:
-        """As `generate`, but the tokens can be read while they are sampled:
+        """Sample as `generate` does, with tokens that can be read while they are sampled:
 
         async with ctx.engine.stream(draft.token_ids) as stream:
             async for piece in stream:  # a Completion of the new tokens

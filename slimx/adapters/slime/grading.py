@@ -26,7 +26,7 @@ JUDGING: ContextVar[Callable[..., Any] | None] = ContextVar("slime_judging", def
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} of a text, braces balanced; None without one."""
+    r"""The content of the last \boxed{...} of a text, braces balanced; None without one."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -39,7 +39,7 @@ def boxed(text: str) -> str | None:
 
 
 def equal(said: str | None, right: Any) -> bool:
-    """Whether two expressions have one value."""
+    """Returns True if two expressions have one value."""
     from math_verify import parse, verify  # imported late: it takes a second, and most hooks grade by themselves
 
     if said is None:

@@ -85,7 +85,7 @@ class GenerateHook:
 
     @classmethod
     def load(cls, config: Config) -> GenerateHook:
-        """Of `rollout.generate`. SlimxError as `load`."""
+        """The hook of `rollout.generate`. Errors are those of `load`."""
         path = config.rollout.generate.removeprefix(PREFIX)
         semaphore = asyncio.Semaphore(config.rollout.max_rollouts)
         if taken := sorted(TOLD & config.rollout.options.keys()):
@@ -169,7 +169,7 @@ class RewardHook:
 
     @property
     def needs_process(self) -> bool:
-        """As the function is marked (`slimx.rewards.needs`), and where its module imports rules of `rm_hub`, which can
+        """True if the function is marked so (`slimx.rewards.needs`), or its module imports rules of `rm_hub`, which can
         be interrupted in the main thread of a process alone."""
         names = getattr(self.function, "__globals__", {}).values()
         ruled = any(getattr(value, "__module__", None) == grading.__name__ for value in names)
@@ -222,7 +222,7 @@ class KeepHook:
 
     @classmethod
     def load(cls, config: Config) -> KeepHook:
-        """Of `rollout.filter`. SlimxError as `load`."""
+        """The hook of `rollout.filter`. Errors are those of `load`."""
         path = str(config.rollout.filter).removeprefix(PREFIX)
         run = RunFacts.of(config)
         return cls(load("rollout.filter", path, "keep"), path, config.rollout.options, run, config.model.path)

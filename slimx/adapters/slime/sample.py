@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Status(Enum):
-    """How a sample ended."""
+    """The ending of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"

@@ -36,7 +36,7 @@ class Call:
 
 @dataclass(slots=True)
 class Scene:
-    """What the stand-in functions find when a hook calls them."""
+    """The running hook, as the stand-in functions find it when it calls them."""
 
     args: Arguments
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""What slime's modules hold for a hook: functions of the same names, which work on the running rollout."""
+"""The content of slime's modules for a hook: functions of the same names, which work on the running rollout."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class GenerationClient:
         return self._reader.completion(meta, request, time.monotonic() - start)
 
     def stream(self, request: GenerationRequest) -> TokenStream:
-        """As `generate`, but the tokens can be read while they are sampled."""
+        """Sample as `generate` does, with tokens that can be read while they are sampled."""
         score = partial(self.score, routed_experts=True)
         sender = self._sender(request.affinity)
         return TokenStream(request, sender, self._reader, self._request_body, self.deadline_s, score)

@@ -100,7 +100,8 @@ class Reader:
         )
 
     def _support(self, meta: Meta, count: int) -> tuple[Support, list[float]]:
-        """What top-k and top-p kept at each of the last `count` tokens, and each token's log-prob among these."""
+        """The candidates kept by top-k and top-p at each of the last `count` tokens, and each token's log-prob among
+        these."""
         kept = _last(meta, "output_token_sampling_mask", count)
         logprobs = _last(meta, "output_token_sampling_logprobs", count)
         if len(kept) != count or len(logprobs) != count:

@@ -1,4 +1,4 @@
-"""Whether rollouts may ask the engines: closed while these rest, and while a run saves what is in flight."""
+"""The gate between rollouts and engines: closed while these rest, and while a run saves what is in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CANCEL_S = 10.0
 
 
 class Gate:
-    """Whether rollouts may ask the engines now, and what is out."""
+    """Lets requests of rollouts out to the engines, or holds them, and knows which are out."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()

@@ -32,7 +32,7 @@ def _aborted(pending: Pending) -> SlimxError:
 
 
 async def _pieces(stream: TokenStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:
-    """What `stream` brings. Raises SlimxError once the gate has given it up, by cancelling `out`."""
+    """The pieces of `stream`. Raises SlimxError once the gate has given it up, by cancelling `out`."""
     pieces = aiter(stream)
     while True:
         # Given up while nobody read: what has come since may be all of it.
@@ -63,8 +63,8 @@ class Interruptible:
         self._client, self._slots, self._clock, self._gate, self._journal = client, slots, clock, gate, journal
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """As `GenerationClient.generate`. Time before a closed gate does not count against the rollout's deadline.
-        Raises SlimxError if the engine aborts a request by itself."""
+        """Sample as `GenerationClient.generate` does. Time before a closed gate does not count against the rollout's
+        deadline. Raises SlimxError if the engine aborts a request by itself."""
         pending = self._begin(request)
         while not pending.done:
             await self._opened()
@@ -86,7 +86,7 @@ class Interruptible:
             return await self._client.generate(pending.rest()) if self._gate.is_open else None
 
     def stream(self, request: GenerationRequest) -> InterruptibleStream:
-        """As `GenerationClient.stream`."""
+        """Stream as `GenerationClient.stream` does."""
         return InterruptibleStream(self, self._begin(request))
 
     @asynccontextmanager
@@ -103,7 +103,7 @@ class Interruptible:
 
     @property
     def interrupted(self) -> bool:
-        """Whether an abort now is the gate's doing."""
+        """True while the gate is closed: an abort is then its doing."""
         return not self._gate.is_open
 
     def record(self, pending: Pending) -> None:

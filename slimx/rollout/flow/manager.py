@@ -66,7 +66,7 @@ class RolloutManager:
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """Of all prompts that were admitted and neither trained nor dropped, by number."""
+        """Tickets of all prompts that were admitted and neither trained nor dropped, by number."""
         return self._tickets
 
     @property
@@ -123,7 +123,7 @@ class RolloutManager:
         return {"source": self.source.state(), "next": self._next, "tickets": [_saved(t) for t in self._tickets]}
 
     def status(self) -> dict[str, Any]:
-        """What is in flight, for `slimx status`.
+        """Summary of what is in flight, for `slimx status`.
 
         open: tickets; generating, done: of these; held: prompts that may begin only after the next publication; rests:
         whether engines rest while trainers train; requests: out now; oldest: the ticket that all others wait for."""
@@ -274,7 +274,7 @@ class RolloutManager:
         straggler.outcome = GroupOutcome(group, STRAGGLER, detail)
 
     def _too_old(self, taken: Sequence[Ticket]) -> bool:
-        """Whether a group of `taken` is beyond the bound: it is dropped, named, and its prompt generated anew.
+        """Returns True if a group of `taken` is beyond the bound: it is dropped, named, and its prompt generated anew.
 
         Admission and selection allow none; one comes from a checkpoint of a run with other rules."""
         version, bound = self.maker.version, self.config.schedule.max_staleness
@@ -315,7 +315,7 @@ class RolloutManager:
             ticket.task = None
 
     def _awaited(self) -> str:
-        """What a batch that does not come waits for."""
+        """The groups that a batch which does not come waits for."""
         want = self.rules.size
         # Of the tickets of this batch; of a later one where all of these are done, but too few for a window.
         waiting = [ticket.prompt.id for ticket in self._tickets[:want] if ticket.outcome is None] or [

@@ -1,4 +1,4 @@
-"""What is done of a group that is not complete, so that nothing sampled is sampled twice.
+"""The finished part of a group that is not complete, so that nothing sampled is sampled twice.
 
 Of a rollout that is complete, its trajectories are kept, with their rewards. Of one that is not, every completion that
 its hook got from the engines, the last one perhaps cut off in the middle. The hook is run again in a resumed run, from
@@ -23,7 +23,7 @@ from slimx.rollout.client.request import GenerationRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """What one request of a hook brought so far."""
+    """The answer to one request of a hook so far."""
 
     key: str
     """Of the request: `key_of`."""
@@ -51,7 +51,7 @@ class Journal:
         self._replayed = dict(self._recorded)
 
     def replay(self, request: GenerationRequest) -> Completion | None:
-        """What an earlier run got for `request`. Within one run nothing is replayed: a request is made once."""
+        """The answer of an earlier run to `request`. Within one run nothing is replayed: a request is made once."""
         entry = self._replayed.get(key_of(request))
         return entry.completion if entry is not None else None
 
@@ -71,7 +71,7 @@ class Journal:
 
 @dataclass(slots=True)
 class GroupProgress:
-    """Of one group, by the number of the rollout."""
+    """Progress of one group, by the number of the rollout."""
 
     done: dict[int, list[Trajectory]] = field(default_factory=dict)
     journals: dict[int, Journal] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class GroupProgress:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was sampled."""
+        """True once anything was sampled."""
         return bool(self.done) or any(journal.entries() for journal in self.journals.values())
 
 
@@ -116,7 +116,7 @@ def key_of(request: GenerationRequest) -> str:
 
 
 def _begins(token_ids: np.ndarray, entry: Recorded, whole: int) -> bool:
-    """Whether `token_ids` begins with all that `entry` had and brought."""
+    """Returns True if `token_ids` begins with all that `entry` had and brought."""
     had = len(entry.token_ids)
     return (
         len(token_ids) >= whole

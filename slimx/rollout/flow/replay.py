@@ -44,7 +44,7 @@ class Replay:
         """Nothing is in flight."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says instead of a cursor and waiting groups: the position is the step."""
+        """State for a checkpoint, without cursor and waiting groups: the position is the step."""
         return {"replay": str(self.run), "tickets": []}
 
 
@@ -61,7 +61,7 @@ def step_path(run: Path, step: int) -> Path:
 
 
 def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bool) -> None:
-    """Whether the steps `first` to `last` of `run` are there and were made with what this run has (`origin`).
+    """Check that the steps `first` to `last` of `run` are there and were made with what this run has (`origin`).
 
     `routes`: whether they must hold the experts of each token. Raises SlimxError naming the first step that does not
     fit, before anything is started."""

@@ -67,7 +67,7 @@ class RewardPool:
             self._start_worker()
 
     async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
-        """Of a trajectory, or a list with that of each one of a group.
+        """The verdict on a trajectory, or a list with that on each one of a group.
 
         SlimxError for what the hook raised, returned wrongly or not in time, and after `close`."""
         if self._closed:
@@ -173,12 +173,12 @@ class RewardPool:
 
 
 def named(judged: Trajectory | Group) -> str:
-    """What is judged, as an error names it."""
+    """The name of what is judged, for errors."""
     return f"{'group' if isinstance(judged, Group) else 'trajectory'} {judged.id}"
 
 
 def verdicts(value: Any, judged: Trajectory | Group, name: str) -> Verdict | list[Verdict]:
-    """What hook `name` returned of a trajectory, or of each one of a group."""
+    """The verdicts that hook `name` returned of a trajectory, or of each one of a group."""
     if not isinstance(judged, Group):
         return checked(value, name)
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(judged.trajectories):

@@ -65,7 +65,7 @@ class RewardProcesses:
             self._idle.put(worker)
 
     async def judge(self, ctx: RewardContext, judged: Trajectory | Group) -> Verdict | list[Verdict]:
-        """As `RewardPool.judge`."""
+        """Judge as `RewardPool.judge` does."""
         call = self._hook, self.tokenizer_path, replace(ctx, tokenizer=None), judged
         taken: list[_Worker] = []
         try:
@@ -181,7 +181,7 @@ class _Worker:
 def reward_runner(
     config: RewardConfig, reward: Reward, tokenizer_path: str, run: RunFacts
 ) -> RewardPool | RewardProcesses:
-    """Where reward calls run, by `reward.isolation`."""
+    """The runner of reward calls that `reward.isolation` asks for."""
     if in_process(config, reward):
         return RewardProcesses(config, reward, tokenizer_path, run)
     return RewardPool(reward, workers=config.workers, deadline_s=config.deadline)

@@ -35,7 +35,7 @@ STRAGGLER = "straggler"
 
 @dataclass(slots=True)
 class GroupOutcome:
-    """What became of a prompt: a group, or the reason why there is none."""
+    """The outcome of a prompt: a group, or the reason why there is none."""
 
     group: Group | None
     reason: str | None = None
@@ -45,7 +45,7 @@ class GroupOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether something broke, as opposed to a filter that said no or a group that was only slow."""
+        """True if something broke, as opposed to a filter that said no or a group that was only slow."""
         return self.reason is not None and self.reason != STRAGGLER and not self.reason.startswith("filter")
 
 
@@ -274,7 +274,7 @@ def _mark(trajectory: Trajectory, reason: str, text: str) -> None:
 
 
 def _failed(ctx: RolloutContext, reason: str, text: str) -> Trajectory:
-    """What stands in a group for a rollout that brought nothing."""
+    """The empty trajectory that stands in a group for a rollout which brought nothing."""
     out = Trajectory(
         id=f"{ctx.group_id}/{ctx.index}",
         rollout_id=f"{ctx.group_id}/{ctx.index}",

@@ -65,12 +65,12 @@ class SlottedClient:
         self._client, self._slots, self._clock = client, slots, clock
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """As `GenerationClient.generate`."""
+        """Sample as `GenerationClient.generate` does."""
         async with self._slots.one(self._clock, first=True):
             return await self._client.generate(request)
 
     @asynccontextmanager
     async def stream(self, request: GenerationRequest) -> AsyncIterator[TokenStream]:
-        """As `GenerationClient.stream`; the place is held until the stream is left."""
+        """Stream as `GenerationClient.stream` does; the place is held until the stream is left."""
         async with self._slots.one(self._clock, first=True), self._client.stream(request) as stream:
             yield stream

@@ -46,12 +46,12 @@ class Ticket:
 
     @property
     def running(self) -> bool:
-        """Whether its group is being generated."""
+        """True while its group is being generated."""
         return self.task is not None and self.outcome is None
 
     @property
     def waits(self) -> bool:
-        """Whether its group is still to be begun."""
+        """True while its group is still to be begun."""
         return self.task is None and self.outcome is None
 
 
@@ -80,7 +80,7 @@ class SavedTicket:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How many tickets are open, and which are trained next."""
+    """Rules of how many tickets are open and which are trained next."""
 
     size: int
     """Groups of a batch."""
@@ -115,17 +115,17 @@ class Rules:
         return None
 
     def straggler(self, queue: Sequence[Ticket]) -> Ticket | None:
-        """What a batch that `select` does not give waits for, though enough groups are done; None: too few are."""
+        """The ticket that a batch waits for while `select` gives none, though enough groups are done; None: too few."""
         unfinished = [ticket for ticket in queue if ticket.outcome is None]
         return unfinished[0] if unfinished and len(queue) - len(unfinished) >= self.size else None
 
     def late(self, ticket: Ticket, version: int) -> bool:
-        """Whether `ticket` could not be trained any more by the trainers' `version`."""
+        """Returns True if `ticket` could not be trained any more by the trainers' `version`."""
         return not ticket.waits and ticket.born + self.staleness < version
 
     def _in_time(self, queue: Sequence[Ticket], taken: Sequence[Ticket], version: int) -> bool:
-        """Whether the tickets that stay behind are in time, one after another from the next batch on; those that would
-        be late in strict order too are surplus."""
+        """Returns True if the tickets that stay behind are in time, one after another from the next batch on; those
+        that would be late in strict order too are surplus."""
         numbers, behind = {ticket.number for ticket in taken}, 0
         for place, ticket in enumerate(queue):
             if ticket.number in numbers:

@@ -16,7 +16,7 @@ THOUGHT_ENDS = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """How sampled tokens become a message."""
+    """Turns sampled tokens into a message."""
 
     tokenizer: Any
     parse_tools: ToolParser
@@ -139,12 +139,12 @@ class Reply:
 
 
 def finish_reason(message: Message, completion: Completion) -> str:
-    """As the API tells it: stop, length or tool_calls."""
+    """The finish reason in the API's words: stop, length or tool_calls."""
     return "tool_calls" if message.get("tool_calls") else completion.finish_reason
 
 
 def logprobs(completion: Completion, tokenizer: Any) -> list[dict[str, Any]]:
-    """Of each sampled token; alternatives are not told."""
+    """Log-probs of each sampled token in the API's form; alternatives are not told."""
     out = []
     for token, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])
@@ -153,7 +153,7 @@ def logprobs(completion: Completion, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def split(text: str) -> tuple[str, str]:
-    """What was thought, and the answer."""
+    """Splits a text into what was thought and the answer."""
     thought, ends, answer = text.rpartition(THOUGHT_ENDS)
     return (thought.replace("<think>", "", 1).strip(), answer.strip()) if ends else ("", text)
 

@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a request stands in the tree."""
+    """Position of a request in the tree."""
 
     parent: Answer | None
     before: list[int]
@@ -53,7 +53,7 @@ class Position:
 
 
 class Conversations:
-    """Of one rollout. Errors of the chat template are SlimxErrors."""
+    """The conversations of one rollout. Errors of the chat template are SlimxErrors."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -65,7 +65,7 @@ class Conversations:
         return len(self._answers)
 
     def place(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Position:
-        """Where these messages are to be answered: after the longest conversation that they begin with."""
+        """The position at which these messages are answered: after the longest conversation that they begin with."""
         digests = [_digest(b"", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _content(message)))
@@ -120,8 +120,8 @@ def _tokens(leaf: Answer) -> list[int]:
 
 
 def _content(message: Message) -> list[Any]:
-    """What makes two messages the same. Of an answer white space around it, the ids of its tool calls and the way in
-    which their arguments are written do not: agents rewrite these, and the sampled tokens stand anyway."""
+    """The content by which two messages are the same. White space around an answer, the ids of its tool calls and the
+    way in which their arguments are written do not count: agents rewrite these, and the sampled tokens stand anyway."""
     if message["role"] != "assistant":
         return [message["role"], message["content"], message.get("name"), message.get("tool_call_id")]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]

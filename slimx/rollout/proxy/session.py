@@ -30,7 +30,7 @@ TOKEN_CHARACTERS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Of one session."""
+    """Limits of one session."""
 
     context: int
     """Tokens of one conversation, answers included."""
@@ -57,7 +57,7 @@ class Exchange:
 
 
 class Session:
-    """What one rollout's agent may ask, and what it was answered."""
+    """One rollout's agent at the proxy: what it may ask, and what it was answered."""
 
     def __init__(
         self, ctx: RolloutContext, reading: AnswerReader, limits: SessionLimits, *, strict: bool = False
@@ -73,7 +73,7 @@ class Session:
         """Whether a limit was reached."""
 
     def trajectories(self, metadata: dict[str, Any]) -> list[Trajectory]:
-        """What was sampled; [] if nothing was."""
+        """The trajectories that were sampled; [] if none were."""
         told = {"requests": self._requests, "overridden": sorted(self._overridden)}
         return self._conversations.trajectories(self._ctx, told | metadata)
 
@@ -93,7 +93,7 @@ class Session:
             raise
 
     async def _admit(self, request: ChatRequest, tokenizing: Executor) -> tuple[Position, dict[str, Any]]:
-        """Where the request's answer belongs, and what is sampled with; ApiError if a limit is reached."""
+        """The position of the request's answer, and the sampling for it; ApiError if a limit is reached."""
         limits, size = self._limits, characters(request)
         if size > limits.context * TOKEN_CHARACTERS:
             text = (
