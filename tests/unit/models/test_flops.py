@@ -26,15 +26,15 @@ COMMON = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_experts_per_tok": 3,
     "attn_implementation": "eager",
     "experts_implementation": "eager",
 }
-QWEN = (Qwen3MoeConfig, Qwen3MoeForCausalLM, qwen3_moe, {"num_key_value_heads": 2, "head_dim": 24, "num_experts": 8})
+QWEN = (Qwen3MoeConfig, Qwen3MoeForCausalLM, qwen3_moe, {"num_key_value_heads": 2, "head_dim": 24, "num_experts": 4})
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 8}
-EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 MODELS = {
     "GQA": QWEN,
     "dense": (Qwen2Config, Qwen2ForCausalLM, qwen2, {"num_key_value_heads": 2}),
@@ -48,7 +48,7 @@ MODELS = {
         MiniMaxM2Config,
         MiniMaxM2ForCausalLM,
         minimax_m2,
-        {"num_key_value_heads": 2, "head_dim": 24, "num_local_experts": 8},
+        {"num_key_value_heads": 2, "head_dim": 24, "num_local_experts": 4},
     ),
     "MLA": (DeepseekV3Config, DeepseekV3ForCausalLM, deepseek_v3, {**LATENT, **EXPERTS, "q_lora_rank": 24}),
     "MLA, whole queries": (
