@@ -50,7 +50,7 @@ def make_block_model(out: Path, *, dense: bool = False) -> Path:
 
 
 def in_fp8(model: Path, out: Path, rule: Rule = "ieee") -> Path:
-    """As `slimx convert hf-to-fp8` makes it."""
+    """A directory made as `slimx convert hf-to-fp8` makes it."""
     convert(run.hf_to_fp8(model, rule=rule), out, threads=1, verify=False)
     return out
 

@@ -127,7 +127,7 @@ class Rank:
         return self.steps(trainer, 2, 2)
 
     def same_weights(self, path: str) -> bool:
-        """Whether Megatron-LM's directory gives this rank what the Hugging Face one gives it, bit for bit."""
+        """Returns True if Megatron-LM's directory gives this rank the bits that the Hugging Face one gives it."""
         import torch
 
         found, wanted = self.trainer(path).weights.parameters, self.trainer().weights.parameters

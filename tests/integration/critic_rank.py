@@ -23,7 +23,7 @@ from tests.integration.trainer_rank import MAX_TOKENS, Rank, demonstrations
 
 QWEN, DEEPSEEK = "Qwen3-MoE", "DeepSeek-V3"
 STEPS = 12
-"""Of the critic on one batch."""
+"""Optimizer steps of the critic on one batch."""
 RATE = 2e-3
 CLIP = 0.5
 """Some values move further than this from the old ones, some do not."""
@@ -128,7 +128,7 @@ class CriticRank(Rank):
         self.said["again"] = [critic.train_step(batches, step=step) for step in rest]
 
     def move_head(self) -> None:
-        """How far one step moves the elements of the value head, smallest and largest."""
+        """Measures the smallest and the largest move of the value head's elements in one step."""
         critic, batches = self.critic(), self.packed(critic_rows())
         heads = {n: p for chunk in critic.chunks for n, p in chunk.named_parameters() if "value_head" in n}
         before = {name: parameter.detach().clone() for name, parameter in heads.items()}

@@ -31,10 +31,10 @@ class Case:
     """Also in bfloat16, saved and restored as a trainer's checkpoint, and begun from a release of Megatron-LM."""
 
     rounding: float = 2e-5
-    """How far a gradient may be off, as a share of the tensor's largest."""
+    """Tolerance of a gradient, as a share of the tensor's largest element."""
 
     def fits(self, sizes: Sizes) -> bool:
-        """Whether the model can be split like that."""
+        """Returns True if the model can be split like that."""
         return not (self.dense and sizes.expert > 1) and not (self.biased and sizes.expert_tensor > 1)
 
 

@@ -109,7 +109,7 @@ class Laboratory:
 
 
 class Ran:
-    """What the ranks of one layout wrote of one model."""
+    """Files that the ranks of one layout wrote of one model."""
 
     def __init__(self, directory: Path, model: str, sizes: Sizes, oracle: Oracle):
         self.directory, self.model, self.sizes = directory, model, sizes

@@ -33,7 +33,7 @@ class Oracle:
         self.weights = read(path)
 
     def trajectories(self) -> list[Trajectory]:
-        """What the trainer is given."""
+        """The demonstrations that the trainer is given."""
         return demonstrations(0)
 
     def logits(self, tokens: np.ndarray) -> torch.Tensor:

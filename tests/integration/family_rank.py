@@ -139,7 +139,7 @@ class Rank:
         self.write_gradients("mtp", trainer)
 
     def write_restored(self, trainer: Any) -> None:
-        """What a checkpoint of the trainer gives back after all weights changed."""
+        """Writes the weights that a checkpoint of the trainer gives back after all have changed."""
         import torch
 
         path = self.out / f"{self.case}.checkpoint"

@@ -97,7 +97,7 @@ class Rank:
             np.savez(self.out / "scores.npz", **arrays)
 
     def gradients(self, trainer: Any, batches: list[MicroBatch]) -> None:
-        """Of one update."""
+        """Writes the gradients of one update."""
         self.said["step"] = trainer.train_step(batches, step=0, version=0)
         tensors = {name: parameter.main_grad for name, parameter in trainer.weights.parameters.items()}
         write_tensors(self.out / "gradients.safetensors", tensors, self.spec, self.parallel)

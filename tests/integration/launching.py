@@ -1,4 +1,4 @@
-"""What a test of scripts/launch gives its nodes, all of which are this machine."""
+"""Nodes for tests of scripts/launch, all of which are this machine."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 Case = dict[str, Any]
 
 ONE = {name: values[0] for name, values in FACTORS.items()} | {"world_size": 1}
-"""What the others are compared with."""
+"""The case that the others are compared with."""
 _KEYS = (*FACTORS,)
 
 
@@ -61,7 +61,7 @@ def fields(case: Case) -> dict[str, Any]:
 
 
 def possible(case: Case) -> bool:
-    """Whether slimx takes the layout for the two models of the test."""
+    """Returns True if slimx takes the layout for the two models of the test."""
     stages = case["pipeline"] * case["virtual_pipeline"]
     if case["virtual_pipeline"] > 1 and case["pipeline"] == 1:
         return False

@@ -265,7 +265,7 @@ class OptimizerRank(Rank):
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two collections of tensors and numbers are equal bit for bit."""
+    """Returns True if two collections of tensors and numbers are equal bit for bit."""
     import torch
 
     if isinstance(a, dict):

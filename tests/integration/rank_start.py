@@ -1,4 +1,4 @@
-"""How a rank of a test begins: as `slimx.trainer.worker` does, without Ray."""
+"""The start of a test's rank, which is that of `slimx.trainer.worker` without Ray."""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ Microbatches = Sequence[Sequence[int]]
 
 class Ran(NamedTuple):
     logprobs: torch.Tensor
-    """Of the labels, [L - 1]."""
+    """Log-probabilities of the labels, [L - 1]."""
     logits: dict[int, torch.Tensor]
-    """Of each layer's router, [L - 1, experts], with gradient."""
+    """Logits of each layer's router, [L - 1, experts], with gradient."""
     routes: np.ndarray
     """[L - 1, layers, k]; zeros for dense layers."""
 

@@ -1,4 +1,4 @@
-"""What the driver does around `Trainer.save`, for ranks that run without one."""
+"""The driver's part of `Trainer.save`, for ranks that run without a driver."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Slurm:
         return self.field(job, "JobState")
 
     def field(self, job: str, name: str) -> str:
-        """Of the job's record."""
+        """A field of the job's record."""
         found = re.search(rf"\b{name}=(\S*)", self.call("scontrol", "show", "job", "-o", job))
         assert found, name
         return found[1]

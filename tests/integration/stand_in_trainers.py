@@ -20,7 +20,7 @@ class Neighbour:
 
 
 class Trainers:
-    """What stands for the trainers: weights in this process, other ones for every version."""
+    """A stand-in for the trainers: weights in this process, other ones for every version."""
 
     def __init__(self, weights: Weights):
         self.start, self.version = weights, 0

@@ -75,7 +75,7 @@ def demonstrations(step: int) -> list[Trajectory]:
 
 
 class Rank:
-    """What one rank does, step by step; `main` tells in which order."""
+    """The work of one rank, step by step; `main` has the order."""
 
     def __init__(self, job: dict[str, Any], rank: int):
         self.job, self.rank, self.out = job, rank, Path(job["out"])

@@ -1,4 +1,4 @@
-"""What the tests of recovery share: a membership over engines and a router in this process."""
+"""Shared by the tests of recovery: a membership over engines and a router in this process."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def _swiglu(whole: Tensors, name: str, source: str, size: int, own: int) -> Iter
 
 
 def held_by_trainers(model: Model, sizes: Sizes) -> list[Tensors]:
-    """What every rank holds, layers split as `split_of` says."""
+    """The tensors of every rank, layers split as `split_of` says."""
     whole, split = checkpoint(model), split_of(model, sizes)
     return [megatron_rank(model, whole, sizes, place, split) for place in places(sizes)]
 

@@ -18,7 +18,7 @@ from slimx.reshard.transports import device, landing
 CSRC = Path(__file__).parents[3] / "csrc"
 EMULATION = Path(__file__).with_name("cuda_emulation")
 DEVICE = torch.device("cpu")
-"""Where tensors of the emulated device lie."""
+"""The device of torch in whose memory tensors of the emulated device lie."""
 
 
 def build_emulator(folder: Path) -> Path:

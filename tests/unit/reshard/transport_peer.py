@@ -19,7 +19,7 @@ CONTEXT.set_forkserver_preload([__name__])
 
 
 def check(packed: PackedBucket, target: int, memory: torch.Tensor) -> int:
-    """How many tensors of a target are as announced. Raises SlimxError for the first that is not."""
+    """Counts the tensors of a target, which must be as announced. Raises SlimxError for the first that is not."""
     for tensor in packed.targets[target]:
         held = memory[tensor.offset : tensor.offset + tensor.nbytes].clone().view(getattr(torch, tensor.dtype))
         if checksum_tensor(held.view(tensor.shape)) != tensor.checksum:

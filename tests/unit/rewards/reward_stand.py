@@ -1,4 +1,4 @@
-"""What the tests of rewards share: a judged response, and reward hooks that break in the ways that hooks break."""
+"""Shared by the tests of rewards: a judged response, and reward hooks that break in the ways that hooks break."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def context(text: str = "", answer: str | None = None, **metadata: Any) -> Rewar
 def judged(
     hook: Callable[..., Awaitable[Any]], text: str, answer: str | None = None, *, sampled: int = 1, **options: Any
 ) -> Any:
-    """What `hook` gives to a response; `options` are its own."""
+    """The reward that `hook` gives to a response; `options` are the hook's own."""
     return asyncio.run(hook(context(text, answer), trajectory(sampled), **options))
 
 

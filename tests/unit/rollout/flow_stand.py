@@ -56,7 +56,7 @@ class Engine:
     def __init__(self, random: np.random.Generator, slowest: float = 1.0) -> None:
         self.version, self.random, self.slowest = 0, random, slowest
         self.sampled: dict[tuple[int, int], int] = {}
-        """How often the token of a (seed, position) was sampled."""
+        """Times that the token of a (seed, position) was sampled."""
         self.out = 0
         self.never: int | None = None
         """Seed of a request that is not answered."""
@@ -113,13 +113,13 @@ def keep(group: Group) -> bool | str:
 
 
 def kept(config: Config, number: int) -> bool:
-    """Whether the group of ticket `number` is trained: neither failed nor dropped by `keep`."""
+    """Returns True if the group of ticket `number` is trained: neither failed nor dropped by `keep`."""
     seeds = [seed_of(config.run.seed, number, index) for index in range(config.rollout.group_size)]
     return seeds[0] % 5 != 0 and all(seed % 29 for seed in seeds)
 
 
 def expected_tokens(trajectory: Trajectory) -> list[int]:
-    """What an uninterrupted run samples."""
+    """The tokens that an uninterrupted run samples."""
     prompt, seed = trajectory.spans[0].stop, trajectory.sampling["seed"]
     first = [token_of(seed_of(seed, 0), prompt + n) for n in range(TURN_TOKENS)]
     start = prompt + TURN_TOKENS + 2

@@ -1,4 +1,4 @@
-"""What the tests of the proxy share: a run's proxy over an engine in this process, and a tokenizer that knows tools."""
+"""Shared by the tests of the proxy: a run's proxy over an engine in this process, and a tokenizer that knows tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of rollouts share: a manager over an engine in this process, with the quickstart's own tokenizer."""
+"""Shared by the tests of rollouts: a manager over an engine in this process, with the quickstart's own tokenizer."""
 
 from __future__ import annotations
 
