@@ -51,13 +51,17 @@ def preloaded(
     }
 
 
+def read_common(path: Path) -> dict[str, Any]:
+    """Read `common.pt` of the torch_dist checkpoint `path`; no class but the arguments' is let in."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path / "common.pt", map_location="cpu", weights_only=True)
+
+
 def saved_vocabulary(path: Path) -> int | None:
     """Tokens of the model in the torch_dist checkpoint `path`, without padding, by Megatron-LM's `args.vocab_size`;
     None where its arguments do not say, or hold classes that are not let in."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            found = torch.load(path / "common.pt", map_location="cpu", weights_only=True)
-        vocabulary = getattr(found["args"], "vocab_size", None)
+        vocabulary = getattr(read_common(path)["args"], "vocab_size", None)
     # The arguments of other systems hold nearly any class, and a damaged file raises nearly anything.
     except Exception:
         return None

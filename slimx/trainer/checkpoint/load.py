@@ -7,7 +7,6 @@ that is not the run's own only tensors are read.
 
 from __future__ import annotations
 
-import argparse
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slimx.errors import SlimxError
+from slimx.models.files.megatron_common import read_common
 from slimx.models.files.megatron_directory import Fit
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.trainer.checkpoint import state as states
@@ -123,10 +123,7 @@ class _Common(TorchCommonLoadStrategy):
         self.skip = skip
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        if self.skip:
-            return {}
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(Path(checkpoint_dir) / "common.pt", map_location="cpu", weights_only=True)
+        return {} if self.skip else read_common(Path(checkpoint_dir))
 
 
 class _Tensors(TorchDistLoadShardedStrategy):
