@@ -176,7 +176,7 @@ def test_a_family_that_was_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch
     spec = SimpleNamespace(path="/m", family=SimpleNamespace(ARCHITECTURE="Qwen3ForCausalLM"), transformer=fields)
     assert asked(config(), spec, "cpu") == []
     monkeypatch.setattr(kernel_cuda, "LIBRARY", tmp_path / "absent.so")
-    assert asked(config(), spec, "cuda") == ["exact.kernels"]
+    assert asked(config(), spec, "cuda") == ["library.missing"]
     monkeypatch.setattr(kernel_cuda, "load", lambda path: None)
     assert asked(config(), spec, "cuda") == []
     spec.family.ARCHITECTURE = "LlamaForCausalLM"
