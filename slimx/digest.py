@@ -1,7 +1,11 @@
-"""Size and digest of files, by which what was written is recognised when it is read again."""
+"""Digests, by which what was written is recognised when it is read again.
+
+XXH3 of 128 bits for the files of checkpoints and conversions, which are large and guarded against damage alone; BLAKE2b
+of 128 bits for identities (prompts, vocabularies, requests), which must not collide."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -17,6 +21,16 @@ class FileRecord(msgspec.Struct, frozen=True):
     """Bytes."""
     xxh3: str
     """XXH3 of 128 bits, in hexadecimal digits."""
+
+
+def fingerprint(data: bytes) -> str:
+    """The identity of `data`: its BLAKE2b of 128 bits, in hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def record_bytes(data: bytes) -> FileRecord:
+    """Size and digest of a file that holds `data`."""
+    return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 def record(path: Path) -> FileRecord:

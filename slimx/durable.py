@@ -15,24 +15,36 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write `data` and bring it to disk."""
+def write_synced(path: Path, *pieces: bytes | memoryview) -> None:
+    """Write `pieces`, one after the other, and bring them to disk."""
     with path.open("wb") as file:
-        file.write(data)
+        for piece in pieces:
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_synced(path: Path, data: bytes) -> None:
-    """Put `data` in place of the file `path`, which stays as it is until all of it is on disk.
+def write_atomic(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> None:
+    """Put `pieces` in place of the file `path`: readers see the old file or all of the new one.
 
-    Raises SlimxError where it cannot be written."""
+    `sync`: the old one also survives a crash of the machine. Raises OSError, without leaving a part behind."""
     partial = path.with_name(path.name + ".partial")
     try:
-        write_synced(partial, data)
-        partial.rename(path)
-    except OSError as error:
+        if sync:
+            write_synced(partial, *pieces)
+        else:
+            partial.write_bytes(b"".join(pieces))
+        partial.replace(path)
+    except OSError:
         partial.unlink(missing_ok=True)
+        raise
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """`write_atomic` for a file that a run cannot do without. Raises SlimxError where it cannot be written."""
+    try:
+        write_atomic(path, data)
+    except OSError as error:
         raise SlimxError(
             f"{path} cannot be written ({error.strerror}); free space or fix the disk, then start again",
             code="disk.write",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import re
@@ -24,6 +23,8 @@ import msgspec
 import numpy as np
 
 from slimx.data.records import RETIRED, SCHEMA_VERSION, Group
+from slimx.digest import fingerprint
+from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 
 T = TypeVar("T")
@@ -98,16 +99,10 @@ def save_groups(path: str | Path, groups: Sequence[Group], about: Mapping[str, A
     """
     path = Path(path)
     payload = encode_groups(groups)
-    header = {"format": FORMAT, "bytes": len(payload), "blake2b": _checksum(payload)}
+    header = {"format": FORMAT, "bytes": len(payload), "blake2b": fingerprint(payload)}
     if about is not None:
         header["about"] = about
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(json.dumps(header).encode() + b"\n")
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_atomic(path, json.dumps(header).encode() + b"\n", payload)
 
 
 def load_groups(path: str | Path) -> list[Group]:
@@ -118,7 +113,7 @@ def load_groups(path: str | Path) -> list[Group]:
     path = Path(path)
     with _opened(path) as file:
         header, payload = _header(path, file), file.read()
-    if _checksum(payload) != header["blake2b"]:
+    if fingerprint(payload) != header["blake2b"]:
         raise SlimxError(
             f"{path}: was changed after it was written (its checksum differs); take another checkpoint",
             code="data.checksum",
@@ -175,10 +170,6 @@ def _header(path: Path, file: BinaryIO) -> dict[str, Any]:
             about=str(path),
         )
     return header
-
-
-def _checksum(payload: bytes) -> str:
-    return hashlib.blake2b(payload, digest_size=16).hexdigest()
 
 
 def _from_numpy(value: Any) -> Any:

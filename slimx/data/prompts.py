@@ -5,7 +5,6 @@ One line is one prompt: `{"messages": [...]}` or `{"token_ids": [...]}`, and opt
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import numpy as np
 
 from slimx.data.codec import encode
 from slimx.data.records import Prompt
+from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 
 KEYS = ("id", "messages", "token_ids", "answer", "metadata")
@@ -197,4 +197,4 @@ class PromptSource:
 
 
 def _fingerprint(value: Any) -> str:
-    return hashlib.blake2b(encode(value), digest_size=16).hexdigest()
+    return fingerprint(encode(value))

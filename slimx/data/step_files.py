@@ -7,7 +7,6 @@ these files, `rollout.replay` trains on them again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.data.codec import encode, load_groups, read_about, save_groups
 from slimx.data.records import Group
+from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 
 DIRECTORY = "rollouts"
@@ -88,7 +88,7 @@ def origin_of(config: Config, tokenizer: Any) -> Origin:
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     return Origin(
         model={key: value for key, value in model.items() if key not in _UNRELATED},
-        vocabulary=hashlib.blake2b(encode(sorted(tokenizer.get_vocab().items())), digest_size=16).hexdigest(),
+        vocabulary=fingerprint(encode(sorted(tokenizer.get_vocab().items()))),
         prompts_per_step=config.rollout.prompts_per_step,
         group_size=config.rollout.group_size,
         max_staleness=config.schedule.max_staleness,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slimx.cluster.restarts import Restarts
+from slimx.durable import write_atomic
 from slimx.engines.fleet.group import EngineGroup
 
 KEPT = 5
@@ -53,9 +53,8 @@ class Roster:
             }
             for group in self._groups
         ]
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps({"engines": engines, "routers": routers}, indent=1))
-        os.replace(partial, self.path)
+        text = json.dumps({"engines": engines, "routers": routers}, indent=1)
+        write_atomic(self.path, text.encode(), sync=False)
 
 
 def _restarts(restarts: Restarts) -> dict[str, Any]:

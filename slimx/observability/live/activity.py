@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 
 EVERY_S = 2.0
@@ -56,9 +56,8 @@ class Activity:
     async def _keep(self) -> None:
         while True:
             try:
-                partial = self._path.with_name(FILE + ".partial")
-                partial.write_text(json.dumps({"written": time.time(), **self._look()}))
-                os.replace(partial, self._path)
+                text = json.dumps({"written": time.time(), **self._look()})
+                write_atomic(self._path, text.encode(), sync=False)
             except OSError as error:
                 self._warn(f"{self._path} cannot be written ({error}); slimx status will not say what the run does")
                 return

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from slimx.durable import write_atomic
 from slimx.errors import SlimxError
 
 T = TypeVar("T")
@@ -95,10 +96,5 @@ def _truncate(path: Path, resume_step: int) -> int:
             removed += 1
         else:
             kept.append(line.rstrip(b"\r\n") + b"\n")
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_atomic(path, *kept)
     return removed + (torn is not None)

@@ -11,12 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from slimx.errors import SlimxError
 from slimx.observability.tracking.guard import Guard, print_warning
-from slimx.observability.tracking.jsonl import JsonlFile, load_records
-from slimx.observability.tracking.phases import Phase, place
+from slimx.observability.tracking.jsonl import JsonlFile
+from slimx.observability.tracking.phases import Phase
 
 
 class Timeline:
@@ -58,13 +55,6 @@ class Timeline:
         with self._lock:
             return dict(self._seconds.get(step, {}))
 
-    def to_chrome_trace(self, path: Path) -> None:
-        """Writes every phase of the file, earlier processes of the run included, for chrome://tracing or Perfetto."""
-        phases, problems = load_records(self._file.path, Phase.from_json)
-        if problems:
-            raise SlimxError(f"{problems[0]}; repair the line, then export the trace")
-        path.write_bytes(msgspec.json.encode(chrome_trace(phases)))
-
     def close(self) -> int:
         """Closes the file; returns the phases that could not be written to it."""
         self._file.close()
@@ -74,32 +64,3 @@ class Timeline:
 def _record(phase: Phase) -> dict[str, Any]:
     """A line of the file; most phases have no detail."""
     return {key: value for key, value in asdict(phase).items() if key != "detail" or value}
-
-
-def chrome_trace(phases: list[Phase]) -> dict[str, Any]:
-    """The phases as a Chrome trace object: one thread per track and lane, microseconds since the first start.
-
-    Format: "Trace Event Format" of the Chromium project, complete (`X`) and metadata (`M`) events.
-    """
-    origin = min((phase.start for phase in phases), default=0.0)
-    threads: dict[tuple[str, int], int] = {}
-    events: list[dict[str, Any]] = []
-    for placed in place(phases):
-        phase = placed.phase
-        thread = threads.setdefault((phase.track, placed.lane), len(threads))
-        events.append(
-            {
-                "name": phase.name,
-                "cat": "phase",
-                "ph": "X",
-                "ts": (phase.start - origin) * 1e6,
-                "dur": phase.seconds * 1e6,
-                "pid": 0,
-                "tid": thread,
-                "args": {"step": phase.step} | ({"detail": phase.detail} if phase.detail else {}),
-            }
-        )
-    for (track, lane), thread in threads.items():
-        label = track if lane == 0 else f"{track} ({lane + 1})"
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": thread, "args": {"name": label}})
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_unix_seconds": origin}}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.data.codec import decode, encode
-from slimx.durable import sync_directory
+from slimx.durable import sync_directory, write_atomic
 from slimx.errors import SlimxError
 from slimx.models.files.megatron_directory import TRACKER, iteration_name
 from slimx.rollout.flow.tickets import SavedTicket
@@ -133,9 +133,7 @@ class Saves:
         """Tell Megatron-LM which one is the newest; a kill before that leaves it the one before, which still exists."""
         match = re.fullmatch(_NAME, newest.name)
         assert match is not None
-        partial = self.directory / f"{TRACKER}.partial"
-        write(partial, str(int(match[1])).encode())
-        partial.rename(self.directory / TRACKER)
+        write_atomic(self.directory / TRACKER, str(int(match[1])).encode())
         sync_directory(self.directory)
 
     def _complete(self) -> list[tuple[int, Path]]:

@@ -11,14 +11,13 @@ memory, and compare the same checksums.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from slimx.durable import sync_directory
+from slimx.durable import sync_directory, write_atomic
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
@@ -153,13 +152,7 @@ def _entry(dtype: str, shape: tuple[int, ...], start: int, stop: int) -> dict[st
 
 def _write(path: Path, *pieces: bytes | memoryview) -> None:
     """A file that is complete, and on the disk, once it has its name."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    write_atomic(path, *pieces)
     sync_directory(path.parent)
 
 

@@ -9,7 +9,6 @@ second time gets new tokens for it, as it must.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 
 from slimx.data.records import Trajectory
+from slimx.digest import fingerprint
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 
@@ -112,7 +112,7 @@ class GroupProgress:
 def key_of(request: GenerationRequest) -> str:
     """The same for the same request, in any process."""
     asked = msgspec.json.encode([request.sampling, request.seed], order="sorted")
-    return hashlib.blake2b(np.array(request.token_ids, np.int32).tobytes() + asked, digest_size=16).hexdigest()
+    return fingerprint(np.array(request.token_ids, np.int32).tobytes() + asked)
 
 
 def _begins(token_ids: np.ndarray, entry: Recorded, whole: int) -> bool:

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from slimx.digest import FileRecord as FileRecord
 from slimx.digest import record as record
+from slimx.digest import record_bytes
 from slimx.durable import replace_synced, write_synced
 from slimx.errors import SlimxError
 
@@ -66,7 +66,7 @@ class Report(msgspec.Struct, frozen=True):
 def write(path: Path, data: bytes) -> FileRecord:
     """Write `data` and bring it to disk."""
     write_synced(path, data)
-    return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
+    return record_bytes(data)
 
 
 def write_report(directory: Path, rank: int, report: Report) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from slimx.observability.tracking.phases import Phase, place
-from slimx.observability.tracking.timeline import Timeline, chrome_trace
+from slimx.observability.tracking.timeline import Timeline
 
 
 def phases(run_dir) -> list[Phase]:
@@ -140,29 +140,3 @@ def test_a_resumed_run_times_no_step_twice_and_keeps_its_start_up(tmp_path):
     second.close()
     assert [item.step for item in phases(tmp_path)] == [None, 0, 1, 2]
     assert phases(tmp_path)[-1].start == 1.7e9 + 10
-
-
-def test_the_chrome_trace_has_a_thread_per_track_and_nests(tmp_path):
-    timeline = Timeline(tmp_path)
-    for item in (phase("step", 0, 4), phase("train", 1, 2), phase("generate", 0.5, 3, track="rollout", step=1)):
-        timeline.add(item)
-    timeline.to_chrome_trace(tmp_path / "trace.json")
-    timeline.close()
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    spans = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
-    threads = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
-    assert {name: threads[span["tid"]] for name, span in spans.items()} == {
-        "step": "main",
-        "train": "main",
-        "generate": "rollout",
-    }
-    assert spans["step"]["ts"] == 0 and spans["step"]["dur"] == 4e6
-    assert spans["train"]["ts"] == pytest.approx(1e6, abs=1)
-    assert spans["generate"]["args"] == {"step": 1}
-    assert trace["otherData"]["origin_unix_seconds"] == 1.7e9
-
-
-def test_overlapping_phases_of_one_track_get_threads_of_their_own():
-    trace = chrome_trace([phase("a", 0, 2, track="rollout"), phase("b", 1, 2, track="rollout")])
-    names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
-    assert names == ["rollout", "rollout (2)"]
