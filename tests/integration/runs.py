@@ -92,9 +92,9 @@ class TrainProcess:
         """Stacks of the run's Python processes."""
         return stacks.told(process.pid for process in self.processes())
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
         """Wait until `condition` holds while the process runs."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + deadline_s
         while not condition():
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < end, f"{self.text()}\n{self.stacks()}"
