@@ -1,4 +1,4 @@
-// exact_attention.h: attention of exact mode, one row and one group of heads. Included once for each instruction set.
+// exact_attention.h: attention of exact mode, one row and one group of heads. Included by exact_isa.h alone.
 
 struct AttentionScratch {  // of one row and group: floats, each at a multiple of SLIMX_LANES
   int64_t share, d, dv, slots;

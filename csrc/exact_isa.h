@@ -1,5 +1,10 @@
-// exact_isa.h: all kernels of exact mode for one instruction set. Included in a namespace with SLIMX_WIDTH,
-// multiply_add and splat; exact_cpu.cpp reaches them through `kernels`.
+// exact_isa.h: all kernels of exact mode for one instruction set, which make up a `Kernels` (exact_shapes.h).
+//
+// Its user includes exact_shapes.h, and then this file once for each instruction set, in a namespace of its own that
+// defines SLIMX_WIDTH, multiply_add and splat. None of the headers below knows of that user.
+#ifndef SLIMX_WIDTH
+#error "define SLIMX_WIDTH, multiply_add and splat"
+#endif
 
 // clang-format off: each needs what stands above it
 #include "exact_vector.h"

@@ -1,4 +1,4 @@
-// exact_linear.h: linears of exact mode, one tile of columns at a time. Included once for each instruction set.
+// exact_linear.h: linears of exact mode, one tile of columns at a time. Included by exact_isa.h alone.
 //
 // Order of operations, for each element of the result: see reference.py. The chains run along K, so vectors lie across
 // rows (many rows: weights are broadcast) or across columns (few rows: weights are transposed); both give the same

@@ -1,4 +1,4 @@
-// exact_rows.h: operations of exact mode on one row. Included once for each instruction set.
+// exact_rows.h: operations of exact mode on one row. Included by exact_isa.h alone.
 // `scratch`: floats for one row, up to the next multiple of SLIMX_LANES.
 
 template <class T>
