@@ -18,8 +18,8 @@ import torch
 from reshard_layer import Job, Pieces, Shards, checksums, straightforward
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels import reference
 from slimx.reshard.kernels.cpu import OP, RULE
+from tests import reshard_reference as reference
 
 JOBS = [
     Job("bf16 permute", OP.COPY_CHECKED),

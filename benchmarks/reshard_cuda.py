@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 from reshard_layer import Job, Pieces, Shards, checksums, straightforward  # noqa: E402
 
 from slimx.reshard.kernels import cuda as kernel_cuda
-from slimx.reshard.kernels import reference
 from slimx.reshard.kernels.cuda import DevicePlan  # noqa: E402
 from slimx.reshard.kernels.record import OP, PIECE, RULE  # noqa: E402
+from tests import reshard_reference as reference
 
 LAYER = [
     Job("bf16 permute", OP.COPY_CHECKED),

@@ -18,7 +18,7 @@ from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
-from slimx.engines.fleet.nodes import Place
+from slimx.engines.fleet.nodes import Placement
 from slimx.engines.fleet.roster import Roster
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.lifetime.lifetime import stopping
@@ -74,7 +74,7 @@ class EngineService:
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
 
-    def place(self, shared: Sequence[Place] = ()) -> EngineGroup | None:
+    def place(self, shared: Sequence[Placement] = ()) -> EngineGroup | None:
         """Create the policy's engines, without starting them; None where the configuration has none.
 
         `shared`: the places of trainer ranks with which they take turns, see `EngineGroup`."""

@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 from slimx.errors import SlimxError
 
-Scope = Literal["full", "delta", "adapter"]
 Encoding = Literal["hf", "local"]
 
 
@@ -19,9 +18,6 @@ class Manifest:
     """Whose weights these are."""
     version: int
     """From 0; the version that tokens carry once this is committed."""
-    base_version: int | None = None
-    """The version that a delta is added to; None for whole weights."""
-    scope: Scope = "full"
     encoding: Encoding = "hf"
     """"hf": tensors with Hugging Face names, the same bytes for every rank. "local": each engine rank's own bytes,
     named and shaped as the parameters that it holds."""
@@ -33,13 +29,12 @@ class Manifest:
     """The membership under which this publication began: two publications of one version differ in it."""
 
     def __post_init__(self) -> None:
-        for name, known in (("scope", get_args(Scope)), ("encoding", get_args(Encoding))):
-            if getattr(self, name) not in known:
-                raise SlimxError(f"manifest: {name} is {getattr(self, name)!r}; it is one of {', '.join(known)}")
-        if (self.scope == "full") != (self.base_version is None):
+        if self.encoding not in get_args(Encoding):
+            known = ", ".join(get_args(Encoding))
             raise SlimxError(
-                f"manifest of version {self.version}: scope {self.scope} with base_version {self.base_version}; whole "
-                "weights have no base, everything else needs one"
+                f"manifest: encoding is {self.encoding!r}; it is one of {known}",
+                code="manifest.value",
+                about="encoding",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -50,7 +45,11 @@ class Manifest:
         """The manifest that `to_json` wrote; a missing or unknown key is an error."""
         if odd := sorted(values.keys() ^ {field.name for field in fields(cls)}):
             problem = "is unknown" if odd[0] in values else "is missing"
-            raise SlimxError(f"manifest: {odd[0]} {problem}; the other side runs another version of slimx")
+            raise SlimxError(
+                f"manifest: {odd[0]} {problem}; the other side runs another version of slimx",
+                code="manifest.key",
+                about=odd[0],
+            )
         return cls(**values)
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ ABORT_S = 10.0
 
 
 @dataclass(slots=True)
-class Outcome:
+class EngineOutcome:
     """What became of one engine in one publication."""
 
     step: str = "begin"
@@ -59,7 +59,7 @@ class Publication:
     """What one publication did."""
 
     manifest: Manifest
-    engines: dict[str, Outcome] = field(default_factory=dict)
+    engines: dict[str, EngineOutcome] = field(default_factory=dict)
     tensors: int = 0
     """Tensors sent to each engine, and verified in each that is not lost."""
     nbytes: int = 0
@@ -139,7 +139,7 @@ class _Attempt:
         self.manifest, self.epoch = manifest, manifest.membership_epoch
         self.active = list(self.members.candidates())
         self.incarnations = {recipient.name: recipient.incarnation for recipient in self.active}
-        self.out = Publication(manifest, {recipient.name: Outcome() for recipient in self.active})
+        self.out = Publication(manifest, {recipient.name: EngineOutcome() for recipient in self.active})
         self.ends = asyncio.get_running_loop().time() + publisher.deadline_s
         self._running: dict[str, tuple[int, float]] = {}
         """By stage how many calls are in it, and since when."""

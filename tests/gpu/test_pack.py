@@ -8,7 +8,6 @@ import torch
 
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
-from slimx.reshard.kernels import ops
 from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.kernels.record import OP, RULE
 from tests.gpu.plans import FORMS, Plan, random_plan
@@ -85,14 +84,6 @@ def test_gpu_checksum_equals_cpu(device: torch.device, seed: int) -> None:
     expected = np.zeros(plan.tensors, dtype=np.uint64)
     kernel.checksum_rects(plan.at(plan.memory.ctypes.data), expected)
     assert np.array_equal(kernel_cuda.results(held, sums), expected)
-
-
-def test_the_torch_operator_packs_on_the_device_of_its_bucket(device: torch.device) -> None:
-    plan = random_plan(16, tensors=20)
-    held = OnDevice(plan, device)
-    records = ops.record_bytes(plan.at(held.memory.data_ptr())).to(device)
-    torch.ops.slimx.pack([held.memory], records, held.bucket, held.sums, held.flags)
-    held.outcome().must_equal(on_cpu(plan), plan.pieces)
 
 
 def test_a_bucket_costs_one_launch(device: torch.device) -> None:

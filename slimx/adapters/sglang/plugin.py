@@ -27,7 +27,7 @@ from slimx.adapters.sglang.exact import numerics as sglang_numerics
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
 NAME = "slimx"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
@@ -172,7 +172,8 @@ def _trace(runner: Any, on: bool) -> dict[str, Any]:
 
 
 def _own_part(argument: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What `Receiver.stage` gets of {version, epoch, bucket, ranks: {number or "all": {fd_path, size, tensors}}}."""
+    """The arguments of `RankReceiver.stage` from those of the action: {version, epoch, bucket, ranks: {number or "all":
+    {fd_path, size, tensors}}}."""
     ranks = argument.pop("ranks")
     part = ranks.get(str(rank), ranks.get(EVERY_RANK))
     if part is None:

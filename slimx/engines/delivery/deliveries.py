@@ -23,7 +23,7 @@ from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, Recipient
 from slimx.reshard.transports.collective import Backend, ChannelError
-from slimx.reshard.transports.disk import Stored, newest
+from slimx.reshard.transports.disk import StoredVersion, newest
 
 PATIENCE = 0.8
 """Of the deadline of a step, the share after which the courier is asked why nothing has come."""
@@ -64,7 +64,7 @@ class DiskDelivery(CourierDelivery):
             self._unwritten = -1
             await self.courier.ask("commit")
 
-    def kept(self, version: int) -> Stored | None:
+    def kept(self, version: int) -> StoredVersion | None:
         stored = newest(self.courier.directory)
         return stored if stored is not None and stored.manifest.version == version else None
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from slimx.engines.fleet.nodes import ChannelEnd, OtherNodes, Place
+from slimx.engines.fleet.nodes import ChannelEnd, OtherNodes, Placement
 from slimx.engines.server.control import PortTaken
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.spec import EngineSpec, NodeShare
@@ -41,7 +41,7 @@ class EngineActor:
         log_path: str,
         call_deadline_s: float,
         network: str | None = LOOPBACK,
-        others: tuple[Place, ...] = (),
+        others: tuple[Placement, ...] = (),
         url: str | None = None,
     ):
         """`values`: an EngineSpec without what differs between starts. `call_deadline_s`: seconds for one call to the

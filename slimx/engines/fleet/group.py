@@ -16,7 +16,7 @@ from slimx.config.schema import Config
 from slimx.engines.fleet.actor import EngineActor
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
-from slimx.engines.fleet.nodes import Place, share_of
+from slimx.engines.fleet.nodes import Placement, share_of
 from slimx.engines.server.keys import Keys, key_in
 from slimx.engines.server.router import Router
 from slimx.errors import SlimxError
@@ -43,7 +43,7 @@ class EngineGroup:
         note: Callable[[str], None] = lambda text: None,
         record: Callable[[Restart], None] = lambda restart: None,
         groups: Sequence[Engines] | None = None,
-        shared: Sequence[Place] = (),
+        shared: Sequence[Placement] = (),
     ):
         """`note` is told in one line of every engine that is lost or started again, `record` of every restart.
         `groups`: of `rollout.engines`, those of the policy by default. `shared`: the places of trainer ranks, one GPU
@@ -107,13 +107,13 @@ class EngineGroup:
         )
         return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=keys)
 
-    def _places(self, group: Engines) -> list[Place]:
+    def _places(self, group: Engines) -> list[Placement]:
         """Of one server, machine by machine."""
         each = group.ranks // group.nodes
         if self.device != "cuda" or group.urls:
-            return [Place()] * group.nodes
+            return [Placement()] * group.nodes
         if not self._shared:
-            return [Place(owned=each)] * group.nodes
+            return [Placement(owned=each)] * group.nodes
         taken, self._shared = self._shared[: group.ranks], self._shared[group.ranks :]
         return [share_of(taken[rank : rank + each], group.name) for rank in range(0, group.ranks, each)]
 

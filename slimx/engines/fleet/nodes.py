@@ -28,7 +28,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Where one machine's share of a server runs."""
 
     node: str | None = None
@@ -46,13 +46,13 @@ class Place:
         return options
 
 
-def place_of(actor: Any) -> Place:
+def place_of(actor: Any) -> Placement:
     """Where the Ray actor that runs this is, and the GPUs that it sees."""
     gpus = os.environ.get(DEVICES)
-    return Place(ray.get_runtime_context().get_node_id(), tuple(gpus.split(",")) if gpus is not None else None)
+    return Placement(ray.get_runtime_context().get_node_id(), tuple(gpus.split(",")) if gpus is not None else None)
 
 
-def share_of(ranks: Sequence[Place], name: str) -> Place:
+def share_of(ranks: Sequence[Placement], name: str) -> Placement:
     """The place of a server's share that takes turns with trainer `ranks`, one GPU each. Raises SlimxError if they are
     not on one machine."""
     nodes = {place.node for place in ranks}
@@ -61,7 +61,7 @@ def share_of(ranks: Sequence[Place], name: str) -> Place:
             f"{len(ranks)} consecutive trainer ranks, whose GPUs a server of rollout.engines group {name} shares, are "
             f"on {len(nodes)} machines; make the ranks of a machine's share (tensor x pipeline / nodes) divide its GPUs"
         )
-    return Place(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
+    return Placement(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
 
 
 class ChannelEnd:
@@ -137,7 +137,7 @@ class OtherNodes:
     """The actors of a server's machines other than the first, called together."""
 
     def __init__(
-        self, values: dict[str, Any], log_path: str, network: str | None, places: Sequence[Place], cpus: float
+        self, values: dict[str, Any], log_path: str, network: str | None, places: Sequence[Placement], cpus: float
     ):
         self.name = values["name"]
         self._actors = [

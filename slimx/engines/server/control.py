@@ -22,7 +22,7 @@ from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.runtime.process import ServerProcess
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the plugin's actions that this file speaks."""
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
 """The server's custom weight loader, by dotted path."""

@@ -50,7 +50,7 @@ def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, row: int, col: int) -> torch.Tensor:
     """Multiply `codes` [rows, cols] e4m3, which begin at (row, col) of their tensor, with `scales` of the whole tensor:
-    the product in fp32, rounded to bf16. The same bits as `slimx.reshard.kernels.reference.dequantise`."""
+    the product in fp32, rounded to bf16. The same bits as `dequantise` in tests/reshard_reference.py."""
     import torch
 
     (rows, cols), (high, wide) = codes.shape, block

@@ -11,7 +11,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch
 from slimx.data.routes import for_stage
-from slimx.engines.fleet.nodes import Place, place_of
+from slimx.engines.fleet.nodes import Placement, place_of
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table
@@ -60,7 +60,7 @@ class TrainerGroup(RankGroup):
         await self._prepare()
         return started
 
-    async def places(self) -> list[Place]:
+    async def places(self) -> list[Placement]:
         """By rank its machine and its GPU: engines that take turns with trainers run there."""
         asked = [actor.__ray_call__.remote(place_of) for actor in self.actors]
         return await self.answers(asked, range(self.sizes.world), "the look for the trainers' machines")

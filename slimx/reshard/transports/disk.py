@@ -83,7 +83,7 @@ class Shelf:
         return self.directory / f"version-{attempt}.partial"
 
 
-class Stored:
+class StoredVersion:
     """A complete version as a source of weights (`slimx.reshard.parties.Source`)."""
 
     def __init__(self, path: Path, manifest: Manifest, buckets: list[PackedBucket]):
@@ -111,7 +111,7 @@ class Stored:
         """Nothing is held."""
 
 
-def newest(directory: Path | str) -> Stored | None:
+def newest(directory: Path | str) -> StoredVersion | None:
     """The newest complete version in `directory`."""
     found = sorted(Path(directory).glob("version-??????"))
     if not found:
@@ -120,7 +120,7 @@ def newest(directory: Path | str) -> Stored | None:
     try:
         text = json.loads(path.read_text())
         buckets = [_from_json(entry, found[-1]) for entry in text["buckets"]]
-        return Stored(found[-1], Manifest.from_json(text["manifest"]), buckets)
+        return StoredVersion(found[-1], Manifest.from_json(text["manifest"]), buckets)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SlimxError(f"{path} cannot be read ({type(error).__name__}: {error}); remove {found[-1]}") from None
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slimx.adapters.sglang.weights.layout import hf_layout
-from slimx.adapters.sglang.weights.places import Held, Place, held_sums, local_layout, staged_sums
+from slimx.adapters.sglang.weights.places import Destination, Held, held_sums, local_layout, staged_sums
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
@@ -150,7 +150,7 @@ def test_a_share_is_the_same_in_the_tensor_and_where_it_is_held(dtype: torch.dty
             Held("p", tuple(parameter.shape), Rect(0, row, col, height, width, top, left))
             for top, left in ((0, 1), (height + 1, 0))
         ]
-        places = {"t": Place(dtype, shape, copies)}
+        places = {"t": Destination(dtype, shape, copies)}
         for held in copies:
             held.view({"p": parameter}).copy_(tensor.view(rows, cols)[row : row + height, col : col + width])
         whole, share = staged_sums({"t": tensor}, places)["t"]

@@ -16,7 +16,7 @@ import pytest
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
-from slimx.engines.fleet.nodes import Place, share_of
+from slimx.engines.fleet.nodes import Placement, share_of
 from slimx.engines.outage import Outage
 from slimx.engines.server import control
 from slimx.engines.server.keys import bearer
@@ -158,8 +158,8 @@ def test_each_rank_is_told_where_its_own_machine_has_the_bucket() -> None:
 
 
 def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:
-    ranks = [Place("n0", ("0",)), Place("n0", ("1",)), Place("n1", ("0",))]
-    assert share_of(ranks[:2], "actor") == Place("n0", ("0", "1"))
+    ranks = [Placement("n0", ("0",)), Placement("n0", ("1",)), Placement("n1", ("0",))]
+    assert share_of(ranks[:2], "actor") == Placement("n0", ("0", "1"))
     with pytest.raises(SlimxError, match="group actor shares, are on 2 machines"):
         share_of(ranks[1:], "actor")
 

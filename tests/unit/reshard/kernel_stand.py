@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels import reference
 from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from tests import reshard_reference as reference
 
 FP8_RULES = [RULE.IEEE, RULE.TE, RULE.UE8M0, RULE.TRITON]
 DTYPE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}

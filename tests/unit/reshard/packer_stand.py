@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels import reference
 from slimx.reshard.pack.packer import Packer, describe
 from slimx.reshard.pack.pieces import compact, pieces_of, spread
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
+from tests import reshard_reference as reference
 from tests.unit.layout.layout_stand import (
     MODELS,
     Tensors,

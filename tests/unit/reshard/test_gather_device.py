@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from slimx.errors import SlimxError
-from slimx.reshard.kernels import reference
 from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.pack.packer import Packer, Share, describe
@@ -26,6 +25,7 @@ from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.device import fetch
 from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
 from slimx.trainer.worker import TrainerWorker
+from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator

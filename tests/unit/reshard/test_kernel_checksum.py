@@ -8,8 +8,8 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels import reference
 from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from tests import reshard_reference as reference
 from tests.unit.reshard.kernel_stand import Tensor, plan, random_bits, random_weights
 
 

@@ -15,9 +15,9 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels import reference
 from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
+from tests import reshard_reference as reference
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import (
     Model,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slimx.adapters.sglang.weights.buckets import open_bucket
-from slimx.adapters.sglang.weights.places import Held, Place, staged_sums
+from slimx.adapters.sglang.weights.places import Destination, Held, staged_sums
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
@@ -118,10 +118,10 @@ class Engine(LocalRecipient):
     async def resume(self) -> None: ...
 
 
-def place_of(view: torch.Tensor) -> Place:
+def place_of(view: torch.Tensor) -> Destination:
     """The place of a tensor that a rank holds as a whole."""
     shape = tuple(view.shape)
-    return Place(view.dtype, shape, [Held("", shape, Rect(0, 0, 0, *matrix(shape), 0, 0))])
+    return Destination(view.dtype, shape, [Held("", shape, Rect(0, 0, 0, *matrix(shape), 0, 0))])
 
 
 class Members:

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from slimx.adapters.sglang.weights.places import Held, Layout, Place, weights_of
+from slimx.adapters.sglang.weights.places import Destination, Held, Layout, weights_of
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import check_boxes, matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ServedPiece:
     """One rectangle of one Hugging Face tensor in the held parameter."""
 
     tensor: str | None
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ServedParameter:
     """A held parameter and the modules around it."""
 
     held: torch.Tensor
@@ -51,31 +51,31 @@ class Parameter:
         return matrix(self.held.shape)[1]
 
 
-def whole(at: Parameter) -> Iterator[Piece]:
+def whole(at: ServedParameter) -> Iterator[ServedPiece]:
     """Held as it is in the checkpoint, the same on every rank."""
     yield _piece("{name}", tuple(at.held.shape))
 
 
-def vocabulary(at: Parameter) -> Iterator[Piece]:
+def vocabulary(at: ServedParameter) -> Iterator[ServedPiece]:
     """This rank's rows of the real vocabulary, then padding."""
     indices, (rows, cols) = at.owner.shard_indices, at.held.shape
     start, real = indices.org_vocab_start_index, indices.num_org_elements
     _expect(indices.num_added_elements == 0, "an added vocabulary is held in the same parameter")
-    yield Piece("{name}", (at.owner.org_vocab_size, cols), Rect(0, start, 0, real, cols, 0, 0))
-    yield Piece(None, (), Rect(0, 0, 0, rows - real, cols, real, 0))
+    yield ServedPiece("{name}", (at.owner.org_vocab_size, cols), Rect(0, start, 0, real, cols, 0, 0))
+    yield ServedPiece(None, (), Rect(0, 0, 0, rows - real, cols, real, 0))
 
 
-def rows_split(at: Parameter) -> Iterator[Piece]:
+def rows_split(at: ServedParameter) -> Iterator[ServedPiece]:
     """ColumnParallelLinear: this rank's rows."""
     yield _rows("{name}", at.owner.output_size, at.cols, at.held.shape[0], _rank(at.owner.tp_group), 0)
 
 
-def columns_split(at: Parameter) -> Iterator[Piece]:
+def columns_split(at: ServedParameter) -> Iterator[ServedPiece]:
     """RowParallelLinear: this rank's columns."""
     yield _columns("{name}", tuple(at.held.shape), at.owner.input_size, _rank(at.owner.tp_group), 0)
 
 
-def qkv(at: Parameter) -> Iterator[Piece]:
+def qkv(at: ServedParameter) -> Iterator[ServedPiece]:
     """Rows of q, then k, then v; with more ranks than KV heads, several hold the same."""
     owner, vector = at.owner, at.held.dim() == 1
     rank, kv_rank = _rank(owner.tp_group), _rank(owner.kv_tp_group) // owner.num_kv_head_replicas
@@ -90,7 +90,7 @@ def qkv(at: Parameter) -> Iterator[Piece]:
         start += shard
 
 
-def latent_down(at: Parameter) -> Iterator[Piece]:
+def latent_down(at: ServedParameter) -> Iterator[ServedPiece]:
     """MLA's first projections on every rank: rows of the query's, then of the key-value's."""
     query = at.parent.q_lora_rank
     yield _rows("{at}.q_a_proj.weight", query, at.cols, query, 0, 0)
@@ -98,7 +98,7 @@ def latent_down(at: Parameter) -> Iterator[Piece]:
     yield _rows("{at}.kv_a_proj_with_mqa.weight", rest, at.cols, rest, 0, query)
 
 
-def gate_up(at: Parameter) -> Iterator[Piece]:
+def gate_up(at: ServedParameter) -> Iterator[ServedPiece]:
     """Rows of gate, then up, of a dense MLP or a shared expert."""
     start = 0
     for name, size, shard in zip(("gate", "up"), at.owner.output_sizes, at.owner.output_partition_sizes, strict=True):
@@ -106,7 +106,7 @@ def gate_up(at: Parameter) -> Iterator[Piece]:
         start += shard
 
 
-def heads_norm(at: Parameter) -> Iterator[Piece]:
+def heads_norm(at: ServedParameter) -> Iterator[ServedPiece]:
     """A norm of query or key: of each head, the same on every rank, or (MiniMaxM2RMSNormTP) of all heads together, of
     which ranks hold those that they compute."""
     owner = at.owner
@@ -118,7 +118,7 @@ def heads_norm(at: Parameter) -> Iterator[Piece]:
     yield _rows("{name}", total, 1, shard, owner.attn_tp_rank // owner.num_head_replicas, 0, vector=True)
 
 
-def experts_gate_up(at: Parameter, names: tuple[str, str] = ("gate_proj", "up_proj")) -> Iterator[Piece]:
+def experts_gate_up(at: ServedParameter, names: tuple[str, str] = ("gate_proj", "up_proj")) -> Iterator[ServedPiece]:
     """w13: per expert the rows of gate, then up (FlashInfer's kernels want up first and say so on their method).
     `names`: the checkpoint's for both."""
     owner, inner = at.owner, at.owner.intermediate_size_per_partition
@@ -131,24 +131,24 @@ def experts_gate_up(at: Parameter, names: tuple[str, str] = ("gate_proj", "up_pr
             start = None if slot is None else (2 * slot + number) * inner
             tensor = f"{name}.{part}.weight"
             if start is None:
-                yield Piece(tensor, shape, None)
+                yield ServedPiece(tensor, shape, None)
             else:
                 yield _rows(tensor, *shape, inner, owner.moe_tp_rank, start)
 
 
-def experts_down(at: Parameter, part: str = "down_proj") -> Iterator[Piece]:
+def experts_down(at: ServedParameter, part: str = "down_proj") -> Iterator[ServedPiece]:
     """w2: one matrix per expert, split by columns; `part`: its name in the checkpoint."""
     owner, inner = at.owner, at.owner.intermediate_size_per_partition
     _expect(tuple(at.held.shape) == (owner.num_local_experts, owner.hidden_size, inner), _unlike(at))
     for name, slot in _experts(at):
         tensor, total = f"{name}.{part}.weight", inner * owner.moe_tp_size
         if slot is None:
-            yield Piece(tensor, (owner.hidden_size, total), None)
+            yield ServedPiece(tensor, (owner.hidden_size, total), None)
         else:
             yield _columns(tensor, (owner.hidden_size, inner), total, owner.moe_tp_rank, slot * owner.hidden_size)
 
 
-Split = Callable[[Parameter], Iterator[Piece]]
+Split = Callable[[ServedParameter], Iterator[ServedPiece]]
 ATTENTION, MLP = r"(?P<at>.+\.self_attn)\.", r"(?P<at>.+\.mlp(\.shared_experts)?)\."
 ROWS: tuple[tuple[str, Split], ...] = (
     # held parameter                                                      -> Hugging Face tensors
@@ -185,7 +185,7 @@ def hf_layout(model: nn.Module, experts: Any = None) -> Layout:
     layout, modules = Layout(), dict(model.named_modules())
     for name, held in weights_of(model).items():
         owner = name.rpartition(".")[0]
-        at = Parameter(held, modules[owner], modules[owner.rpartition(".")[0]], experts)
+        at = ServedParameter(held, modules[owner], modules[owner.rpartition(".")[0]], experts)
         try:
             _add(layout, name, at)
         except (_Unexpected, AttributeError, SlimxError) as error:
@@ -193,7 +193,7 @@ def hf_layout(model: nn.Module, experts: Any = None) -> Layout:
     return layout
 
 
-def _add(layout: Layout, name: str, at: Parameter) -> None:
+def _add(layout: Layout, name: str, at: ServedParameter) -> None:
     """Add all pieces of one parameter, once they are proven to cover it exactly."""
     split, groups = _row(name)
     _expect(at.held.data.is_contiguous(), f"strides {at.held.stride()} are not those of contiguous memory")
@@ -205,7 +205,7 @@ def _add(layout: Layout, name: str, at: Parameter) -> None:
         if piece.tensor is None:
             continue
         names.append(piece.tensor.format(name=name, **groups))
-        place = layout.places.setdefault(names[-1], Place(at.held.dtype, piece.shape))
+        place = layout.places.setdefault(names[-1], Destination(at.held.dtype, piece.shape))
         if piece.rect is not None:
             _expect(all(_same(held.rect, piece.rect) for held in place.held), f"{names[-1]} is held in different parts")
             place.held.append(Held(name, tuple(at.held.shape), piece.rect))
@@ -220,7 +220,7 @@ def _row(name: str) -> tuple[Split, dict[str, str]]:
     raise _Unexpected("no row of slimx.adapters.sglang.weights.layout.ROWS names it")
 
 
-def _experts(at: Parameter) -> Iterator[tuple[str, int | None]]:
+def _experts(at: ServedParameter) -> Iterator[tuple[str, int | None]]:
     """(name of an expert, slot in this rank's parameter or None): the slots in order, then what other ranks hold."""
     owner, layer = at.owner, at.owner.layer_id
     shared = owner.num_fused_shared_experts
@@ -240,21 +240,21 @@ def _experts(at: Parameter) -> Iterator[tuple[str, int | None]]:
         yield f"{{mlp}}.experts.{expert}", None
 
 
-def _piece(tensor: str, shape: tuple[int, ...]) -> Piece:
+def _piece(tensor: str, shape: tuple[int, ...]) -> ServedPiece:
     rows, cols = matrix(shape)
-    return Piece(tensor, shape, Rect(0, 0, 0, rows, cols, 0, 0))
+    return ServedPiece(tensor, shape, Rect(0, 0, 0, rows, cols, 0, 0))
 
 
-def _rows(tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False) -> Piece:
+def _rows(tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False) -> ServedPiece:
     """Rows `rank * shard` and on of a tensor of `total` rows, from row `start` of the parameter on."""
     shape = (total,) if vector else (total, cols)
-    return Piece(tensor, shape, Rect(0, rank * shard, 0, shard, cols, start, 0))
+    return ServedPiece(tensor, shape, Rect(0, rank * shard, 0, shard, cols, start, 0))
 
 
-def _columns(tensor: str, held: tuple[int, ...], total: int, rank: int, start: int) -> Piece:
+def _columns(tensor: str, held: tuple[int, ...], total: int, rank: int, start: int) -> ServedPiece:
     """Columns `rank * shard` and on of a tensor of `total` columns, from row `start` of the parameter on."""
     rows, shard = held
-    return Piece(tensor, (rows, total), Rect(0, 0, rank * shard, rows, shard, start, 0))
+    return ServedPiece(tensor, (rows, total), Rect(0, 0, rank * shard, rows, shard, start, 0))
 
 
 def _rank(group: Any) -> int:
@@ -271,7 +271,7 @@ def _expect(holds: bool, otherwise: str) -> None:
         raise _Unexpected(otherwise)
 
 
-def _unlike(at: Parameter) -> str:
+def _unlike(at: ServedParameter) -> str:
     owner = at.owner
     return (
         f"shape {tuple(at.held.shape)} is not {owner.num_local_experts} experts of hidden size {owner.hidden_size} and "

@@ -45,7 +45,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Place:
+class Destination:
     """Where one tensor of a publication goes on this rank."""
 
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, Destination] = field(default_factory=dict)
     """Every tensor that this engine takes, those of which this rank holds nothing among them."""
     uncovered: dict[str, str] = field(default_factory=dict)
     """Held parameter that no tensor explains -> why."""
@@ -96,12 +96,12 @@ def local_layout(model: nn.Module) -> Layout:
             continue
         rows, cols = matrix(held.shape)
         shape = tuple(held.shape)
-        layout.places[name] = Place(held.dtype, shape, [Held(name, shape, Rect(0, 0, 0, rows, cols, 0, 0))])
+        layout.places[name] = Destination(held.dtype, shape, [Held(name, shape, Rect(0, 0, 0, rows, cols, 0, 0))])
     return layout
 
 
 def staged_sums(
-    views: Mapping[str, torch.Tensor], places: Mapping[str, Place], device: torch.device | None = None
+    views: Mapping[str, torch.Tensor], places: Mapping[str, Destination], device: torch.device | None = None
 ) -> dict[str, tuple[int, int]]:
     """For tensors as they travelled: (checksum of the whole, share of this rank), read in one pass.
 
@@ -127,7 +127,9 @@ def staged_sums(
     return {name: (int(whole[k]), int(sums[2 * k])) for k, name in enumerate(views)}
 
 
-def held_sums(places: Mapping[str, Place], names: Iterable[str], parameters: Parameters) -> dict[str, set[int | None]]:
+def held_sums(
+    places: Mapping[str, Destination], names: Iterable[str], parameters: Parameters
+) -> dict[str, set[int | None]]:
     """The shares of `names` in what the model holds now: one value where every copy of a tensor holds the same, None
     among them for a parameter that cannot be read as it was loaded."""
     out: dict[str, set[int | None]] = {}

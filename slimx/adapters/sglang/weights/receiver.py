@@ -20,7 +20,7 @@ from torch import nn
 
 from slimx.adapters.sglang.weights.buckets import open_bucket
 from slimx.adapters.sglang.weights.layout import hf_layout
-from slimx.adapters.sglang.weights.places import Layout, Place, held_sums, local_layout, staged_sums, weights_of
+from slimx.adapters.sglang.weights.places import Destination, Layout, held_sums, local_layout, staged_sums, weights_of
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.plan.precision import Rule
@@ -43,7 +43,7 @@ class Staged:
 
 
 @dataclass(slots=True)
-class Publication:
+class OpenPublication:
     """The publication that is open on this rank."""
 
     manifest: Manifest
@@ -65,19 +65,19 @@ class Publication:
         return [name for name in self.layout.held if name not in self.staged and name not in self.loaded]
 
 
-class Receiver:
+class RankReceiver:
     """What one rank knows of the publications to its model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.open: Publication | None = None
+        self.open: OpenPublication | None = None
         self.epoch = -1
         """Membership epoch of the publication begun last."""
         self.version: int | None = None
         """Version committed last; None once anything was copied after it."""
         self.outcome: Answer = {}
         """How the last copy ended: {"loaded": count} or {"loaded": count, "error": text}."""
-        self.copied: Publication | None = None
+        self.copied: OpenPublication | None = None
         """The publication that copied last: its `loaded` is all that vouches for what the model holds."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
         """Where experts were, and the layout that follows from it."""
@@ -87,24 +87,38 @@ class Receiver:
     def begin(self, *, manifest: Answer, staging: Staging = "model", experts: Any = None) -> Answer:
         """Open a publication, unless one of the same or a newer epoch is open. `experts`: as for `hf_layout`."""
         new = Manifest.from_json(manifest)
-        if new.scope != "full":
-            raise SlimxError(f"{new} has scope {new.scope}; this engine takes whole weights only (scope full)")
         if new.rule not in RULES:
-            raise SlimxError(f"{new} has rule {new.rule!r}; rules are {', '.join(RULES)}")
+            raise SlimxError(
+                f"{new} has rule {new.rule!r}; rules are {', '.join(RULES)}", code="receiver.manifest", about="rule"
+            )
         if staging not in get_args(Staging):
-            raise SlimxError(f"{new} is staged by {staging!r}; it is one of {', '.join(get_args(Staging))}")
+            raise SlimxError(
+                f"{new} is staged by {staging!r}; it is one of {', '.join(get_args(Staging))}",
+                code="receiver.manifest",
+                about="staging",
+            )
         if new.membership_epoch < self.epoch:
-            raise SlimxError(f"{new} is older than epoch {self.epoch}, of which a publication has begun here")
+            raise SlimxError(
+                f"{new} is older than epoch {self.epoch}, of which a publication has begun here",
+                code="receiver.late",
+                about=str(new),
+            )
         if self.open is not None and new.membership_epoch == self.open.manifest.membership_epoch:
-            raise SlimxError(f"{new} cannot begin while {self.open.manifest} is open; commit or abort that one first")
+            raise SlimxError(
+                f"{new} cannot begin while {self.open.manifest} is open; commit or abort that one first",
+                code="receiver.open",
+                about=str(self.open.manifest),
+            )
         layout = local_layout(self.model) if new.encoding == "local" else self._hf_layout(experts)
         if layout.uncovered:
             name, why = next(iter(layout.uncovered.items()))
             raise SlimxError(
                 f"{new}: this rank holds {len(layout.uncovered)} parameters that encoding {new.encoding} does not "
-                f"reach, first {name}: {why}"
+                f"reach, first {name}: {why}",
+                code="receiver.uncovered",
+                about=name,
             )
-        self.open, self.epoch = Publication(new, staging, layout), new.membership_epoch
+        self.open, self.epoch = OpenPublication(new, staging, layout), new.membership_epoch
         return self.status()
 
     def stage(self, *, version: int, epoch: int, bucket: int, fd_path: str, size: int, tensors: list[Answer]) -> Answer:
@@ -127,7 +141,9 @@ class Receiver:
                 if actual != expected:
                     raise SlimxError(
                         f"tensor {name} of bucket {bucket} has checksum {actual:016x} in the server, {expected:016x} "
-                        "at the publisher; its bytes changed on the way: publish again"
+                        "at the publisher; its bytes changed on the way: publish again",
+                        code="receiver.checksum",
+                        about=name,
                     )
                 publication.staged[name] = Staged(views[name], share)
         except Exception:
@@ -140,10 +156,16 @@ class Receiver:
         """Copy what is staged into the model; raises with the model half copied only if SGLang's own loader fails."""
         publication = self.open
         if publication is None or not publication.waiting:
-            raise SlimxError("load was asked but nothing is staged; begin a publication and stage its buckets first")
+            raise SlimxError(
+                "load was asked but nothing is staged; begin a publication and stage its buckets first",
+                code="receiver.nothing_staged",
+                about="load",
+            )
         if publication.staging == "model" and (missing := publication.missing):
             raise SlimxError(
-                f"load was asked but {len(missing)} tensors are not staged, first {missing[0]}; stage them all"
+                f"load was asked but {len(missing)} tensors are not staged, first {missing[0]}; stage them all",
+                code="receiver.not_staged",
+                about=missing[0],
             )
         ready = {name: staged for name, staged in publication.staged.items() if _complete(publication, name)}
         # From here the model holds neither the old weights nor the new: nothing else vouches for it any more.
@@ -173,7 +195,11 @@ class Receiver:
         copied], "derived": [tensors that the model computed from the others]}.
         """
         if self.copied is None:
-            raise SlimxError("verify was asked but nothing was ever published to this engine; publish first")
+            raise SlimxError(
+                "verify was asked but nothing was ever published to this engine; publish first",
+                code="receiver.never_published",
+                about="verify",
+            )
         places, loaded = self.copied.layout.places, self.copied.loaded
         parameters = weights_of(self.model)
         sums = held_sums(places, loaded, parameters)
@@ -193,9 +219,17 @@ class Receiver:
         """Close the open publication: its weights are this rank's `version`."""
         publication = self.open
         if publication is None or publication.manifest.version != version:
-            raise SlimxError(f"version {version} cannot be committed: {self._what_is_open()}")
+            raise SlimxError(
+                f"version {version} cannot be committed: {self._what_is_open()}",
+                code="receiver.not_open",
+                about=f"version {version}",
+            )
         if not publication.verified:
-            raise SlimxError(f"{publication.manifest} cannot be committed before it is loaded and verified as a whole")
+            raise SlimxError(
+                f"{publication.manifest} cannot be committed before it is loaded and verified as a whole",
+                code="receiver.not_verified",
+                about=str(publication.manifest),
+            )
         self.open, self.version = None, version
         return self.status()
 
@@ -244,10 +278,14 @@ class Receiver:
             self._layout = None if moved is None else moved.clone(), hf_layout(self.model, experts)
         return self._layout[1]
 
-    def _belonging(self, version: int, epoch: int) -> Publication:
+    def _belonging(self, version: int, epoch: int) -> OpenPublication:
         manifest = self.open.manifest if self.open else None
         if manifest is None or (manifest.version, manifest.membership_epoch) != (version, epoch):
-            raise SlimxError(f"a bucket of version {version}, epoch {epoch} came, but {self._what_is_open()}")
+            raise SlimxError(
+                f"a bucket of version {version}, epoch {epoch} came, but {self._what_is_open()}",
+                code="receiver.not_open",
+                about=f"version {version}",
+            )
         return self.open
 
     def _what_is_open(self) -> str:
@@ -267,10 +305,10 @@ class Receiver:
             self.model.post_load_weights()
 
 
-def receiver_of(model: nn.Module) -> Receiver:
+def receiver_of(model: nn.Module) -> RankReceiver:
     """The model's receiver, made at the first use. It hangs on the model, so that it lives and ends with it."""
     if not hasattr(model, ATTRIBUTE):
-        object.__setattr__(model, ATTRIBUTE, Receiver(model))
+        object.__setattr__(model, ATTRIBUTE, RankReceiver(model))
     return getattr(model, ATTRIBUTE)
 
 
@@ -289,31 +327,42 @@ def load_staged(model: nn.Module, named_tensors: Iterable[Any]) -> None:
         receiver.open = None
 
 
-def _complete(publication: Publication, name: str) -> bool:
+def _complete(publication: OpenPublication, name: str) -> bool:
     """Whether all that the model loads only together with `name` is there."""
     partners = publication.layout.together.get(name, ())
     return all(partner in publication.staged for partner in partners)
 
 
-def _check_entry(publication: Publication, entry: Answer, bucket: int, size: int) -> None:
+def _check_entry(publication: OpenPublication, entry: Answer, bucket: int, size: int) -> None:
     """Refuse, before a byte is read, what the model could not take."""
     name, places = entry["name"], publication.layout.places
-    place: Place | None = places.get(name)
+    place: Destination | None = places.get(name)
     if place is None:
         close = difflib.get_close_matches(name, list(places), n=1)
         nearest = f"the nearest that it takes is {close[0]}" if close else "it takes nothing of a similar name"
-        raise SlimxError(f"tensor {name} of bucket {bucket} is unknown to the model; {nearest}")
+        raise SlimxError(
+            f"tensor {name} of bucket {bucket} is unknown to the model; {nearest}", code="receiver.tensor", about=name
+        )
     offered = f"{entry['dtype']}:{','.join(map(str, entry['shape']))}"
     if offered != place.form:
         raise SlimxError(
-            f"tensor {name} of bucket {bucket} is {offered}, the model loads {place.form}; convert it before publishing"
+            f"tensor {name} of bucket {bucket} is {offered}, the model loads {place.form}; convert it before "
+            "publishing",
+            code="receiver.form",
+            about=name,
         )
     if name in publication.taken:
-        raise SlimxError(f"tensor {name} of bucket {bucket} came already in this publication; send each tensor once")
+        raise SlimxError(
+            f"tensor {name} of bucket {bucket} came already in this publication; send each tensor once",
+            code="receiver.twice",
+            about=name,
+        )
     if entry["nbytes"] != place.nbytes or not 0 <= entry["offset"] <= size - place.nbytes:
         raise SlimxError(
             f"tensor {name} of bucket {bucket} claims bytes {entry['offset']} + {entry['nbytes']} of {size}, "
-            f"but needs {place.nbytes}"
+            f"but needs {place.nbytes}",
+            code="receiver.extent",
+            about=name,
         )
 
 
