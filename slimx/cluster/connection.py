@@ -73,7 +73,9 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             stop_ray()
             raise SlimxError(
                 f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} ({ranks} ranks that train, {engines} "
-                f"engine ranks, cluster.device {device}); add nodes or lower trainer.world_size or rollout.engines"
+                f"engine ranks, cluster.device {device}); add nodes or lower trainer.world_size or rollout.engines",
+                code="cluster.resources",
+                about=kind,
             )
 
 

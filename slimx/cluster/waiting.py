@@ -55,7 +55,9 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
         out: SlimxError = ActorDied(f"{holder} died during {what}; {said}", code="actor.died", about=holder)
     else:
         out = SlimxError(
-            f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}"
+            f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}",
+            code="actor.failed",
+            about=holder,
         )
     out.__cause__ = error
     return out

@@ -109,7 +109,9 @@ class Publisher:
         if self._under_way is not None:
             raise SlimxError(
                 f"version {version} cannot be published while the publication of version {self._under_way} is under "
-                "way; wait for it"
+                "way; wait for it",
+                code="publish.under_way",
+                about=f"version {version}",
             )
         self._under_way = version
         try:
@@ -227,7 +229,9 @@ class _Attempt:
                 recipient,
                 SlimxError(
                     f"engine {recipient.name} verified {count} of {self.out.tensors} tensors of version "
-                    f"{self.manifest.version}"
+                    f"{self.manifest.version}",
+                    code="publish.unverified",
+                    about=recipient.name,
                 ),
             )
         self.out.engines[recipient.name].tensors = count
@@ -280,7 +284,9 @@ class _Attempt:
                     return await work()
         except TimeoutError:
             error = ReceiverLost(
-                f"engine {recipient.name} did not answer {step} of {self.manifest} within {seconds:.0f} s"
+                f"engine {recipient.name} did not answer {step} of {self.manifest} within {seconds:.0f} s",
+                code="engine.silent",
+                about=recipient.name,
             )
         except TransportLost:  # no engine's fault
             raise
@@ -326,7 +332,7 @@ class _Attempt:
         outcomes = self.out.engines
         which = f"version {self.manifest.version}"
         if not outcomes:
-            raise NoReceiverLeft(f"{which} cannot be published: no engine runs")
+            raise NoReceiverLeft(f"{which} cannot be published: no engine runs", code="publish.no_engine", about=which)
         told = "; ".join(str(outcome.error) for outcome in outcomes.values())
         steps = {outcome.step for outcome in outcomes.values()}
         if len(steps) == 1 and not any(isinstance(outcome.error, ReceiverLost) for outcome in outcomes.values()):
@@ -360,16 +366,26 @@ def _compare(engine: str, sent: list[dict[str, str]], known: list[dict[str, str]
     if len(sent) != len(known):
         raise SlimxError(
             f"engine {engine} has {len(known)} ranks to load tensors into, the trainer sends to {len(sent)}; the "
-            "engine was started with other sizes than this run's configuration"
+            "engine was started with other sizes than this run's configuration",
+            code="publish.ranks",
+            about=engine,
         )
     for rank, (outgoing, held) in enumerate(zip(sent, known, strict=True)):
         where = f"engine {engine}" + (f" rank {rank}" if len(sent) > 1 else "")
         for tensor, form in outgoing.items():
             if tensor not in held:
-                raise SlimxError(f"{where} has no tensor {tensor}; it loads another model")
+                raise SlimxError(
+                    f"{where} has no tensor {tensor}; it loads another model", code="publish.unknown", about=tensor
+                )
             if held[tensor] != form:
-                raise SlimxError(f"{where} holds {tensor} as {held[tensor]}, the trainer sends {form}")
+                raise SlimxError(
+                    f"{where} holds {tensor} as {held[tensor]}, the trainer sends {form}",
+                    code="publish.form",
+                    about=tensor,
+                )
         if missing := sorted(held.keys() - outgoing.keys()):
             raise SlimxError(
-                f"{where} loads {missing[0]}, which the trainer does not have ({len(missing)} such tensors)"
+                f"{where} loads {missing[0]}, which the trainer does not have ({len(missing)} such tensors)",
+                code="publish.missing",
+                about=missing[0],
             )

@@ -73,7 +73,11 @@ class SupervisedProcess:
     def start(self) -> None:
         """Start the command in its own session: Ctrl-C reaches only the owner, which then stops it in order."""
         if self._guard is not None and self._guard.poll() is None:
-            raise SlimxError(f"{self.name} is already running as process {self._guard.pid}; stop it first")
+            raise SlimxError(
+                f"{self.name} is already running as process {self._guard.pid}; stop it first",
+                code="process.running",
+                about=self.name,
+            )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         guard = [sys.executable, "-m", "slimx.runtime.process", "--owner", str(os.getpid()), "--", *self.argv]
         with self.log_path.open("ab") as log:
@@ -93,7 +97,7 @@ class SupervisedProcess:
     def poll(self) -> int | None:
         """None while it runs, else its exit status (128 + signal number if a signal ended it)."""
         if self._guard is None:
-            raise SlimxError(f"{self.name} was never started")
+            raise SlimxError(f"{self.name} was never started", code="process.not_started", about=self.name)
         return self._guard.poll()
 
     def tail(self, lines: int = 20) -> str:

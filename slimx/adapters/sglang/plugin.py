@@ -89,7 +89,9 @@ def loads_path(ipc_name: str) -> str:
                 if LOADS in os.readlink(link):
                     return str(link)
     raise SlimxError(
-        "the server's first process holds no memory file for its load; start it with slimx.engines.server.launch"
+        "the server's first process holds no memory file for its load; start it with slimx.engines.server.launch",
+        code="plugin.loads",
+        about=LOADS,
     )
 
 
@@ -155,7 +157,9 @@ def _answer(runner: Any, action: str, argument: dict[str, Any]) -> dict[str, Any
     }
     if action not in actions:
         raise SlimxError(
-            f"unknown action {action}; this server's slimx {slimx.__version__} knows {', '.join(sorted(actions))}"
+            f"unknown action {action}; this server's slimx {slimx.__version__} knows {', '.join(sorted(actions))}",
+            code="plugin.action",
+            about=action,
         )
     return actions[action]()
 
@@ -167,7 +171,7 @@ def _trace(runner: Any, on: bool) -> dict[str, Any]:
         return {}
     trace = runner.__dict__.pop("slimx_trace", None)
     if trace is None:
-        raise SlimxError("no trace was begun in this process")
+        raise SlimxError("no trace was begun in this process", code="plugin.trace", about="trace")
     return trace.end()
 
 
@@ -177,7 +181,11 @@ def _own_part(argument: dict[str, Any], rank: int) -> dict[str, Any]:
     ranks = argument.pop("ranks")
     part = ranks.get(str(rank), ranks.get(EVERY_RANK))
     if part is None:
-        raise SlimxError(f"bucket {argument['bucket']} brings nothing for rank {rank}, only for {', '.join(ranks)}")
+        raise SlimxError(
+            f"bucket {argument['bucket']} brings nothing for rank {rank}, only for {', '.join(ranks)}",
+            code="plugin.bucket",
+            about=f"bucket {argument['bucket']}",
+        )
     return argument | part
 
 

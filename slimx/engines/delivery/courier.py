@@ -84,7 +84,7 @@ class CourierHandle:
         """`publisher`: the actor of the publishing trainer rank. `directory`: of versions on disk."""
         self.publisher, self.config, self.directory, self.log = publisher, config, directory, log
         self.restarts = restarts
-        self._lost = SlimxError("the courier was ended")
+        self._lost = SlimxError("the courier was ended", code="courier.ended", about="courier")
         """Error that says why the courier does not run."""
         self.incarnation = 0
         self._actor: Any = None
@@ -103,7 +103,7 @@ class CourierHandle:
                     await self._start()
             except SlimxError as error:
                 self._lost = error
-                raise TransportLost(first_line(error)) from None
+                raise TransportLost(first_line(error), code="courier.restart", about="courier") from None
         else:
             raise PartLost(
                 f"the courier beside trainer rank 0 was lost and may not be started again (rollout.health.restarts is "
@@ -134,7 +134,9 @@ class CourierHandle:
         Raises TransportLost if it died, or did not answer and so was ended; `start` brings another one.
         """
         if (actor := self._actor) is None:
-            raise TransportLost("the courier beside trainer rank 0 does not run; publish again")
+            raise TransportLost(
+                "the courier beside trainer rank 0 does not run; publish again", code="courier.down", about="courier"
+            )
         try:
             reference = getattr(actor, method).remote(*arguments)
             return await self._answer(reference, method, deadline_s or 2 * self.config.publish.engine_deadline)
@@ -143,7 +145,7 @@ class CourierHandle:
                 self._lost = error
                 self.restarts.lost()
                 await self.stop()
-            raise TransportLost(first_line(error)) from None
+            raise TransportLost(first_line(error), code="courier.lost", about="courier") from None
 
     async def _answer(self, reference: Any, what: str, deadline_s: float) -> Any:
         (out,) = await gather(

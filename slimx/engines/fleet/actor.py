@@ -100,7 +100,7 @@ class EngineActor:
         try:
             while not (await asyncio.wait({ready}, timeout=LOOK_S))[0]:
                 if self.others is not None and (end := await self.others.ended(ANSWER_S)) is not None:
-                    raise SlimxError(end)
+                    raise SlimxError(end, code="engine.share_ended", about=self.engine.spec.name)
             await ready
         finally:
             ready.cancel()

@@ -147,7 +147,7 @@ class EngineHandle:
     def _living(self) -> Any:
         """The actor. Raises ReceiverLost if it is gone, or its server lost."""
         if self._lost is not None and self._lost.done():
-            raise ReceiverLost(str(self._lost.result()))
+            raise ReceiverLost(str(self._lost.result()), code="engine.lost", about=self.name)
         if self.actor is None:
             raise ReceiverLost(f"engine {self.name} is not running", code="engine.not_running", about=self.name)
         return self.actor
@@ -159,10 +159,10 @@ class EngineHandle:
             if self._lost is not None:
                 await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
                 if self._lost.done():
-                    raise ReceiverLost(str(self._lost.result()))
+                    raise ReceiverLost(str(self._lost.result()), code="engine.lost", about=self.name)
             return await answer
         except (ActorDied, DeadlineError) as error:
-            raise ReceiverLost(str(error)) from None
+            raise ReceiverLost(str(error), code="engine.silent", about=self.name) from None
         finally:
             answer.cancel()
 

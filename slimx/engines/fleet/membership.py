@@ -116,7 +116,9 @@ class Membership:
                 self.restarts[engine.name].serves()
                 self._changed()
         if engine.standing is not Standing.MEMBER:
-            raise ReceiverLost(f"engine {engine.name} was lost before it could serve")
+            raise ReceiverLost(
+                f"engine {engine.name} was lost before it could serve", code="engine.lost", about=engine.name
+            )
 
     async def quarantine(self, engine: EngineHandle, error: SlimxError) -> None:
         """Take `engine` out because of `error`; returns when no new request can reach it. Twice is once."""
@@ -238,13 +240,18 @@ class Membership:
                 error = problem
         with suppress(SlimxError):
             if engine.incarnation == incarnation and await engine.serves():
-                await self.quarantine(engine, ReceiverLost(f"engine {engine.name} fails requests: {error}"))
+                await self.quarantine(
+                    engine,
+                    ReceiverLost(
+                        f"engine {engine.name} fails requests: {error}", code="engine.useless", about=engine.name
+                    ),
+                )
 
     async def _quarantine_if_ended(self, engine: EngineHandle) -> bool:
         incarnation = engine.incarnation
         if (end := await engine.ended()) is None or engine.incarnation != incarnation:
             return False
-        await self.quarantine(engine, ReceiverLost(end))
+        await self.quarantine(engine, ReceiverLost(end, code="engine.ended", about=engine.name))
         return True
 
     async def _watch(self, engine: EngineHandle) -> None:
@@ -320,7 +327,11 @@ class Membership:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # A mistake of ours must reach the loop, not vanish in a task.
-            self._fail(error if isinstance(error, SlimxError) else SlimxError(f"{type(error).__name__}: {error}"))
+            self._fail(
+                error
+                if isinstance(error, SlimxError)
+                else SlimxError(f"{type(error).__name__}: {error}", code="engines.mistake", about=type(error).__name__)
+            )
 
     def _fail(self, error: SlimxError) -> None:
         if self._failure is None:

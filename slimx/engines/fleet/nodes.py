@@ -59,7 +59,10 @@ def share_of(ranks: Sequence[Placement], name: str) -> Placement:
     if len(nodes) > 1:
         raise SlimxError(
             f"{len(ranks)} consecutive trainer ranks, whose GPUs a server of rollout.engines group {name} shares, are "
-            f"on {len(nodes)} machines; make the ranks of a machine's share (tensor x pipeline / nodes) divide its GPUs"
+            f"on {len(nodes)} machines; make the ranks of a machine's share (tensor x pipeline / nodes) divide its "
+            "GPUs",
+            code="engines.shared_gpus",
+            about=name,
         )
     return Placement(nodes.pop(), tuple(gpu for place in ranks for gpu in place.gpus or ()))
 
@@ -201,7 +204,9 @@ class OtherNodes:
         except TimeoutError:
             raise DeadlineError(what, deadline_s, f"engine {self.name}") from None
         except ray.exceptions.RayError as error:
-            raise SlimxError(f"{what} failed: {' '.join(str(error).split())[:300]}") from None
+            raise SlimxError(
+                f"{what} failed: {' '.join(str(error).split())[:300]}", code="engine.nodes", about=self.name
+            ) from None
 
 
 def shares_of(hosts: tuple[str, ...], meeting: str) -> list[NodeShare]:

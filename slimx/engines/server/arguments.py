@@ -47,7 +47,11 @@ def server_fields() -> dict[str, Field]:
     """Every field of the installed SGLang's ServerArgs that can be given on its command line, by name."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        raise SlimxError("sglang is not installed in this environment; install the requirements of slimx")
+        raise SlimxError(
+            "sglang is not installed in this environment; install the requirements of slimx",
+            code="sglang.absent",
+            about="sglang",
+        )
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields"
     fields: dict[str, Field] = {}
     for file in sorted(folder.glob("*.py")):
@@ -57,7 +61,9 @@ def server_fields() -> dict[str, Field]:
     if len(fields) < 100:
         raise SlimxError(
             f"found only {len(fields)} argument fields in {folder}; this SGLang declares them elsewhere: "
-            "adapt slimx.engines.server.arguments (written for sglang 0.5.23)"
+            "adapt slimx.engines.server.arguments (written for sglang 0.5.23)",
+            code="sglang.fields",
+            about=str(folder),
         )
     return fields | BY_HAND
 
@@ -69,7 +75,11 @@ def check_server_args(args: dict[str, Any], where: str = "rollout.engines.sglang
         if name not in fields:
             close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), fields, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else "see python -m sglang.launch_server --help"
-            raise SlimxError(f"{where}.{name} is not an argument of the installed SGLang; {hint}")
+            raise SlimxError(
+                f"{where}.{name} is not an argument of the installed SGLang; {hint}",
+                code="sglang.argument",
+                about=f"{where}.{name}",
+            )
         kind = fields[name].type.removeprefix("Optional[").removesuffix("]")
         accepted = {"bool": bool, "int": int, "float": (int, float), "str": str}.get(kind)
         if (
@@ -77,10 +87,16 @@ def check_server_args(args: dict[str, Any], where: str = "rollout.engines.sglang
             and value is not None
             and (not isinstance(value, accepted) or (kind != "bool" and isinstance(value, bool)))
         ):
-            raise SlimxError(f"{where}.{name} is {value!r}, but SGLang's field is of type {fields[name].type}")
+            raise SlimxError(
+                f"{where}.{name} is {value!r}, but SGLang's field is of type {fields[name].type}",
+                code="sglang.type",
+                about=f"{where}.{name}",
+            )
         if kind == "bool" and value is False and fields[name].default is True:
             raise SlimxError(
-                f"{where}.{name} cannot be switched off: it is on by default and SGLang has no flag for off"
+                f"{where}.{name} cannot be switched off: it is on by default and SGLang has no flag for off",
+                code="sglang.no_off",
+                about=f"{where}.{name}",
             )
 
 

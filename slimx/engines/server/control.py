@@ -68,7 +68,9 @@ class EngineControl:
             if process is not None and (status := process.poll()) is not None:
                 raise SlimxError(
                     f"engine {self.name} ended with status {status} before it was ready; "
-                    f"the end of {process.log_path}:\n{process.tail(20)}"
+                    f"the end of {process.log_path}:\n{process.tail(20)}",
+                    code="engine.died",
+                    about=self.name,
                 )
             if process is not None and PORT_TAKEN in process.tail(20):
                 # SGLang's process stays when its HTTP server could not start.
@@ -99,7 +101,9 @@ class EngineControl:
         except SlimxError as error:
             raise SlimxError(
                 f"engine {self.name} at {self.url} does not attest the slimx plugin; start it with "
-                f"python -m slimx.engines.server.launch in an environment where slimx is installed ({error})"
+                f"python -m slimx.engines.server.launch in an environment where slimx is installed ({error})",
+                code="engine.unattested",
+                about=self.name,
             ) from None
         for rank in ranks:
             self._check(rank)
@@ -109,13 +113,17 @@ class EngineControl:
         if (rank["protocol"], rank["slimx"]) != (PROTOCOL, slimx.__version__):
             raise SlimxError(
                 f"engine {self.name} runs slimx {rank['slimx']} (protocol {rank['protocol']}), the trainer "
-                f"{slimx.__version__} (protocol {PROTOCOL}); install the same version on both sides"
+                f"{slimx.__version__} (protocol {PROTOCOL}); install the same version on both sides",
+                code="engine.protocol",
+                about=self.name,
             )
         parts = rank["hooks"] | (rank["cpu"] or {})
         if failed := [part for part, in_force in parts.items() if not in_force]:
             raise SlimxError(
                 f"engine {self.name}: parts of the slimx plugin are not in force in process {rank['pid']}: "
-                f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')"
+                f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')",
+                code="engine.plugin_part",
+                about=failed[0],
             )
 
     async def trace(self, on: bool) -> dict[str, list[str]]:
@@ -173,7 +181,9 @@ class EngineControl:
                 name, why = next(iter(uncovered.items()))
                 raise SlimxError(
                     f"engine {self.name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
-                    f"first {name}: {why}; add a row to slimx/adapters/sglang/weights/layout.py"
+                    f"first {name}: {why}; add a row to slimx/adapters/sglang/weights/layout.py",
+                    code="engine.uncovered",
+                    about=name,
                 )
         if encoding == "local":
             return [rank["forms"] for rank in ranks]
@@ -182,7 +192,9 @@ class EngineControl:
             for name, form in rank["forms"].items():
                 if tensors.setdefault(name, form) != form:
                     raise SlimxError(
-                        f"engine {self.name}: ranks disagree on {name}: {tensors[name]}, but {form} on rank {number}"
+                        f"engine {self.name}: ranks disagree on {name}: {tensors[name]}, but {form} on rank {number}",
+                        code="engine.ranks_differ",
+                        about=name,
                     )
         return [tensors]
 
@@ -220,7 +232,9 @@ class EngineControl:
             if rank["missing"]:
                 raise SlimxError(
                     f"engine {self.name} rank {number}: {rank['missing']} tensors of the model are not staged, first "
-                    f"{rank['first_missing']}; stage every tensor before loading"
+                    f"{rank['first_missing']}; stage every tensor before loading",
+                    code="engine.not_staged",
+                    about=rank["first_missing"],
                 )
 
     async def open_update(self, deadline_s: float | None = None) -> None:
@@ -250,7 +264,9 @@ class EngineControl:
             if error := rank["outcome"].get("error"):
                 raise SlimxError(
                     f"engine {self.name} rank {number}: the copy ended after {rank['outcome']['loaded']} tensors: "
-                    f"{error}; publish again"
+                    f"{error}; publish again",
+                    code="engine.copy",
+                    about=self.name,
                 )
 
     async def verify(self, deadline_s: float | None = None) -> Json:
@@ -262,7 +278,11 @@ class EngineControl:
         ranks = await self._ask("slimx.verify", deadline_s=deadline_s)
         counts = [rank["tensors"] for rank in ranks]
         if ranks[0]["encoding"] == "hf" and len(set(counts)) > 1:
-            raise SlimxError(f"engine {self.name}: ranks got {counts} tensors of one publication; publish again")
+            raise SlimxError(
+                f"engine {self.name}: ranks got {counts} tensors of one publication; publish again",
+                code="engine.counts",
+                about=self.name,
+            )
         lists = {
             key: sorted({name for rank in ranks for name in rank[key]}) for key in ("differ", "missing", "derived")
         }
@@ -295,7 +315,11 @@ class EngineControl:
     def _by_rank(self, action: str, answers: list[Json]) -> list[Json]:
         """One answer per rank, or an error. With DP-attention every scheduler brings the answers of all ranks."""
         if not answers or any("pid" not in entry["checksums"] for entry in answers):
-            raise SlimxError(f"engine {self.name} at {self.url}: {action} was not answered by the slimx plugin")
+            raise SlimxError(
+                f"engine {self.name} at {self.url}: {action} was not answered by the slimx plugin",
+                code="engine.no_plugin",
+                about=self.name,
+            )
         found: dict[int, Json] = {}
         size = 0
         for entry in answers:
@@ -304,12 +328,16 @@ class EngineControl:
             if found.setdefault(rank, answer)["pid"] != answer["pid"]:
                 raise RanksUnheard(
                     f"engine {self.name}: two processes answer as rank {rank}, replicas of one model (dp_size without "
-                    "enable_dp_attention); start one engine per replica"
+                    "enable_dp_attention); start one engine per replica",
+                    code="engine.replicas",
+                    about=self.name,
                 )
         if sorted(found) != list(range(size)):
             raise RanksUnheard(
                 f"engine {self.name}: ranks {sorted(found)} of {size} answered {action}; with pp_size above 1 SGLang "
-                "brings back the first stage's answers only: use tensor and expert parallelism"
+                "brings back the first stage's answers only: use tensor and expert parallelism",
+                code="engine.ranks_missing",
+                about=self.name,
             )
         return [found[rank] for rank in range(size)]
 
@@ -335,7 +363,7 @@ class EngineControl:
                 about=path,
             )
         if status != 200 or answer.get("success") is False:
-            raise SlimxError(f"{where}: {message_of(answer)}")
+            raise SlimxError(f"{where}: {message_of(answer)}", code="engine.call", about=path)
         return answer
 
     async def _request(
@@ -353,7 +381,11 @@ class EngineControl:
         except TimeoutError:
             raise DeadlineError(f"{method} {url}", deadline_s, f"engine {self.name}") from None
         except aiohttp.ClientError as error:
-            raise SlimxError(f"engine {self.name}: {method} {url} failed: {type(error).__name__}: {error}") from None
+            raise SlimxError(
+                f"engine {self.name}: {method} {url} failed: {type(error).__name__}: {error}",
+                code="engine.unreachable",
+                about=path,
+            ) from None
 
 
 def _parts(packed: PackedBucket, encoding: Encoding, ranks: int) -> Json:

@@ -132,11 +132,17 @@ class Engine:
             await self.control.check_guarded()
         if (dtype := self.attestation[0]["dtype"]) != self.spec.dtype:
             raise SlimxError(
-                f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}"
+                f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}",
+                code="engine.dtype",
+                about=self.spec.name,
             )
         self._check_numerics()
         if (sizes := EngineSizes(**self.attestation[0]["sizes"])) != self.spec.sizes:
-            raise SlimxError(f"engine {self.spec.name} runs as {sizes}, the configuration asks for {self.spec.sizes}")
+            raise SlimxError(
+                f"engine {self.spec.name} runs as {sizes}, the configuration asks for {self.spec.sizes}",
+                code="engine.sizes",
+                about=self.spec.name,
+            )
 
     def _check_numerics(self) -> None:
         """Refuse a server whose ranks compute by another contract than the trainer does."""
@@ -146,7 +152,10 @@ class Engine:
             if (attested := rank["numerics"]) != wanted:
                 raise SlimxError(
                     f"engine {self.spec.name} rank {number} computes by {_said(attested)}, the trainer by "
-                    f"{_said(wanted)}; start it with the --exact-leaves of the run, or set numerics.mode to what it has"
+                    f"{_said(wanted)}; start it with the --exact-leaves of the run, or set numerics.mode to what it "
+                    "has",
+                    code="engine.numerics",
+                    about=self.spec.name,
                 )
 
     def _check_own(self) -> None:
@@ -160,7 +169,9 @@ class Engine:
             if rank["pid"] not in family:
                 raise SlimxError(
                     f"engine {self.spec.name}: process {rank['pid']} answers at {self.spec.url}, which is not the one "
-                    f"that was started; another server has the port: start again (log {self.process.log_path})"
+                    f"that was started; another server has the port: start again (log {self.process.log_path})",
+                    code="engine.foreign",
+                    about=self.spec.url,
                 )
 
     async def stop(self, grace_s: float = 10.0) -> None:
@@ -182,7 +193,9 @@ class Engine:
         if (status := self.process.poll()) is not None:
             raise SlimxError(
                 f"engine {self.spec.name} ended with status {status}; the end of {self.process.log_path}:\n"
-                f"{self.process.tail(20)}"
+                f"{self.process.tail(20)}",
+                code="engine.ended",
+                about=self.spec.name,
             )
         if self.state is State.READY:
             await self.control.health(deadline_s)
@@ -227,7 +240,9 @@ class Engine:
         wanted = tuple(sorted(self.asleep if tags is None else self.asleep & set(tags)))
         if not wanted:
             raise SlimxError(
-                f"engine {self.spec.name}: nothing of {tags or 'it'} is asleep ({sorted(self.asleep) or 'all awake'})"
+                f"engine {self.spec.name}: nothing of {tags or 'it'} is asleep ({sorted(self.asleep) or 'all awake'})",
+                code="engine.awake",
+                about=self.spec.name,
             )
         await self.control.wake(wanted)
         self.asleep -= set(wanted)
@@ -293,7 +308,9 @@ class Engine:
             how = "differ from the published ones" if answer["differ"] else "were never published"
             raise SlimxError(
                 f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; "
-                "publish again or restart the engine"
+                "publish again or restart the engine",
+                code="engine.unverified",
+                about=wrong[0],
             )
         if self.state is State.DIRTY:
             self.move(State.PAUSED)
@@ -315,7 +332,11 @@ class Engine:
 
     def _open(self, what: str) -> Manifest:
         if self.publication is None:
-            raise SlimxError(f"engine {self.spec.name}: {what} needs an open publication; begin one first")
+            raise SlimxError(
+                f"engine {self.spec.name}: {what} needs an open publication; begin one first",
+                code="engine.not_open",
+                about=what,
+            )
         return self.publication
 
     @contextlib.asynccontextmanager

@@ -53,12 +53,16 @@ async def check_arguments(control: EngineControl, spec: EngineSpec) -> None:
             flags = " ".join(command_line(needed))
             raise SlimxError(
                 f"engine {spec.name} at {spec.url} runs with {name}={info.get(name)!r}, slimx needs {value!r}; "
-                f"start it with python -m slimx.engines.server.launch -- ... {flags}"
+                f"start it with python -m slimx.engines.server.launch -- ... {flags}",
+                code="external.argument",
+                about=name,
             )
     if (role := info.get("disaggregation_mode", "null")) != ("null" if spec.role == "regular" else spec.role):
         raise SlimxError(
             f"engine {spec.name} at {spec.url} runs with disaggregation_mode={role!r}, and its group has the role "
-            f"{spec.role}; change one of them"
+            f"{spec.role}; change one of them",
+            code="external.role",
+            about=spec.url,
         )
 
 

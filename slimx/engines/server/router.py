@@ -162,7 +162,7 @@ class Router:
         start = asyncio.get_running_loop().time()
         while asyncio.get_running_loop().time() - start < deadline_s:
             if (end := self.ended()) is not None:
-                raise SlimxError(end)
+                raise SlimxError(end, code="router.ended", about="router")
             try:
                 if await look() is not False:
                     return
@@ -184,7 +184,11 @@ class Router:
         except TimeoutError:
             raise DeadlineError(f"{method} {url}", deadline_s, "the router") from None
         except aiohttp.ClientError as error:
-            raise SlimxError(f"router: {method} {url} failed: {type(error).__name__}: {error}") from None
+            raise SlimxError(
+                f"router: {method} {url} failed: {type(error).__name__}: {error}", code="router.unreachable", about=url
+            ) from None
         if status >= 300:
-            raise SlimxError(f"router: {method} {url} answered {status}: {message_of(answer)}")
+            raise SlimxError(
+                f"router: {method} {url} answered {status}: {message_of(answer)}", code="router.call", about=url
+            )
         return answer

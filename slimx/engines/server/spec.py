@@ -129,7 +129,9 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     if taken := sorted(ours.keys() & spec.sglang.keys()):
         raise SlimxError(
             f"rollout.engines.sglang.{taken[0]} is set by slimx ({ours[taken[0]]!r}) for engine {spec.name}; "
-            "leave it out"
+            "leave it out",
+            code="sglang.taken",
+            about=f"rollout.engines.sglang.{taken[0]}",
         )
     return defaults | spec.sglang | ours
 

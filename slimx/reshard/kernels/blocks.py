@@ -82,7 +82,9 @@ def dequantising(
     if scales.shape != shape or scales.dtype != torch.float32 or scales.stride(1) != 1:
         raise SlimxError(
             f"scales {scales.dtype} {list(scales.shape)} are not those of codes {list(codes.shape)} in blocks of "
-            f"{block[0]} x {block[1]}: pass fp32 {list(shape)}"
+            f"{block[0]} x {block[1]}: pass fp32 {list(shape)}",
+            code="kernel.scales",
+            about="scales",
         )
     piece = np.zeros(1, dtype=PIECE)
     piece["src"], piece["src_ld"], piece["src_step"] = codes.data_ptr(), codes.stride(0), codes.stride(1)

@@ -86,13 +86,21 @@ def pack(
     given. Raises SlimxError for a piece that would be written outside the bucket, before anything is written.
     """
     if bucket.dtype != torch.uint8 or bucket.device.type != "cpu" or not bucket.is_contiguous():
-        raise SlimxError(f"the bucket is {bucket.dtype} on {bucket.device}: pass contiguous uint8 memory of the CPU")
+        raise SlimxError(
+            f"the bucket is {bucket.dtype} on {bucket.device}: pass contiguous uint8 memory of the CPU",
+            code="kernel.bucket",
+            about="bucket",
+        )
     check_sources(pieces, sums)
     check_ops(pieces, sums)
     check_destinations(pieces, bucket.numel())
     found = np.zeros(len(sums), dtype=np.uint32) if flags is None else flags
     if found.dtype != np.uint32 or found.shape != sums.shape or not found.flags.carray:
-        raise SlimxError(f"flags are {found.dtype} {found.shape}: pass a contiguous array of uint32, one for each sum")
+        raise SlimxError(
+            f"flags are {found.dtype} {found.shape}: pass a contiguous array of uint32, one for each sum",
+            code="kernel.flags",
+            about="flags",
+        )
     pack_checked(pieces, bucket, sums, found, isa=isa, threads=threads)
     if flags is None:
         refuse_nonfinite(found, names)
@@ -130,7 +138,9 @@ def refuse_nonfinite(flags: np.ndarray, names: Sequence[str] | None = None) -> N
         first = names[bad[0]] if names is not None else f"tensor {bad[0]}"
         raise SlimxError(
             f"{first} holds a value that is infinite or not a number, or too large for bf16 ({len(bad)} such tensors); "
-            "these weights cannot be published: look at the last optimizer steps"
+            "these weights cannot be published: look at the last optimizer steps",
+            code="kernel.nonfinite",
+            about=first,
         )
 
 
@@ -139,14 +149,22 @@ def triton_scales(path: Path) -> np.ndarray:
     """The table for the rule triton [32640, 2] fp32. Raises SlimxError where it is missing or not one."""
     how = "store there the triton_scales.npy that `make gpu` writes on a machine with a GPU, or choose the rule ieee"
     if not path.exists():
-        raise SlimxError(f"the rule triton needs the table {path} of what a GPU divides: {how}")
+        raise SlimxError(
+            f"the rule triton needs the table {path} of what a GPU divides: {how}", code="kernel.table", about=str(path)
+        )
     table = np.load(path, allow_pickle=False)
     if table.dtype != np.float32 or table.shape != (_BF16_AMAX, 2) or not table.flags.carray:
-        raise SlimxError(f"{path} is {table.dtype} {table.shape}, no table of [{_BF16_AMAX}, 2] scales: {how}")
+        raise SlimxError(
+            f"{path} is {table.dtype} {table.shape}, no table of [{_BF16_AMAX}, 2] scales: {how}",
+            code="kernel.table",
+            about=str(path),
+        )
     amax = np.maximum((np.arange(_BF16_AMAX, dtype=np.uint32) << 16).view(np.float32), np.float32(1e-10))
     exact = np.stack([amax.astype(np.float64) / 448, 448 / amax.astype(np.float64)], axis=1)
     if not np.allclose(table, exact, rtol=1e-6, atol=0):
-        raise SlimxError(f"{path} does not hold amax / 448 and its inverse: {how}")
+        raise SlimxError(
+            f"{path} does not hold amax / 448 and its inverse: {how}", code="kernel.table", about=str(path)
+        )
     return table
 
 
@@ -197,22 +215,38 @@ def _library() -> ctypes.CDLL:
 
 def _isa(name: str) -> int:
     if name not in _ISAS:
-        raise SlimxError(f"unknown instruction set {name!r}: choose one of {', '.join(_ISAS)}")
+        raise SlimxError(
+            f"unknown instruction set {name!r}: choose one of {', '.join(_ISAS)}", code="kernel.isa", about=name
+        )
     return _ISAS[name]
 
 
 def _threads(threads: int | None) -> int:
     if threads is not None and threads < 1:
-        raise SlimxError(f"{threads} threads cannot pack a bucket: pass 1 or more")
+        raise SlimxError(
+            f"{threads} threads cannot pack a bucket: pass 1 or more", code="kernel.threads", about=str(threads)
+        )
     return threads or torch.get_num_threads()
 
 
 def _raise_for(status: int, isa: str) -> None:
     if status == _NO_SUCH_ISA:
-        raise SlimxError(f"this processor has no {isa}: choose one of {', '.join(isas())}")
+        raise SlimxError(
+            f"this processor has no {isa}: choose one of {', '.join(isas())}", code="kernel.isa", about=str(isa)
+        )
     if status == _NO_MEMORY:
-        raise SlimxError("the reshard kernel found no memory for its list of tiles: pack fewer pieces at a time")
+        raise SlimxError(
+            "the reshard kernel found no memory for its list of tiles: pack fewer pieces at a time",
+            code="kernel.memory",
+            about="tiles",
+        )
     if status == _NO_TRITON_SCALES:
-        raise SlimxError("the reshard kernel was given no table for the rule triton: pass one")
+        raise SlimxError(
+            "the reshard kernel was given no table for the rule triton: pass one", code="kernel.table", about="triton"
+        )
     if status:
-        raise SlimxError(f"the reshard kernel returned the unknown status {status}: rebuild it with `make build`")
+        raise SlimxError(
+            f"the reshard kernel returned the unknown status {status}: rebuild it with `make build`",
+            code="kernel.status",
+            about=str(status),
+        )

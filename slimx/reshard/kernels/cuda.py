@@ -63,7 +63,9 @@ class DevicePlan:
             if index.value < len(pieces):
                 raise SlimxError(
                     f"piece {index.value} of bucket {bucket} ({self.names[pieces[index.value]['tensor']]}) is at an "
-                    f"address that {self.device} cannot read: pass pieces of tensors on that device"
+                    f"address that {self.device} cannot read: pass pieces of tensors on that device",
+                    code="kernel.address",
+                    about=self.names[pieces[index.value]["tensor"]],
                 )
             prepared = self.library.slimx_cuda_prepare(
                 pieces.ctypes.data, len(pieces), checksum, blocks_per_sm, first.ctypes.data, ctypes.byref(self._launch)
@@ -104,7 +106,11 @@ class DevicePlan:
         """Raises SlimxError with CUDA's own words where `status` is an error."""
         if status:
             reason = self.library.slimx_cuda_error_string(status).decode()
-            raise SlimxError(f"bucket {self.bucket} cannot be {step} on {self.device}: {reason} (CUDA error {status})")
+            raise SlimxError(
+                f"bucket {self.bucket} cannot be {step} on {self.device}: {reason} (CUDA error {status})",
+                code="kernel.cuda",
+                about=self.bucket,
+            )
 
 
 class _Launch(ctypes.Structure):
@@ -146,18 +152,30 @@ def pack_at(
     """`pack` into the `plan.bucket_bytes` bytes at `address`, which the plan's device reaches: also those of another
     device, or process. The caller vouches for their size."""
     if plan.checksum:
-        raise SlimxError(f"the plan of bucket {plan.bucket} is for checksums: make it without checksum=True to pack it")
+        raise SlimxError(
+            f"the plan of bucket {plan.bucket} is for checksums: make it without checksum=True to pack it",
+            code="kernel.plan_kind",
+            about=plan.bucket,
+        )
     _check_tensor(plan, "sums", sums, torch.int64, len(plan.names))
     _check_tensor(plan, "flags", flags, torch.int32, len(plan.names))
     if address % 16:
-        raise SlimxError(f"the memory of bucket {plan.bucket} does not start at a multiple of 16 bytes: align it")
+        raise SlimxError(
+            f"the memory of bucket {plan.bucket} does not start at a multiple of 16 bytes: align it",
+            code="kernel.alignment",
+            about=plan.bucket,
+        )
     plan.launch(address, sums, flags.data_ptr(), stream)
 
 
 def checksum_rects(plan: DevicePlan, sums: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
     """Queues one launch that adds to `sums` [tensors] int64 what `kernel.checksum_rects` does."""
     if not plan.checksum:
-        raise SlimxError(f"the plan of bucket {plan.bucket} is for packing: make it with checksum=True to sum it")
+        raise SlimxError(
+            f"the plan of bucket {plan.bucket} is for packing: make it with checksum=True to sum it",
+            code="kernel.plan_kind",
+            about=plan.bucket,
+        )
     _check_tensor(plan, "sums", sums, torch.int64, len(plan.names))
     plan.launch(0, sums, 0, stream)
 
@@ -174,12 +192,16 @@ def results(plan: DevicePlan, sums: torch.Tensor, flags: torch.Tensor | None = N
     except RuntimeError as error:
         raise SlimxError(
             f"bucket {plan.bucket} failed on {plan.device} ({str(error).splitlines()[0]}): the device must be given up "
-            "with its process; a source that was freed or moved since the plan was made is the usual cause"
+            "with its process; a source that was freed or moved since the plan was made is the usual cause",
+            code="kernel.cuda",
+            about=plan.bucket,
         ) from error
     if len(bad):
         raise SlimxError(
             f"{plan.names[bad[0]]} in bucket {plan.bucket} holds a value that is infinite or not a number, or too "
-            f"large for bf16 ({len(bad)} such tensors): look at the last optimizer steps"
+            f"large for bf16 ({len(bad)} such tensors): look at the last optimizer steps",
+            code="kernel.nonfinite",
+            about=plan.names[bad[0]],
         )
     return found
 
@@ -192,7 +214,11 @@ def triton_scales(device: torch.device | int) -> np.ndarray:
         status = library.slimx_cuda_triton_scales(table.data_ptr(), torch.cuda.current_stream().cuda_stream)
         if status:
             reason = library.slimx_cuda_error_string(status).decode()
-            raise SlimxError(f"{place} did not make the table of scales of the rule triton: {reason}")
+            raise SlimxError(
+                f"{place} did not make the table of scales of the rule triton: {reason}",
+                code="kernel.table",
+                about=str(place),
+            )
         return table.cpu().numpy()
 
 
@@ -238,11 +264,13 @@ def device_of(device: torch.device | int) -> torch.device:
     """`device` with its number. Raises SlimxError unless it is one that this process can pack on."""
     reason = missing()
     if reason:
-        raise SlimxError(reason)
+        raise SlimxError(reason, code="kernel.library", about="cuda")
     place = torch.device("cuda", device) if isinstance(device, int) else device
     if place.type != "cuda":
         raise SlimxError(
-            f"a device plan needs a CUDA device and got {place}: pack on the CPU by slimx.reshard.kernels.cpu"
+            f"a device plan needs a CUDA device and got {place}: pack on the CPU by slimx.reshard.kernels.cpu",
+            code="kernel.device",
+            about=str(place),
         )
     return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
 
@@ -261,7 +289,9 @@ def _check(pieces: np.ndarray, bucket_bytes: int, tensors: int, checksum: bool) 
         p = pieces[long[0]]
         raise SlimxError(
             f"piece {long[0]} of {len(pieces)} has {p['rows']} x {p['cols']} elements, more than a CUDA kernel counts "
-            "in one row or column (2^31 - 1): split it"
+            "in one row or column (2^31 - 1): split it",
+            code="kernel.piece",
+            about=str(long[0]),
         )
 
 
@@ -270,5 +300,7 @@ def _check_tensor(plan: DevicePlan, what: str, t: torch.Tensor, dtype: torch.dty
     if not good or t.numel() < count:
         raise SlimxError(
             f"{what} of bucket {plan.bucket} is {t.dtype} {list(t.shape)} on {t.device}: pass contiguous {dtype} "
-            f"[{count}] on {plan.device}"
+            f"[{count}] on {plan.device}",
+            code="kernel.argument",
+            about=what,
         )

@@ -131,7 +131,9 @@ def rectangle(
     if flat.dim() != 2 or (flat.shape[1] > 1 and flat.stride(1) < 1) or flat.device.type != device:
         raise SlimxError(
             f"a piece of shape {list(view.shape)}, strides {view.stride()} on {view.device} is no rectangle of "
-            f"{device.upper()} memory: pass a 1-D or 2-D view whose elements are apart"
+            f"{device.upper()} memory: pass a 1-D or 2-D view whose elements are apart",
+            code="kernel.view",
+            about=str(list(view.shape)),
         )
     size = view.element_size()
     steps = (flat.stride(0) * size, max(flat.stride(1), 1) * size)
@@ -149,9 +151,17 @@ def scale_bytes(pieces: np.ndarray) -> np.ndarray:
 def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
     """Raises SlimxError unless `pieces` can be read and summed; addresses cannot be checked."""
     if pieces.dtype != PIECE or pieces.ndim != 1 or not pieces.flags.c_contiguous:
-        raise SlimxError(f"pieces are {pieces.dtype} {pieces.shape}: pass a contiguous 1-D array of kernel.PIECE")
+        raise SlimxError(
+            f"pieces are {pieces.dtype} {pieces.shape}: pass a contiguous 1-D array of kernel.PIECE",
+            code="kernel.pieces",
+            about="pieces",
+        )
     if sums.dtype != np.uint64 or sums.ndim != 1 or not sums.flags.carray:
-        raise SlimxError(f"sums are {sums.dtype} {sums.shape}: pass a contiguous, writable 1-D array of uint64")
+        raise SlimxError(
+            f"sums are {sums.dtype} {sums.shape}: pass a contiguous, writable 1-D array of uint64",
+            code="kernel.sums",
+            about="sums",
+        )
     rows, cols, tensor = pieces["rows"], pieces["cols"], pieces["tensor"]
     item = pieces["item"].astype(np.int64)
     some = (rows > 0) & (cols > 0)
@@ -244,5 +254,7 @@ def _refuse(pieces: np.ndarray, bad: np.ndarray, what: str) -> None:
         raise SlimxError(
             f"piece {k} of {len(pieces)} {what} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements of "
             f"{p['item']} bytes, bucket offset {p['dst']}, rows {p['dst_ld']} bytes apart): correct the plan that "
-            "made it"
+            "made it",
+            code="kernel.piece",
+            about=str(k),
         )

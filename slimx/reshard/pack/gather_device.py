@@ -74,7 +74,11 @@ class DeviceGatherer:
     def _allocate(self, bucket: int) -> DeviceMemory:
         if len(self._held) == SLOTS:
             held = " and ".join(map(str, sorted(self._held)))
-            raise SlimxError(f"bucket {bucket} has no memory: buckets {held} are in it; release one of them first")
+            raise SlimxError(
+                f"bucket {bucket} has no memory: buckets {held} are in it; release one of them first",
+                code="pack.no_memory",
+                about=f"bucket {bucket}",
+            )
         size = max(self.packer.form(number).size for number in range(self.packer.plan.count))
         return DeviceMemory(size, self.packer.device)
 

@@ -89,7 +89,9 @@ class Packer:
             if self.parameters[name].data_ptr() != address:
                 raise SlimxError(
                     f"parameter {name} has moved in memory since its plan was prepared; weights must be changed in "
-                    "place, or prepared again"
+                    "place, or prepared again",
+                    code="pack.moved",
+                    about=name,
                 )
         return self._pieces[bucket]
 

@@ -169,12 +169,18 @@ def _source(plan: Plan, number: int, parameters: Mapping[str, torch.Tensor] | No
         return 0, matrix(planned.shape)[1], ITEMSIZE[planned.dtype]
     held = parameters.get(planned.name)
     if held is None:
-        raise SlimxError(f"this rank has no parameter {planned.name}, which the plan reads; compile it for this layout")
+        raise SlimxError(
+            f"this rank has no parameter {planned.name}, which the plan reads; compile it for this layout",
+            code="pack.no_parameter",
+            about=planned.name,
+        )
     found = str(held.dtype).removeprefix("torch."), tuple(held.shape)
     if found != (planned.dtype, planned.shape) or not held.is_contiguous():
         raise SlimxError(
             f"parameter {planned.name} is {found[0]} {list(found[1])}"
             f"{'' if held.is_contiguous() else ', not contiguous'}; the plan was compiled for {planned.dtype} "
-            f"{list(planned.shape)}"
+            f"{list(planned.shape)}",
+            code="pack.parameter",
+            about=planned.name,
         )
     return held.data_ptr(), matrix(planned.shape)[1], held.element_size()

@@ -139,12 +139,20 @@ class Plan:
         try:
             form, head, moved = msgspec.msgpack.decode(data)
             if form != FORMAT:
-                raise SlimxError(f"plan: written in format {form}, this slimx reads {FORMAT}; compile it again")
+                raise SlimxError(
+                    f"plan: written in format {form}, this slimx reads {FORMAT}; compile it again",
+                    code="plan.format",
+                    about=str(form),
+                )
             kinds = tuple[Precision, list[Parameter], list[list[Bucket]], tuple[str, ...]]
             precision, parameters, buckets, unread = msgspec.convert(head, kinds, strict=False)
             return cls(precision, parameters, buckets, np.frombuffer(moved, dtype=MOVE), unread)
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            raise SlimxError(f"plan: these {len(data)} bytes are no plan ({error}); compile it again") from error
+            raise SlimxError(
+                f"plan: these {len(data)} bytes are no plan ({error}); compile it again",
+                code="plan.bytes",
+                about=type(error).__name__,
+            ) from error
 
 
 def checkpoint_parts(table: Table, *, mtp: bool = True, served: Table | None = None) -> Iterator[Part]:
@@ -239,7 +247,11 @@ class _Compiler:
         for rect in part.rects:
             name = part.sources[rect.source]
             if name not in self.held:
-                raise SlimxError(f"plan: {part.name} needs checkpoint tensor {name}, which the trainer does not hold")
+                raise SlimxError(
+                    f"plan: {part.name} needs checkpoint tensor {name}, which the trainer does not hold",
+                    code="plan.unheld",
+                    about=name,
+                )
             self.read.add(name)
             holders = self.held[name][1]
             for move in self._meet(name, rect, part.quantised):
@@ -248,11 +260,15 @@ class _Compiler:
         for rank in part.ranks:
             if rank >= len(self.ends):
                 raise SlimxError(
-                    f"plan: {part.name} is for target rank {rank} of {len(self.ends)}; pass the ranks' number"
+                    f"plan: {part.name} is for target rank {rank} of {len(self.ends)}; pass the ranks' number",
+                    code="plan.rank",
+                    about=part.name,
                 )
             if part.name in self.placed[rank]:
                 raise SlimxError(
-                    f"plan: {part.name} comes twice for target rank {rank}; remove one of its table's rows"
+                    f"plan: {part.name} comes twice for target rank {rank}; remove one of its table's rows",
+                    code="plan.twice",
+                    about=part.name,
                 )
             self.placed[rank].add(part.name)
             bucket, tensor = self._place(part, rank)
@@ -297,7 +313,11 @@ class _Compiler:
         """A block is quantised where its elements are: it must lie in one rectangle of one rank, and be a block of the
         checkpoint's tensor too, or engines of other sizes would get other codes."""
         if max(move.row_step, rect.step) > 1:
-            raise SlimxError(f"plan: {name} is reordered inside its quantisation blocks; publish it unquantised")
+            raise SlimxError(
+                f"plan: {name} is reordered inside its quantisation blocks; publish it unquantised",
+                code="plan.reordered",
+                about=name,
+            )
         high, wide = self.precision.quantisation.block
         row, col = (move.row - rect.local_row, rect.row), (move.col - rect.local_col, rect.col)
         for local, (inside, first), length, whole, block in (
@@ -310,7 +330,9 @@ class _Compiler:
                     f"plan: a shard of {name}, {move.rows} x {move.cols} at row {sum(row)}, column {sum(col)}, is not "
                     f"made of whole quantisation blocks of {high} x {wide}; head_dim, the experts' inner size / ETP "
                     f"and every other shard must be multiples of {block}: choose other parallel sizes or publish in "
-                    f"{self.precision.engine}"
+                    f"{self.precision.engine}",
+                    code="plan.blocks",
+                    about=name,
                 )
 
     def _place(self, part: Part, rank: int) -> tuple[int, int]:

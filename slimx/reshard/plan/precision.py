@@ -25,7 +25,9 @@ class Quantisation:
     def __post_init__(self) -> None:
         if (self.rule == "mxfp8") != (self.block == (1, 32)):
             raise SlimxError(
-                f"rule {self.rule} with blocks of {self.block}: mxfp8 has 1 x 32 blocks, no other rule has"
+                f"rule {self.rule} with blocks of {self.block}: mxfp8 has 1 x 32 blocks, no other rule has",
+                code="plan.rule",
+                about=self.rule,
             )
 
     @property

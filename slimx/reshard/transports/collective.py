@@ -78,7 +78,9 @@ class _Channel:
 
     def _run(self, what: str, work: Callable[[Any], Any]) -> None:
         if self._group is None:
-            raise ChannelError(f"{self.meeting} is closed; {what} needs a new one")
+            raise ChannelError(
+                f"{self.meeting} is closed; {what} needs a new one", code="channel.closed", about=self.meeting.engine
+            )
         self._checked(what, lambda: work(self._group).wait(self._timeout))
 
     def _checked(self, what: str, work: Callable[[], Any]) -> Any:
@@ -88,7 +90,9 @@ class _Channel:
             self.close()
             first = str(error).strip().partition("\n")[0][:300]
             raise ChannelError(
-                f"{self.meeting}: {what} failed on rank {self.rank} of {self.meeting.ranks + 1}: {first}"
+                f"{self.meeting}: {what} failed on rank {self.rank} of {self.meeting.ranks + 1}: {first}",
+                code="channel.broken",
+                about=self.meeting.engine,
             ) from None
 
 
@@ -144,7 +148,11 @@ class Receiving(_Channel):
             )
         except RuntimeError as error:
             first = str(error).partition("\n")[0][:300]
-            raise ChannelError(f"{meeting} has no meeting at {meeting.host}:{meeting.port}: {first}") from None
+            raise ChannelError(
+                f"{meeting} has no meeting at {meeting.host}:{meeting.port}: {first}",
+                code="channel.no_meeting",
+                about=meeting.engine,
+            ) from None
         return cls(meeting, rank + 1, store, _own_address(meeting.host, meeting.port))
 
     def receive(self, data: torch.Tensor, *, own: bool) -> torch.Tensor:

@@ -83,7 +83,11 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     have ended on the device when the block ends. Raises SlimxError if there are fewer, or it cannot reach them."""
     owner, gpu, held, address, handle = path.removeprefix(ON_DEVICE).split(":")
     if int(held) < size:
-        raise SlimxError(f"the bucket on GPU {gpu} has {held} bytes, {size} were announced; publish again")
+        raise SlimxError(
+            f"the bucket on GPU {gpu} has {held} bytes, {size} were announced; publish again",
+            code="bucket.size",
+            about=path,
+        )
     if owner == _process():  # CUDA opens no handle in the process that made it
         yield int(address, 16)
         return
@@ -91,7 +95,9 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
     if machine != here:
         raise SlimxError(
             f"the bucket on GPU {gpu} belongs to another machine; cuda_ipc needs trainers and engines on one: set "
-            "publish.transport=nccl"
+            "publish.transport=nccl",
+            code="bucket.machine",
+            about=path,
         )
     place, library, found = kernel_cuda.device_of(device), _library(), ctypes.c_uint64()
     with torch.cuda.device(place):
@@ -123,7 +129,9 @@ def fetch(path: str, start: int, stop: int, device: torch.device) -> torch.Tenso
         except RuntimeError as error:
             raise SlimxError(
                 f"the copy of {len(out)} bytes to {device} failed ({str(error).splitlines()[0]}): its owner may have "
-                "ended; the device must be given up with this process"
+                "ended; the device must be given up with this process",
+                code="device.copy",
+                about=path,
             ) from error
     return out
 
@@ -158,4 +166,4 @@ def _library() -> ctypes.CDLL:
 def _raise_for(status: int, what: str) -> None:
     if status:
         reason = _library().slimx_cuda_error_string(status).decode()
-        raise SlimxError(f"{what} (CUDA error {status}: {reason})")
+        raise SlimxError(f"{what} (CUDA error {status}: {reason})", code="device.cuda", about=str(status))

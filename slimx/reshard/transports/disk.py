@@ -73,7 +73,11 @@ class Shelf:
     @property
     def manifest(self) -> Manifest:
         if self._manifest is None:
-            raise SlimxError(f"{self.directory}: nothing is being written; begin a version first")
+            raise SlimxError(
+                f"{self.directory}: nothing is being written; begin a version first",
+                code="disk.not_begun",
+                about=str(self.directory),
+            )
         return self._manifest
 
     @property
@@ -95,7 +99,11 @@ class StoredVersion:
     async def begin(self, manifest: Manifest) -> None:
         """Refuse to be published as another version."""
         if manifest.version != self.manifest.version:
-            raise SlimxError(f"{self.path} holds {self.manifest}, which cannot be published as {manifest}")
+            raise SlimxError(
+                f"{self.path} holds {self.manifest}, which cannot be published as {manifest}",
+                code="disk.version",
+                about=str(self.path),
+            )
 
     async def forms(self) -> list[dict[str, str]]:
         ranks = range(len(self.buckets[0].targets))
@@ -122,7 +130,11 @@ def newest(directory: Path | str) -> StoredVersion | None:
         buckets = [_from_json(entry, found[-1]) for entry in text["buckets"]]
         return StoredVersion(found[-1], Manifest.from_json(text["manifest"]), buckets)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SlimxError(f"{path} cannot be read ({type(error).__name__}: {error}); remove {found[-1]}") from None
+        raise SlimxError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); remove {found[-1]}",
+            code="disk.manifest",
+            about=str(path),
+        ) from None
 
 
 def write_bucket(path: Path, packed: PackedBucket, data: torch.Tensor) -> PackedBucket:

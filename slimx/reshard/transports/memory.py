@@ -62,7 +62,11 @@ def open_memory(path: str, size: int, *, private: bool = False) -> torch.Tensor:
         ) from None
     try:
         if (held := os.fstat(file).st_size) < size:
-            raise SlimxError(f"the bucket at {path} has {held} bytes, {size} were announced; publish again")
+            raise SlimxError(
+                f"the bucket at {path} has {held} bytes, {size} were announced; publish again",
+                code="bucket.size",
+                about=path,
+            )
         return _map(file, size, shared=not private)
     finally:
         os.close(file)

@@ -197,7 +197,9 @@ class ExactServer:
             if (backend := getattr(runner, f"{step}_attention_backend_str")) != ATTENTION:
                 raise SlimxError(
                     f"numerics.mode exact attends by {ATTENTION}, and {step} in this server by {backend}; leave "
-                    f"{step}_attention_backend out of rollout.engines.sglang, or out of the server's arguments"
+                    f"{step}_attention_backend out of rollout.engines.sglang, or out of the server's arguments",
+                    code="exact.backend",
+                    about=f"{step}_attention_backend",
                 )
         from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
 
@@ -205,7 +207,9 @@ class ExactServer:
         if problems := list(uncovered(runner.model)):
             raise SlimxError(
                 f"numerics.mode exact does not cover {type(runner.model).__name__}: {problems[0]}; "
-                "set numerics.mode=fast"
+                "set numerics.mode=fast",
+                code="exact.model",
+                about=type(runner.model).__name__,
             )
         self._gates = {id(block.gate) for block in runner.model.modules() if hasattr(block, "topk")}
         return attention_class()(runner, self.calls)
