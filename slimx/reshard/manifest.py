@@ -1,4 +1,4 @@
-"""What one publication is: which version of which policy, in which form, begun under which membership."""
+"""The identity of one publication: the version and policy, their form, and the membership it began under."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Manifest:
     """"hf": tensors with Hugging Face names, the same bytes for every rank. "local": each engine rank's own bytes,
     named and shaped as the parameters that it holds."""
     rule: str = "none"
-    """How values were quantised (docs/numerics.md); "none" where they were not."""
+    """Rule by which values were quantised (docs/numerics.md); "none" where they were not."""
     trainer_step: int
     """Optimizer steps behind these weights."""
     membership_epoch: int

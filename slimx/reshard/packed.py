@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ON_DEVICE = "cuda-ipc:"
-"""What the path of memory on a GPU begins with (`slimx.reshard.transports.device`)."""
+"""Prefix of the path of memory on a GPU (`slimx.reshard.transports.device`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PackedBucket:
 
     @property
     def on_device(self) -> bool:
-        """Whether it is in the memory of a GPU. An engine copies such a bucket when it stages it, and maps others."""
+        """True if it is in the memory of a GPU. An engine copies such a bucket when it stages it, and maps others."""
         return self.path.startswith(ON_DEVICE)
 
     @property

@@ -28,7 +28,7 @@ class NoReceiverLeft(SlimxError):
 
 
 class TransportLost(SlimxError):
-    """What carries buckets to all engines died. It is started again: the same version can be published again."""
+    """The delivery's own process died. It is started again: the same version can be published again."""
 
 
 class Source(Protocol):
@@ -168,7 +168,7 @@ class Delivery:
 
 
 class Members(Protocol):
-    """Which engines there are. The epoch rises with every change."""
+    """The engines of the run. The epoch rises with every change."""
 
     @property
     def epoch(self) -> int: ...

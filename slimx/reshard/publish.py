@@ -44,7 +44,7 @@ ABORT_S = 10.0
 
 @dataclass(slots=True)
 class EngineOutcome:
-    """What became of one engine in one publication."""
+    """The outcome of one publication at one engine."""
 
     step: str = "begin"
     """The step that it did last."""
@@ -56,7 +56,7 @@ class EngineOutcome:
 
 @dataclass(slots=True)
 class Publication:
-    """What one publication did."""
+    """The record of one publication."""
 
     manifest: Manifest
     engines: dict[str, EngineOutcome] = field(default_factory=dict)

@@ -88,17 +88,17 @@ def address(host: str, port: int) -> str:
 
 
 def family(host: str) -> socket.AddressFamily:
-    """Of an address: IPv6 has colons."""
+    """The address family of an address: IPv6 has colons."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address `host`."""
+    """Returns True if only this machine reaches the address `host`."""
     return ipaddress.ip_address(host).is_loopback
 
 
 def is_own(host: str) -> bool:
-    """Whether the name or address `host` is one of this machine's: only to these can a socket be bound."""
+    """Returns True if `host`, a name or address, is this machine's: only to these can a socket be bound."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:

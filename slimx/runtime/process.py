@@ -35,7 +35,7 @@ KILL_WAIT_S = 10.0
 
 
 class ServerProcess(Protocol):
-    """What an engine needs of its server's process."""
+    """The interface of a server's process, as its engine needs it."""
 
     log_path: Path
 

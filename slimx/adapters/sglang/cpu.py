@@ -1,4 +1,4 @@
-"""What SGLang's CPU path lacks: one entry per gap, applied only where the server runs on the CPU.
+"""The gaps of SGLang's CPU path, filled: one entry per gap, applied only where the server runs on the CPU.
 
 Written for sglang 0.5.23. `Gap.open` tells whether SGLang still lacks it; an entry whose gap has closed refuses to
 start, so that it is deleted and does not shadow SGLang's own code. What functions can be wrapped go through SGLang's
@@ -28,7 +28,7 @@ class Gap:
     name: str
     reason: str
     open: Callable[[], bool]
-    """Whether it is missing at this moment; after `close` it is not."""
+    """True while it is missing; after `close` it is not."""
     close: Callable[[], None]
 
 

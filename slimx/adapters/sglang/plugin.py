@@ -77,7 +77,7 @@ def register() -> None:
 
 
 def loads_path(ipc_name: str) -> str:
-    """Where the scheduler tells its load to the server, in place of `load_snapshot.shm_path_for`.
+    """The file in which the scheduler tells its load to the server, in place of `load_snapshot.shm_path_for`.
 
     SGLang's file in /dev/shm is never removed. This one is a memory file of the server's first process, found through
     /proc by that process and its children: it has no name to leave behind, however the server ends.
@@ -190,14 +190,14 @@ def _own_part(argument: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _expert_location() -> Any:
-    """Which experts the slots of this process hold (None for models without experts)."""
+    """The experts that the slots of this process hold (None for models without experts)."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     return get_global_expert_location_metadata()
 
 
 def _coordinates() -> dict[str, int]:
-    """Where this rank stands in its engine; `rank` counts as `slimx.layout.ranks.EngineSizes` does."""
+    """The coordinates of this rank in its engine; `rank` counts as `slimx.layout.ranks.EngineSizes` does."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -211,7 +211,7 @@ def _coordinates() -> dict[str, int]:
 
 
 def _sizes() -> dict[str, int]:
-    """What this engine splits its model by: the fields of `slimx.layout.ranks.EngineSizes`."""
+    """The sizes by which this engine splits its model: the fields of `slimx.layout.ranks.EngineSizes`."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel, location = get_parallel(), _expert_location()
@@ -225,7 +225,7 @@ def _sizes() -> dict[str, int]:
 
 
 def attest(runner: Any) -> dict[str, Any]:
-    """What this rank really runs: versions, model, and whether each hook and each CPU entry is in force."""
+    """The facts of this rank: versions, model, and whether each hook and each CPU entry is in force."""
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.utils import is_cpu

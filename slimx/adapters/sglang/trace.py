@@ -18,7 +18,7 @@ _NORMS = re.compile(r"model\.(?:layers\.(\d+)\.(input|post_attention)_layernorm|
 
 
 class Trace:
-    """What goes through a model from now until `end`: digests of rows by point, in the order of arrival."""
+    """A trace of a model's hidden states from now until `end`: digests of rows by point, in the order of arrival."""
 
     def __init__(self, model: torch.nn.Module):
         self.rows: dict[str, list[str]] = defaultdict(list)

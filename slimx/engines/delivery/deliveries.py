@@ -1,4 +1,4 @@
-"""How packed buckets get from the publisher to the engines: `publish.transport`.
+"""Ways of packed buckets from the publisher to the engines: `publish.transport`.
 
 memory    engines map the publisher's memory: one machine
 cuda_ipc  engines copy from the memory of the publisher's GPU: one machine
@@ -26,7 +26,7 @@ from slimx.reshard.transports.collective import Backend, ChannelError
 from slimx.reshard.transports.disk import StoredVersion, newest
 
 PATIENCE = 0.8
-"""Of the deadline of a step, the share after which the courier is asked why nothing has come."""
+"""Share of a step's deadline after which the courier is asked why nothing has come."""
 
 
 class CourierDelivery(Delivery):

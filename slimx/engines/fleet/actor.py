@@ -54,10 +54,10 @@ class EngineActor:
         """Membership epoch of the publication that was begun last."""
         self.end = ChannelEnd()
         self.others: OtherNodes | None = None
-        """Where this start's server runs besides this machine."""
+        """The other machines of this start's server."""
 
     def _spec(self, node: NodeShare | None = None) -> EngineSpec:
-        """What the next server is made of."""
+        """The specification of the next server."""
         if self.url is not None:
             where = urlsplit(self.url)
             return EngineSpec(port=where.port, host=where.hostname, external=True, **self.values)
@@ -156,7 +156,7 @@ class EngineActor:
         return str(self.engine.state)
 
     async def ended(self) -> str | None:
-        """How the server ended; None while its process runs and takes connections.
+        """The end of the server in words; None while its process runs and takes connections.
 
         A server that has lost its scheduler refuses connections some time before its tree is gone: whoever lost a
         request then must not be told that all is well.
@@ -173,7 +173,7 @@ class EngineActor:
         return f"engine {spec.name} ended with status {status}; the end of {process.log_path}:\n{process.tail(20)}"
 
     async def _ended_elsewhere(self) -> str | None:
-        """How another machine's share of the server ended."""
+        """The end of another machine's share of the server, in words."""
         if self.others is None:
             return None
         try:

@@ -108,7 +108,7 @@ class EngineGroup:
         return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=keys)
 
     def _places(self, group: Engines) -> list[Placement]:
-        """Of one server, machine by machine."""
+        """Placements of one server, machine by machine."""
         each = group.ranks // group.nodes
         if self.device != "cuda" or group.urls:
             return [Placement()] * group.nodes

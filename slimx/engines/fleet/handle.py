@@ -18,7 +18,7 @@ from slimx.reshard.parties import ReceiverLost
 
 
 class Standing(StrEnum):
-    """What an engine is to the run; its server's own state is `slimx.engines.server.engine.State`."""
+    """The standing of an engine in the run; its server's own state is `slimx.engines.server.engine.State`."""
 
     OUT = "out"
     """Not started yet, or being stopped and started again: no request and no publication reaches it."""
@@ -49,7 +49,7 @@ class EngineHandle:
         self.name, self.make_actor, self.log, self.deadline_s = name, make_actor, log, deadline_s
         self.role, self.nodes, self.keys = role, nodes, keys
         self.bootstrap_port: int | None = None
-        """Of a prefill server, where decode servers ask for their KV."""
+        """Port of a prefill server at which decode servers ask for their KV."""
         self.actor: Any = make_actor()
         """None after it had to be killed, until the next start."""
         self.url = ""
@@ -93,7 +93,7 @@ class EngineHandle:
             self.actor = None
 
     async def ended(self) -> str | None:
-        """How server or actor ended; None while they run, or do not say."""
+        """The end of server or actor in words; None while they run, or do not say."""
         try:
             return await self._wait("the look at its process", self._living.ended.remote(), ANSWER_S)
         except (ActorDied, ReceiverLost) as error:

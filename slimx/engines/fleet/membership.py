@@ -102,7 +102,7 @@ class Membership:
         return [engine for engine in self.engines if engine.standing is Standing.MEMBER]
 
     def _every_role(self, engines: Sequence[EngineHandle]) -> bool:
-        """Whether `engines` can serve without the others."""
+        """Returns True if `engines` can serve without the others."""
         return {engine.role for engine in engines} == {engine.role for engine in self.engines}
 
     async def admit(self, engine: EngineHandle) -> None:

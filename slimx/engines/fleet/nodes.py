@@ -29,7 +29,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one machine's share of a server runs."""
+    """The machine and the GPUs of one machine's share of a server."""
 
     node: str | None = None
     """Ray's id of the machine; None: Ray chooses one that has room."""
@@ -39,7 +39,7 @@ class Placement:
     """GPUs of its own."""
 
     def options(self, cpus: float) -> dict[str, Any]:
-        """Of the share's Ray actor."""
+        """Options of the share's Ray actor."""
         options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": self.owned}
         if self.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
@@ -47,7 +47,7 @@ class Placement:
 
 
 def place_of(actor: Any) -> Placement:
-    """Where the Ray actor that runs this is, and the GPUs that it sees."""
+    """The placement of the Ray actor that runs this: its machine, and the GPUs that it sees."""
     gpus = os.environ.get(DEVICES)
     return Placement(ray.get_runtime_context().get_node_id(), tuple(gpus.split(",")) if gpus is not None else None)
 
@@ -68,7 +68,7 @@ def share_of(ranks: Sequence[Placement], name: str) -> Placement:
 
 
 class ChannelEnd:
-    """Where buckets arrive on this machine, if they come over a network."""
+    """This machine's end of a channel, at which buckets arrive over a network."""
 
     def __init__(self) -> None:
         self._channel: Any = None
@@ -116,7 +116,7 @@ class NodeActor:
         self.process.start()
 
     async def ended(self) -> str | None:
-        """How its process ended; None while it runs."""
+        """The end of its process in words; None while it runs."""
         if self.process is None or (status := self.process.poll()) is None:
             return None
         return f"{self.process.name} ended with status {status}; the end of {self.log_path}:\n{self.process.tail(20)}"
@@ -164,7 +164,7 @@ class OtherNodes:
         return shares[0]
 
     async def ended(self, deadline_s: float) -> str | None:
-        """How the first of them that ended did."""
+        """The end of the first of them that ended, in words."""
         answers = await self._call("ended", [()] * self.count, deadline_s)
         return next((answer for answer in answers if answer is not None), None)
 

@@ -28,7 +28,7 @@ class Field:
     type: str
     """The annotated type as it is written, e.g. "Optional[int]"."""
     whole: bool
-    """Whether a list or dict is one JSON argument (it has its own parser) and not one argument per element."""
+    """True if a list or dict is one JSON argument (it has its own parser) and not one argument per element."""
     default: Any
 
 

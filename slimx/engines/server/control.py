@@ -27,13 +27,13 @@ PROTOCOL = 4
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
 """The server's custom weight loader, by dotted path."""
 NO_TENSORS = base64.b64encode(pickle.dumps([], protocol=4)).decode()
-"""What /update_weights_from_tensor must carry although our tensors are staged already: a pickled empty list."""
+"""The body that /update_weights_from_tensor must carry although our tensors are staged: a pickled empty list."""
 
 REFUSED = (401, 403)
 """HTTP status of a call without the right key."""
 
 PORT_TAKEN = "error while attempting to bind on address"
-"""What uvicorn writes into the server's log."""
+"""Words of uvicorn in the server's log."""
 
 Json = dict[str, Any]
 Forms = dict[str, str]
@@ -93,7 +93,7 @@ class EngineControl:
         await self._call("GET", "/health_generate", deadline_s=deadline_s)
 
     async def attest(self) -> list[Json]:
-        """What each rank really runs, or a SlimxError: SGLang swallows plugin failures, so silence is a refusal."""
+        """The attestation of each rank, or a SlimxError: SGLang swallows plugin failures, so silence is a refusal."""
         try:
             ranks = await self._ask("slimx.attest")
         except (DeadlineError, RanksUnheard):
@@ -389,7 +389,7 @@ class EngineControl:
 
 
 def _parts(packed: PackedBucket, encoding: Encoding, ranks: int) -> Json:
-    """What each rank of an engine of `ranks`, or "all", is told of a bucket: its tensors, and where its machine has
+    """The description of a bucket for each rank of an engine of `ranks`, or for "all": tensors, and where a machine has
     them."""
     paths = (packed.path, *packed.copies)
     if encoding == "hf" and len(paths) == 1:

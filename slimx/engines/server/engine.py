@@ -74,7 +74,7 @@ class Engine:
         """The publication that is open."""
         self.staging: Staging = "model"
         self.updating = False
-        """Whether SGLang's weight update is open: from the first load of a publication to its verification."""
+        """True while SGLang's weight update is open: from the first load of a publication to its verification."""
 
     def move(self, to: State) -> None:
         """Change the state, or refuse a change that the table does not allow."""

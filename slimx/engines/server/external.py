@@ -15,7 +15,7 @@ LEAVE_S = 5.0
 
 
 class ForeignProcess:
-    """What stands for the process of such a server (`slimx.runtime.process.SupervisedProcess`): nothing here starts or
+    """Stand-in for the process of such a server (`slimx.runtime.process.SupervisedProcess`): nothing here starts or
     ends it, and its output is elsewhere."""
 
     pid = None

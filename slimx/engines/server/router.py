@@ -98,7 +98,7 @@ class Router:
         await in_thread(self.process.stop, grace_s)
 
     def ended(self) -> str | None:
-        """How its process ended; None while it runs."""
+        """The end of its process in words; None while it runs."""
         if (status := self.process.poll()) is None:
             return None
         return f"the router ended with status {status}; its log {self.process.log_path}:\n{self.process.tail(20)}"

@@ -1,4 +1,4 @@
-"""What one engine server is made of, as SGLang's arguments and the process's environment."""
+"""The specification of one engine server, as SGLang's arguments and the process's environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NodeShare:
     """One machine's share of a server that spans several."""
 
     rank: int
-    """Of the machine; 0 answers requests."""
+    """Rank of the machine; 0 answers requests."""
     count: int
     meeting: str
     """host:port on machine 0 at which the ranks meet."""
@@ -34,7 +34,7 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What one server is made of."""
+    """The specification of one server."""
 
     name: str
     model_path: str
@@ -50,21 +50,21 @@ class EngineSpec:
     exact_leaves: int | None = None
     """Leaves of row-parallel sums where it computes the trainer's bits (numerics.mode exact); None: fast mode."""
     sizes: EngineSizes = EngineSizes()
-    """How the server splits the model over its ranks."""
+    """The split of the model over the server's ranks."""
     seed: int = 1
     routed_experts: bool = True
-    """Whether the server can return each token's experts (MoE models)."""
+    """True if the server can return each token's experts (MoE models)."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """More fields of SGLang's ServerArgs."""
     role: Literal["regular", "prefill", "decode"] = "regular"
     bootstrap_port: int | None = None
-    """Of a prefill server: where decode servers ask it for their KV."""
+    """Port of a prefill server at which decode servers ask it for their KV."""
     frozen: bool = False
-    """Whether it serves a model that nothing is published to."""
+    """True if it serves a model that nothing is published to."""
     sleeps: bool = False
-    """Whether its memory is given back while trainers train."""
+    """True if its memory is given back while trainers train."""
     external: bool = False
-    """Whether it was started by somebody else, to whom it belongs."""
+    """True if it was started by somebody else, to whom it belongs."""
     node: NodeShare | None = None
     """None: the server is on one machine."""
     keys: Keys = field(default_factory=Keys.random, compare=False)

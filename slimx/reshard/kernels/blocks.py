@@ -52,7 +52,7 @@ class Widener:
         self._pieces = np.concatenate(pieces)
 
     def reads(self, codes: torch.Tensor, scales: torch.Tensor) -> bool:
-        """Whether these are the tensors that it was made for."""
+        """Returns True if these are the tensors that it was made for."""
         return all(
             held.data_ptr() == now.data_ptr() and held.shape == now.shape
             for held, now in zip(self._held, (codes, scales), strict=True)

@@ -223,7 +223,7 @@ def triton_scales(device: torch.device | int) -> np.ndarray:
 
 
 def missing() -> str | None:
-    """What keeps this process from packing on a GPU, in one sentence; None where nothing does."""
+    """The reason that keeps this process from packing on a GPU, in one sentence; None where nothing does."""
     try:
         count, library = ctypes.c_int(), load(LIBRARY)
     except SlimxError as error:

@@ -12,7 +12,7 @@ from slimx.errors import SlimxError
 
 
 class OP(IntEnum):
-    """What becomes of a piece's elements. "Flags": NONFINITE is set where an element written is infinite or NaN."""
+    """The operation on a piece's elements. "Flags": NONFINITE is set where an element written is infinite or NaN."""
 
     COPY = 0
     """Bytes of any item size; flags nothing."""
@@ -33,7 +33,7 @@ class OP(IntEnum):
 
 
 class RULE(IntEnum):
-    """How a quantising op chooses a block's scale from its largest magnitude: csrc/numerics.h, docs/numerics.md."""
+    """The rule by which a quantising op chooses a block's scale from its largest magnitude (docs/numerics.md)."""
 
     NONE = 0
     IEEE = 1

@@ -11,7 +11,7 @@ from slimx.reshard.kernels.cuda import DevicePlan
 
 
 def sum_rects(pieces: np.ndarray, count: int, device: torch.device | None) -> np.ndarray:
-    """What `pieces` [n] of `PIECE` add to the checksums [count] uint64 of their tensors, still without seeds.
+    """The shares that `pieces` [n] of `PIECE` add to the checksums [count] uint64 of their tensors, without seeds.
 
     `device`: where their sources are, None for host memory. Waits for the device's current stream, so that what was
     queued on it before is seen.

@@ -82,7 +82,7 @@ class Gatherer:
 
 
 def _file(path: str) -> int:
-    """Which file is open at `path`, 0 if none: the number of a closed one is given to another."""
+    """The file that is open at `path`, 0 if none: the number of a closed one is given to another."""
     try:
         return os.stat(path).st_ino
     except OSError:

@@ -20,12 +20,12 @@ from slimx.reshard.plan.copy_plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank added to a bucket."""
+    """The contribution of one rank to a bucket."""
 
     sums: np.ndarray
     """Its share of each tensor's checksum [tensors] uint64, in the order of `BucketForm.tensors`."""
     flags: np.ndarray
-    """What it met in each tensor [tensors] uint32 (kernel.NONFINITE)."""
+    """Flags of what it met in each tensor [tensors] uint32 (kernel.NONFINITE)."""
 
 
 class Packer:
@@ -42,7 +42,7 @@ class Packer:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Addresses of the parameters."""
         return self._device or torch.device("cpu")
 
     def again(self) -> None:

@@ -45,7 +45,7 @@ class PlannedBuckets:
         self._forms: dict[int, BucketForm] = {}
 
     def form(self, bucket: int) -> BucketForm:
-        """Where everything stands in `bucket`."""
+        """The layout of `bucket`."""
         if bucket not in self._forms:
             self._forms[bucket] = BucketForm([target[bucket] for target in self.plan.buckets])
         return self._forms[bucket]

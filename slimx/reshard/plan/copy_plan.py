@@ -25,7 +25,7 @@ from slimx.reshard.plan.intersect import Move, moves
 from slimx.reshard.plan.precision import ITEMSIZE, SCALE_SUFFIX, Precision
 
 FORMAT = 2
-"""Of `Plan.to_bytes`."""
+"""Format of `Plan.to_bytes`."""
 ALIGNMENT = 64
 """Bytes: tensors start on a cache line, so that the receiver's views are aligned for every dtype."""
 
@@ -60,7 +60,7 @@ class BucketTensor(msgspec.Struct, frozen=True):
     scale_of: int = -1
     """Index in the bucket of the codes whose block scales these are; -1: values."""
     column: bool = False
-    """Whether moves read it as one column whatever its shape (`Part.column`)."""
+    """True if moves read it as one column whatever its shape (`Part.column`)."""
 
     @property
     def width(self) -> int:
@@ -84,7 +84,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Plan:
-    """What `compile_plan` makes."""
+    """A compiled plan of copies (`compile_plan`)."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Plan:
         return len(self.buckets[0])
 
     def moves_of(self, source: int, bucket: int) -> np.ndarray:
-        """What rank `source` contributes to `bucket`, for all targets."""
+        """The moves that rank `source` contributes to `bucket`, for all targets."""
         start, stop = self._slices.get((bucket, source), (0, 0))
         return self.moved[start:stop]
 

@@ -1,4 +1,4 @@
-"""Where two layouts of the same checkpoint tensor meet: the rectangles that go from one rank's tensor to another's."""
+"""Intersection of two layouts of a checkpoint tensor: the rectangles that go from one rank's tensor to another's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Move(NamedTuple):
     """Target element (row + i * row_step, col + j) is source element (source_row + i * source_step, source_col + j)."""
 
     source: int
-    """Which of the source rectangles."""
+    """Index of the source rectangle."""
     source_row: int
     source_col: int
     source_step: int
@@ -28,7 +28,7 @@ class Move(NamedTuple):
 
 
 def moves(sources: Sequence[Rect], target: Rect, name: str) -> tuple[Move, ...]:
-    """What fills `target` from `sources`, all rectangles of checkpoint tensor `name`, each element exactly once.
+    """Moves that fill `target` from `sources`, all rectangles of checkpoint tensor `name`, each element exactly once.
 
     Raises SlimxError naming the tensor and the gap if the sources do not hold all of it, or hold some of it twice.
     """

@@ -1,1 +1,1 @@
-"""How a packed bucket reaches the engines."""
+"""Transports of packed buckets: memory, GPU memory, networks and files."""

@@ -35,14 +35,14 @@ CHUNK = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where one engine's group meets, as the publisher tells it to the engine's ranks."""
+    """The meeting place of one engine's group, as the publisher tells it to the engine's ranks."""
 
     engine: str
     epoch: int
     """Membership epoch in which the engine joined."""
     host: str
     port: int
-    """Of the group's store, at the publisher."""
+    """Port of the group's store, at the publisher."""
     ranks: int
     """Receiving ranks; they are 1 to `ranks` in the group."""
     backend: Backend

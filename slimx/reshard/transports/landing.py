@@ -13,7 +13,7 @@ from slimx.reshard.transports.device import DeviceMemory, opened, tensor_at
 from slimx.reshard.transports.memory import MemoryFile, open_memory
 
 GPU = torch.device("cuda", 0)
-"""Of the processes at the ends of a channel: the first that each may use."""
+"""GPU of a process at an end of a channel: the first that it may use."""
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def bytes_of(packed: PackedBucket) -> Iterator[torch.Tensor]:
 
 
 class Landing:
-    """Where buckets land that come one after another: memory that others on this machine open by its path."""
+    """The landing place of buckets that come one after another: memory that others on this machine open by its path."""
 
     def __init__(self) -> None:
         self._device: DeviceMemory | None = None

@@ -17,7 +17,7 @@ ATTENTION = "slimx_exact"
 
 
 def attention_class() -> type:
-    """Of the backend, whose class SGLang gives where it is installed."""
+    """Subclass of the backend, whose class SGLang gives where it is installed."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -62,7 +62,7 @@ def attention_class() -> type:
             scaling: float,
             **__: Any,
         ) -> torch.Tensor:
-            """As above, with one token of each request."""
+            """The same as above, with one token of each request."""
             begin = requests.long() * table.shape[1]
             return output.copy_(self._attend(query, keys, values, table, begin, lengths.long(), scaling))
 

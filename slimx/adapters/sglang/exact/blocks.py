@@ -24,7 +24,7 @@ EXPERTS_LOADED = f"{_MODULE}.Fp8MoEMethod.process_weights_after_loading"
 
 
 class BlockLayers:
-    """What SGLang's HookRegistry replaces of its fp8 layers; `calls` counts them by target."""
+    """Replacements for SGLang's fp8 layers in its HookRegistry; `calls` counts them by target."""
 
     def __init__(self, calls: Counter[str], linear: Callable[..., torch.Tensor]):
         """`linear`: the product of a linear layer, its input and its bias, which counts no call."""

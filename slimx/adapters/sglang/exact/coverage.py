@@ -1,4 +1,4 @@
-"""What a served model may be made of in exact mode: modules whose every rounding `sglang_numerics` replaces.
+"""Modules of a served model that exact mode covers: those whose every rounding `sglang_numerics` replaces.
 
 Written for sglang 0.5.23. Whatever else has parameters would round by a rule that no trainer follows.
 """
@@ -19,7 +19,7 @@ GATES = ("MoEGate", "Glm4MoeGate")
 
 
 def uncovered(model: torch.nn.Module) -> Iterator[str]:
-    """What of a model these operations do not compute, a phrase each."""
+    """The parts of a model that these operations do not compute, a phrase each."""
     latent = {id(module.rotary_emb) for module in model.modules() if type(module).__name__ == "DeepseekV2AttentionMLA"}
     for name, module in model.named_modules():
         if why := _problem(module, in_latent=id(module) in latent):

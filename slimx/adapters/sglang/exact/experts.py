@@ -36,7 +36,7 @@ class ExactExperts:
         """The shared experts' output on its way to the sum of the others' that comes next."""
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """What SGLang's HookRegistry replaces, by target."""
+        """Replacements for SGLang's HookRegistry, by target."""
         blocks = {target: partial(self.block, target) for target in BLOCKS.values()}
         return {TOP_K: self.top_k, GROUPED_TOP_K: self.grouped_top_k, EXPERTS: self.experts, **blocks}
 
@@ -70,7 +70,7 @@ class ExactExperts:
         routed_scaling_factor: float | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `top_k`, by sigmoid scores; the factor is in the weights."""
+        """The same as `top_k`, by sigmoid scores; the factor is in the weights."""
         self.calls[GROUPED_TOP_K] += 1
         weights, ids = exact.route(
             gating_output,

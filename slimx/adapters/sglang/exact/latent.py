@@ -20,7 +20,7 @@ PREPARE, CORE = (
 
 
 def is_latent(kinds: set[str]) -> bool:
-    """Whether a model with modules of these classes has latent attention, which calls them."""
+    """Returns True if a model with modules of these classes has latent attention, which calls them."""
     return "DeepseekV2AttentionMLA" in kinds
 
 
@@ -35,7 +35,7 @@ class ExactLatentAttention:
         self.calls = calls
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """What SGLang's HookRegistry replaces, by target."""
+        """Replacements for SGLang's HookRegistry, by target."""
         return {PREPARE: self.prepare, CORE: self.attend}
 
     def idle(self, kinds: set[str]) -> set[str]:

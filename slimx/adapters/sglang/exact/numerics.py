@@ -89,7 +89,7 @@ class ExactServer:
         self._tables: dict[tuple[exact.Rotary, torch.device], torch.Tensor] = {}
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """What SGLang's HookRegistry replaces, by target."""
+        """Replacements for SGLang's HookRegistry, by target."""
         return {
             NORM: self.rms_norm,
             ACTIVATION: self.silu_and_mul,

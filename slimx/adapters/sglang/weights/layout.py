@@ -1,4 +1,4 @@
-"""Where this rank of a loaded SGLang model holds each Hugging Face tensor: one row per kind of parameter.
+"""The places of Hugging Face tensors in this rank of a loaded SGLang model: one row per kind of parameter.
 
 Written for sglang 0.5.23: tensor, expert and DP-attention parallel engines, fused shared experts, redundant experts.
 SGLang fuses and splits tensors while it loads them. The same map, read the other way, finds each tensor's bytes in what
@@ -31,7 +31,7 @@ class ServedPiece:
     tensor: str | None
     """Name, with the row's groups still to fill in; None for padding."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     rect: Rect | None
     """None: other ranks hold the tensor."""
 

@@ -32,7 +32,7 @@ class Held:
 
     parameter: str
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """Shape of the parameter."""
     rect: Rect
 
     def view(self, parameters: Parameters) -> torch.Tensor | None:
@@ -46,11 +46,11 @@ class Held:
 
 @dataclass(slots=True)
 class Destination:
-    """Where one tensor of a publication goes on this rank."""
+    """The places of one tensor of a publication on this rank."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     held: list[Held] = field(default_factory=list)
     """All hold the same rectangle of the tensor: more than one for redundant experts, none for another rank's expert.
     """

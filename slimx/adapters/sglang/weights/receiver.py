@@ -39,7 +39,7 @@ class Staged:
     view: torch.Tensor
     """[shape], in the publisher's memory; of a bucket on a GPU, in this rank's own (`sglang_buckets`)."""
     share: int
-    """What this rank's part adds to the tensor's checksum."""
+    """The share of this rank's part in the tensor's checksum."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class OpenPublication:
 
 
 class RankReceiver:
-    """What one rank knows of the publications to its model."""
+    """The state of publications to one rank's model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -76,11 +76,11 @@ class RankReceiver:
         self.version: int | None = None
         """Version committed last; None once anything was copied after it."""
         self.outcome: Answer = {}
-        """How the last copy ended: {"loaded": count} or {"loaded": count, "error": text}."""
+        """The end of the last copy: {"loaded": count} or {"loaded": count, "error": text}."""
         self.copied: OpenPublication | None = None
         """The publication that copied last: its `loaded` is all that vouches for what the model holds."""
         self._layout: tuple[torch.Tensor | None, Layout] | None = None
-        """Where experts were, and the layout that follows from it."""
+        """The places of experts, and the layout that follows from them."""
 
     # Life of a publication ------------------------------------------------------------------------------------------
 
@@ -298,8 +298,9 @@ class RankReceiver:
         self.outcome["loaded"] = len(ready)
 
     def _derive(self) -> None:
-        """What SGLang does after loads that pass `load_weights` by (model_loader.loader.post_load_weights): MLA's w_kc
-        and w_vc. `load_weights` does it by itself; process_weights_after_loading runs in /end_weight_update for both.
+        """The step that SGLang does after loads that pass `load_weights` by (model_loader.loader.post_load_weights):
+        MLA's w_kc and w_vc. `load_weights` does it by itself; process_weights_after_loading runs in /end_weight_update
+        for both.
         """
         if hasattr(self.model, "post_load_weights"):
             self.model.post_load_weights()
@@ -328,7 +329,7 @@ def load_staged(model: nn.Module, named_tensors: Iterable[Any]) -> None:
 
 
 def _complete(publication: OpenPublication, name: str) -> bool:
-    """Whether all that the model loads only together with `name` is there."""
+    """Returns True if all that the model loads only together with `name` is there."""
     partners = publication.layout.together.get(name, ())
     return all(partner in publication.staged for partner in partners)
 
