@@ -9,17 +9,22 @@ checksum of every tensor. GB/s count the bytes of the source. Every side's bytes
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
-from reshard_layer import Job, Pieces, Shards, checksums, straightforward
 
-from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.cpu import OP, RULE
-from tests import reshard_reference as reference
+sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
+
+from reshard_layer import Job, Pieces, Shards, checksums, straightforward  # noqa: E402
+
+from slimx.reshard.kernels import cpu as kernel  # noqa: E402
+from slimx.reshard.kernels.cpu import OP, RULE  # noqa: E402
+from tests import reshard_reference as reference  # noqa: E402
 
 JOBS = [
     Job("bf16 permute", OP.COPY_CHECKED),
