@@ -63,6 +63,7 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     return run
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("hf", "run", "parameters", "tensors"),
     [(QWEN3_30B, RUN_30B, 30.5, 18867), (QWEN3_235B, RUN_235B, 235.1, 36945), (DEEPSEEK_V3, RUN_671B, 671.0, 45000)],
@@ -277,6 +278,7 @@ def lines_of(text: str, start: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(start)]
 
 
+@pytest.mark.costly
 def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
     layout = "trainer={world_size: 16, tensor: 2, pipeline: 2, expert: 8, expert_tensor: 1}"
     report = json.loads(plan(QWEN3_30B, layout, "rollout.engines=[{tensor: 4, count: 3}]", "--json")[1])
@@ -290,6 +292,7 @@ def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
     assert "stage 1: ranks 8-15, nodes 1, layers 24-47, experts 0-15, 16-31, 32-47, ... by EP rank" in text
 
 
+@pytest.mark.costly
 def test_a_run_that_does_not_fit_is_refused_with_the_nearest_layout_that_does(plan):
     code, text = plan(QWEN3_30B, *RUN_30B, H100)
     assert code == 2
@@ -356,6 +359,7 @@ def test_suggested_layouts_pass_the_plan(plan):
     assert engine["concurrency"] >= 2 * 1000, "more than the two servers as configured"
 
 
+@pytest.mark.costly
 def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
     ppo = ("algorithm.name=ppo", "critic={}", H100, FULL)
     code, text = plan(QWEN3_30B, *RUN_30B, *ppo)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "scripts/launch").iterdir())
 
