@@ -128,9 +128,17 @@ def doctor(
     """Say what this machine has, what is missing and how to get it."""
     asked = [name for name, given in (("effects", effects), ("hooks", hooks), ("gap", gap or layers)) if given]
     if len(asked) > 1:
-        raise SlimxError(f"slimx doctor takes one of --{asked[0]} and --{asked[1]} at a time; leave one out")
+        raise SlimxError(
+            f"slimx doctor takes one of --{asked[0]} and --{asked[1]} at a time; leave one out",
+            code="doctor.options",
+            about=f"--{asked[1]}",
+        )
     if asked and file is None:
-        raise SlimxError(f"slimx doctor --{asked[0]} needs the YAML file of a run; give it as FILE")
+        raise SlimxError(
+            f"slimx doctor --{asked[0]} needs the YAML file of a run; give it as FILE",
+            code="doctor.file",
+            about=f"--{asked[0]}",
+        )
     if asked:
         config = load_config(file, overrides or [])
         if effects:

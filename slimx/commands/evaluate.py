@@ -29,7 +29,11 @@ def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str]
     Raises SlimxError, or Interrupted after a stop."""
     config = without_trainers(config, checkpoint)
     if not config.eval.files:
-        raise SlimxError("eval.prompts is null: there is nothing to evaluate; name a file of prompts")
+        raise SlimxError(
+            "eval.prompts is null: there is nothing to evaluate; name a file of prompts",
+            code="eval.prompts",
+            about="eval.prompts",
+        )
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir) / DIRECTORY

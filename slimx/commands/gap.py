@@ -29,11 +29,17 @@ def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
     `layers`: also say which part of the model is the first that differs. Prints the figures; returns whether the two
     sides agree to the last bit. Raises SlimxError for a configuration without engines, or what a run would raise."""
     if not config.rollout.policy_engines:
-        raise SlimxError("slimx doctor --gap compares trainers with engines, and rollout.engines is empty")
+        raise SlimxError(
+            "slimx doctor --gap compares trainers with engines, and rollout.engines is empty",
+            code="engines.none",
+            about="rollout.engines",
+        )
     if layers and config.trainer.tensor * config.trainer.context > 1:
         raise SlimxError(
             "slimx doctor --gap --layers follows whole rows through the trainer: set trainer.tensor=1 and "
-            "trainer.context=1 beside it (and numerics.leaves to what the run has)"
+            "trainer.context=1 beside it (and numerics.leaves to what the run has)",
+            code="gap.layers",
+            about="trainer.tensor",
         )
     own = config.run.model_copy(update={"dir": str(Path(config.run.dir) / FOLDER), "resume": "auto"})
     figures: dict[str, float] = {}

@@ -44,18 +44,34 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
     Raises SlimxError, Interrupted after a stop, or Preempted after SIGUSR1."""
     config = without_trainers(config, checkpoint)
     if config.run.fork:
-        raise SlimxError("run.fork continues training, and slimx generate trains nothing; leave it out")
+        raise SlimxError(
+            "run.fork continues training, and slimx generate trains nothing; leave it out",
+            code="run.fork",
+            about="run.fork",
+        )
     device = device_of(config)
     sources = check_sources(config, configured_model(config), device)
     directory = Path(config.run.dir)
     if (directory / "checkpoints").exists():
-        raise SlimxError(f"{directory} holds a training run; slimx generate needs a run.dir of its own")
+        raise SlimxError(
+            f"{directory} holds a training run; slimx generate needs a run.dir of its own",
+            code="run.dir",
+            about=str(directory),
+        )
     saves = Saves(directory / CURSOR, keep=1)
     done = saves.newest()
     if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
-        raise SlimxError(f"run.resume is never, but {directory} already holds rollouts; choose another run.dir")
+        raise SlimxError(
+            f"run.resume is never, but {directory} already holds rollouts; choose another run.dir",
+            code="run.resume",
+            about="run.resume",
+        )
     if config.run.resume == "must" and done is None:
-        raise SlimxError(f"run.resume is must, but {saves.directory} holds no position")
+        raise SlimxError(
+            f"run.resume is must, but {saves.directory} holds no position",
+            code="run.resume",
+            about="run.resume",
+        )
     state = read_state(done) if done is not None else None
     if state is not None and state.step >= config.schedule.steps:
         console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))

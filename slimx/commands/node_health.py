@@ -91,7 +91,11 @@ def all_gpus() -> list[GpuQueries]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
     except pynvml.NVMLError as error:
-        raise SlimxError(f"NVML does not answer ({error}); look at the NVIDIA driver") from error
+        raise SlimxError(
+            f"NVML does not answer ({error}); look at the NVIDIA driver",
+            code="health.nvml",
+            about="NVML",
+        ) from error
     return [NvmlGpu(uuid.decode() if isinstance(uuid, bytes) else uuid) for uuid in uuids]
 
 

@@ -41,13 +41,23 @@ def show_rollouts(
     """The lines of one call. Raises SlimxError for options that exclude each other, and for what is not there."""
     chosen = choice.group is not None or choice.reward_below is not None or choice.tokens
     if buffer and (dropped or step is not None):
-        raise SlimxError("--buffer shows what waits in the newest checkpoint; leave out --step and --dropped")
+        raise SlimxError(
+            "--buffer shows what waits in the newest checkpoint; leave out --step and --dropped",
+            code="rollouts.options",
+            about="--buffer",
+        )
     if chosen and (dropped or not (buffer or step is not None)):
         raise SlimxError(
-            "--group, --reward-below and --tokens choose from a step or the buffer; add --step N or --buffer"
+            "--group, --reward-below and --tokens choose from a step or the buffer; add --step N or --buffer",
+            code="rollouts.options",
+            about="--step",
         )
     if choice.limit < 0:
-        raise SlimxError(f"--limit is {choice.limit}; give a number of groups, or 0 for all")
+        raise SlimxError(
+            f"--limit is {choice.limit}; give a number of groups, or 0 for all",
+            code="rollouts.limit",
+            about="--limit",
+        )
     if buffer:
         found, lines = buffer_of(directory, choice), buffer_lines
     elif dropped:
@@ -79,12 +89,16 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
     if step not in files:
         raise SlimxError(
             f"{directory / DIRECTORY} has no step {step}; it has {_ranges(list(files))} (track.rollouts says which "
-            "steps are kept)"
+            "steps are kept)",
+            code="rollouts.step",
+            about=f"step {step}",
         )
     about, groups = read_step(files[step])
     if choice.group is not None and not any(group.id == choice.group for group in groups):
         raise SlimxError(
-            f"step {step} of {directory} has no group {choice.group}; it has {groups[0].id} to {groups[-1].id}"
+            f"step {step} of {directory} has no group {choice.group}; it has {groups[0].id} to {groups[-1].id}",
+            code="rollouts.group",
+            about=choice.group,
         )
     chosen = list(_chosen(groups, choice))
     shown = chosen[: choice.limit or None]
@@ -103,7 +117,11 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
     _check_run(directory)
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
-        raise SlimxError(f"{directory} has no complete checkpoint yet, and what waits is written there")
+        raise SlimxError(
+            f"{directory} has no complete checkpoint yet, and what waits is written there",
+            code="rollouts.buffer",
+            about=str(directory),
+        )
     state, decode = read_state(newest), _decoder(directory)
     everything = choice.group is None and choice.reward_below is None
     chosen: list[tuple[SavedTicket, Group | None]] = []
@@ -207,7 +225,11 @@ def _hidden(found: Json) -> Iterator[str]:
 
 def _check_run(directory: Path) -> None:
     if not (directory / "config.yaml").is_file():
-        raise SlimxError(f"{directory} holds no run (there is no config.yaml); name a run.dir")
+        raise SlimxError(
+            f"{directory} holds no run (there is no config.yaml); name a run.dir",
+            code="run.none",
+            about=str(directory),
+        )
 
 
 def _files(directory: Path) -> dict[int, Path]:
@@ -216,7 +238,9 @@ def _files(directory: Path) -> dict[int, Path]:
         return files
     raise SlimxError(
         f"{directory / DIRECTORY} holds no step: none has been generated yet, or track.rollouts.every is 0, or the run "
-        "has no engines"
+        "has no engines",
+        code="rollouts.empty",
+        about=str(directory / DIRECTORY),
     )
 
 

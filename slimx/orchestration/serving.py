@@ -29,7 +29,9 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     if not config.rollout.policy_engines:
         raise SlimxError(
             "there is no engine to generate with: "
-            + ("rollout.replay is set; leave it out" if config.rollout.replay else "rollout.engines is empty; add one")
+            + ("rollout.replay is set; leave it out" if config.rollout.replay else "rollout.engines is empty; add one"),
+            code="engines.none",
+            about="rollout.replay" if config.rollout.replay else "rollout.engines",
         )
     given = checkpoint or (Path(config.trainer.load) if config.trainer.load else None)
     if given is not None:
@@ -37,16 +39,24 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
         if is_megatron(given):
             raise SlimxError(
                 f"{name}: {given} is Megatron-LM's, and engines load Hugging Face directories; convert it (slimx "
-                "convert megatron-to-hf), or export one while training (checkpoint.export_every)"
+                "convert megatron-to-hf), or export one while training (checkpoint.export_every)",
+                code="engines.weights",
+                about=name,
             )
         if not (given / "config.json").is_file():
-            raise SlimxError(f"{name}: {given} holds no config.json; name a Hugging Face directory with weights")
+            raise SlimxError(
+                f"{name}: {given} holds no config.json; name a Hugging Face directory with weights",
+                code="engines.weights",
+                about=name,
+            )
     groups = []
     for group in config.rollout.engines:
         if not group.frozen and group.urls:
             raise SlimxError(
                 f"rollout.engines group {group.name} has urls: nobody knows what weights those servers hold; let slimx "
-                "start the engines (count)"
+                "start the engines (count)",
+                code="engines.urls",
+                about=group.name,
             )
         if given is not None and not group.frozen and (checkpoint is not None or group.model is None):
             # An export may come without its tokenizer.

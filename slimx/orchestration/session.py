@@ -54,7 +54,9 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     if (directory / CURSOR).exists():
         raise SlimxError(
             f"{directory} holds rollouts of slimx generate, which training would replace; choose another run.dir, with "
-            f"rollout.replay={directory} to train on them"
+            f"rollout.replay={directory} to train on them",
+            code="run.dir",
+            about=str(directory),
         )
     prepared = check_run(config)
     directory.mkdir(parents=True, exist_ok=True)
@@ -109,10 +111,16 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
     """The checkpoint that a run goes on from; None: it begins. Raises SlimxError where `run.resume` forbids that."""
     newest = saves.newest()
     if config.run.resume == "must" and newest is None and config.run.fork is None:
-        raise SlimxError(f"run.resume is must, but {saves.directory} holds no complete checkpoint")
+        raise SlimxError(
+            f"run.resume is must, but {saves.directory} holds no complete checkpoint",
+            code="run.resume",
+            about="run.resume",
+        )
     if config.run.resume == "never" and (directory / "metrics.jsonl").exists():
         raise SlimxError(
-            f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it"
+            f"run.resume is never, but {directory} already holds a run; choose another run.dir or remove it",
+            code="run.resume",
+            about="run.resume",
         )
     if newest is not None and config.run.resume != "never":
         return newest
@@ -121,7 +129,11 @@ def resume_point(config: Config, directory: Path, saves: Saves) -> Path | None:
 
 def _forked(checkpoint: Path) -> Path:
     if not (checkpoint / MANIFEST).is_file():
-        raise SlimxError(f"run.fork: {checkpoint} is no complete checkpoint; name a RUN/checkpoints/iter_NNNNNNN")
+        raise SlimxError(
+            f"run.fork: {checkpoint} is no complete checkpoint; name a RUN/checkpoints/iter_NNNNNNN",
+            code="run.fork",
+            about=str(checkpoint),
+        )
     return checkpoint
 
 

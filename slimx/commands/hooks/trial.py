@@ -73,7 +73,9 @@ class Trial:
             if time.monotonic() - self.beat > STUCK_S:
                 raise SlimxError(
                     f"rollout.generate: {self.config.rollout.generate} has held the event loop for {STUCK_S:.0f} s; "
-                    "all rollouts share it: await, or move what blocks to asyncio.to_thread"
+                    "all rollouts share it: await, or move what blocks to asyncio.to_thread",
+                    code="hooks.blocking",
+                    about=self.config.rollout.generate,
                 )
         return self._result.result()
 

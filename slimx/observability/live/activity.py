@@ -73,7 +73,11 @@ def read_activity(directory: Path) -> dict[str, Any] | None:
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise SlimxError(f"{file} is damaged ({error}); remove it") from error
+        raise SlimxError(
+            f"{file} is damaged ({error}); remove it",
+            code="run.activity",
+            about=str(file),
+        ) from error
 
 
 def activity_lines(activity: dict[str, Any], now: float) -> list[str]:

@@ -33,7 +33,11 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     damaged is said on the page. Raises SlimxError without a run directory, or for one that holds none of them.
     """
     if not run_dirs:
-        raise SlimxError(f"no run directory is given for the report {out}; name at least one")
+        raise SlimxError(
+            f"no run directory is given for the report {out}; name at least one",
+            code="report.runs",
+            about=str(out),
+        )
     runs = [read_run(Path(directory)) for directory in run_dirs]
     figures = _FigureWriter()
     sections = [_section(run, figures, share=len(runs)) for run in runs]

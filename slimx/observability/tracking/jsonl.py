@@ -31,7 +31,9 @@ class JsonlFile:
         if path.exists() and path.stat().st_size:
             if resume_step is None:
                 raise SlimxError(
-                    f"{path} holds the records of an earlier run; resume it or choose another run directory"
+                    f"{path} holds the records of an earlier run; resume it or choose another run directory",
+                    code="records.exist",
+                    about=str(path),
                 )
             self.removed = _truncate(path, resume_step)
         # Unbuffered: a failed write leaves nothing behind in Python that a later write would push out in the middle.
@@ -47,7 +49,9 @@ class JsonlFile:
         except OSError as error:
             os.ftruncate(self._file.fileno(), start)
             raise SlimxError(
-                f"{self.path} cannot be written ({error.strerror}); free space or fix the disk, then resume"
+                f"{self.path} cannot be written ({error.strerror}); free space or fix the disk, then resume",
+                code="records.write",
+                about=str(self.path),
             ) from error
 
     def close(self) -> None:
@@ -88,7 +92,9 @@ def _truncate(path: Path, resume_step: int) -> int:
         if torn is not None:
             # Only a write cut short tears a line, and that is always the last one: this is damage of another kind.
             raise SlimxError(
-                f"{path} line {torn} is not a JSON object; repair the line or move the file away, then resume"
+                f"{path} line {torn} is not a JSON object; repair the line or move the file away, then resume",
+                code="records.damaged",
+                about=str(path),
             )
         if record is None:
             torn = number

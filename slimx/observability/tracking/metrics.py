@@ -28,7 +28,11 @@ def _collect(prefix: str, metrics: Mapping[str, Any], flat: dict[str, float]) ->
             _collect(name, value, flat)
             continue
         if name in flat:
-            raise SlimxError(f"metric {name} is given twice in one step; rename one of the two")
+            raise SlimxError(
+                f"metric {name} is given twice in one step; rename one of the two",
+                code="metrics.twice",
+                about=name,
+            )
         flat[name] = _number(name, value)
 
 
@@ -37,9 +41,17 @@ def _number(name: str, value: Any) -> float:
         try:
             value = value.item()
         except (RuntimeError, ValueError) as error:  # torch raises the first, numpy the second
-            raise SlimxError(f"metric {name} holds several numbers; reduce it to one before logging") from error
+            raise SlimxError(
+                f"metric {name} holds several numbers; reduce it to one before logging",
+                code="metrics.number",
+                about=name,
+            ) from error
     if not isinstance(value, (int, float)):
-        raise SlimxError(f"metric {name} is {value!r}, not a number; leave it out of the step or log a number")
+        raise SlimxError(
+            f"metric {name} is {value!r}, not a number; leave it out of the step or log a number",
+            code="metrics.number",
+            about=name,
+        )
     return float(value)
 
 
@@ -62,7 +74,11 @@ class StepRecord:
 
     def __post_init__(self) -> None:
         if self.step < 0:
-            raise SlimxError(f"a step record has step {self.step}; steps start at 0")
+            raise SlimxError(
+                f"a step record has step {self.step}; steps start at 0",
+                code="metrics.step",
+                about=str(self.step),
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The record as strict JSON values, see the class."""

@@ -51,7 +51,9 @@ class TensorBoardSink:
         except ImportError as error:
             raise SlimxError(
                 "track.tensorboard is true but tensorboard is not installed: "
-                "pip install tensorboard or set track.tensorboard=false"
+                "pip install tensorboard or set track.tensorboard=false",
+                code="track.tensorboard",
+                about="track.tensorboard",
             ) from error
         self._writer = SummaryWriter(log_dir=str(directory), purge_step=resume_step)
 
@@ -79,7 +81,9 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise SlimxError(
-                "track.wandb is true but wandb is not installed: pip install wandb or set track.wandb=false"
+                "track.wandb is true but wandb is not installed: pip install wandb or set track.wandb=false",
+                code="track.wandb",
+                about="track.wandb",
             ) from error
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
@@ -97,7 +101,9 @@ class WandbSink:
             self._run.define_metric("*", step_metric="step")
         except Exception as error:
             raise SlimxError(
-                f"track.wandb is true but wandb did not start ({error}); log in or set track.wandb=false"
+                f"track.wandb is true but wandb did not start ({error}); log in or set track.wandb=false",
+                code="track.wandb",
+                about="track.wandb",
             ) from error
 
     def log(self, record: StepRecord) -> None:

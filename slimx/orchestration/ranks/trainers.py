@@ -55,7 +55,9 @@ class TrainerGroup(RankGroup):
             if one["numerics"] != wanted:  # another release of slimx on its machine
                 raise SlimxError(
                     f"trainer rank {rank} computes by the contract {one['numerics']}, this process by {wanted}; "
-                    "install the same slimx on every machine"
+                    "install the same slimx on every machine",
+                    code="ranks.contract",
+                    about=f"trainer rank {rank}",
                 )
         await self._prepare()
         return started

@@ -221,13 +221,17 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
     if "replay" in state.rollouts and not config.rollout.replay:
         raise SlimxError(
             f"{path} was written by a replay of {state.rollouts['replay']}, which has no position in the prompts; set "
-            "rollout.replay, or begin a new run from its weights (trainer.load)"
+            "rollout.replay, or begin a new run from its weights (trainer.load)",
+            code="resume.replay",
+            about=str(path),
         )
     if (state.critic is None) != (critic is None):
         raise SlimxError(
             f"{path} holds {'no' if state.critic is None else 'a'} critic, but this run has "
             f"{'none' if critic is None else 'one'} (algorithm.name={config.algorithm.name}); choose another run.dir, "
-            "with trainer.load to start from weights"
+            "with trainer.load to start from weights",
+            code="resume.critic",
+            about=str(path),
         )
     if not config.checkpoint.load_optimizer:
         return
@@ -235,7 +239,9 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
         raise SlimxError(
             f"{path} was written with trainer.freeze={state.freeze}, this run has {list(config.trainer.freeze)}: what "
             "was frozen has no optimizer state; keep the patterns, or set checkpoint.load_optimizer=false to go on "
-            "with new moments"
+            "with new moments",
+            code="resume.freeze",
+            about=str(path),
         )
     _check_move(path, "trainer", state.layout, sizes, state.distributed_optimizer, config)
     if state.critic is not None and critic is not None:
@@ -254,7 +260,9 @@ def _check_move(path: Path, keys: str, there: dict[str, Any], sizes: Sizes, dist
         raise SlimxError(
             f"{path} was written with {_words(there, distributed)}, this run has "
             f"{_words(here, config.trainer.distributed_optimizer)}: megatron-core does not move optimizer state "
-            f"{refused}; keep that, or set checkpoint.load_optimizer=false to go on with new moments"
+            f"{refused}; keep that, or set checkpoint.load_optimizer=false to go on with new moments",
+            code="resume.layout",
+            about=str(path),
         )
 
 

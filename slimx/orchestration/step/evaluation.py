@@ -42,7 +42,11 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
     """`score` of what `answer_all` brought, and `eval/failed`. Raises SlimxError if every prompt failed."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
-        raise SlimxError(f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}")
+        raise SlimxError(
+            f"all {len(failed)} evaluation prompts failed, the last one: {failed[-1].detail}",
+            code="eval.failed",
+            about="eval.prompts",
+        )
     names = [name for name, several in prompts.items() for _ in several]
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     for name, outcome in zip(names, outcomes, strict=True):

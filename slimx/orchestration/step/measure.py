@@ -70,5 +70,7 @@ def check_gap(config: Config, metrics: dict[str, float], step: int) -> None:
         raise SlimxError(
             f"step {step}: numerics.mode is exact, but log-probs of trainer and engines differ by up to "
             f"{metrics['gap/max']:.1e} on {metrics['gap/tokens']:.0f} tokens of one weight version; weights or "
-            "operations are not the same on both sides, and `slimx doctor --gap --layers` says where"
+            "operations are not the same on both sides, and `slimx doctor --gap --layers` says where",
+            code="numerics.gap",
+            about="numerics.mode",
         )

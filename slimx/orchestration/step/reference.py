@@ -42,7 +42,9 @@ async def restore_reference(run: Run) -> None:
     if not path.is_dir():
         raise SlimxError(
             f"{path} does not exist: it is the reference of the checkpoint of step {run.step} "
-            f"(algorithm.reference_refresh={every}); bring it back, or begin a new run from this checkpoint's weights"
+            f"(algorithm.reference_refresh={every}); bring it back, or begin a new run from this checkpoint's weights",
+            code="reference.lost",
+            about=str(path),
         )
     await run.trainers.refresh_reference(path)
 
