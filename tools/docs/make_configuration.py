@@ -18,7 +18,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from slimx.config.names import ALIASES, RENAMED
+from slimx.config.rules import RULES as LOADED
 from slimx.config.schema import Config
+from slimx.preflight.checks import RULES as CHECKED
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEAD = """\
@@ -46,7 +48,7 @@ def page() -> str:
         for key, inner, text in _nested(model, name):
             parts.append(f"\n### {key}\n" + (f"\n{text}\n" if text else ""))
             parts += _table(inner, key)
-    return "".join([*parts, *_other_names()])
+    return "".join([*parts, *_other_names(), *_rules()])
 
 
 def _other_names() -> Iterator[str]:
@@ -56,6 +58,14 @@ def _other_names() -> Iterator[str]:
         for old, name in table.items():
             section, _, last = old.rpartition(".")
             yield f"| `{section.removesuffix('.*')}` | `{last}` | `{name}` | {how} |\n"
+
+
+def _rules() -> Iterator[str]:
+    yield "\n## Rules\n\nEach rule is asked as soon as what it needs is at hand: of a configuration alone when it is"
+    yield " loaded, of\nthe model's config.json by `slimx plan` too, of the rest by `slimx doctor` and when a run starts.\n"
+    yield "\n| code | about | needs |\n| --- | --- | --- |\n"
+    for rule in (*LOADED, *CHECKED):
+        yield f"| {rule.code} | {rule.about} | {rule.needs} |\n"
 
 
 def _table(model: type[BaseModel], section: str) -> Iterator[str]:

@@ -23,6 +23,7 @@ from slimx.layout.maps import (
 )
 from slimx.layout.parts import Part, matrix
 from slimx.layout.table import Row, Table
+from tests.refusals import refused
 from tests.unit.layout.layout_stand import fill
 
 Torch = Callable[[list[torch.Tensor], int, int], torch.Tensor]
@@ -150,7 +151,7 @@ def test_a_row_of_every_map_is_proven_invertible_when_its_table_is_made(case: st
 
 
 def test_experts_that_claim_one_checkpoint_tensor_are_refused():
-    with pytest.raises(SlimxError, match=r"weight table: experts\.weight is covered twice at row 0, column 0"):
+    with refused("table.coverage", about="weight table: experts.weight"):
         Table((Row("weight{expert}", (("experts.weight", (3, 4, 5)),), Copy()),), layers=1, experts=2)
 
 
@@ -250,7 +251,7 @@ def test_a_map_that_cannot_be_inverted_is_refused_by_name_and_place(case: str):
 
 @pytest.mark.parametrize(("shape", "dtype"), [((8, 6), "float32"), ((8,), None)])
 def test_a_quantised_row_holds_matrices_in_the_models_dtype(shape: tuple[int, ...], dtype: str | None):
-    with pytest.raises(SlimxError, match=r"weight table: local\.weight is quantised"):
+    with refused("table.quantised", about="local.weight"):
         row = Row("local.weight", (("model.weight", shape),), quantised=True, dtype=dtype)
         Table((row,), layers=1, experts=0)
 

@@ -14,8 +14,8 @@ from slimx.config.presets import PRESETS
 from slimx.config.run import Model
 from slimx.config.schema import Config
 from slimx.config.trainer import Trainer
-from slimx.errors import SlimxError
 from slimx.preflight.effects.effects import Effect, effects
+from tests.refusals import refused
 from tests.unit.preflight.effects_stand import config
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "moe"
@@ -112,7 +112,7 @@ def test_a_loss_of_the_router_that_does_nothing_is_named_with_its_reason(tmp_pat
     assert found["z_loss_coef"].share == 0 and "lost in rounding" in found["z_loss_coef"].reason
     dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     (tmp_path / "config.json").write_text(json.dumps(values | dense))
-    with pytest.raises(SlimxError, match="trainer.moe.z_loss_coef=0.1 needs MoE layers"):
+    with refused("routing.moe_layers", about="trainer.moe.z_loss_coef"):
         effects(routed(tmp_path, {"z_loss_coef": 0.1}, "grpo"))
 
 
