@@ -61,8 +61,8 @@ def _other_names() -> Iterator[str]:
 
 
 def _rules() -> Iterator[str]:
-    yield "\n## Rules\n\nEach rule is asked as soon as what it needs is at hand: of a configuration alone when it is"
-    yield " loaded, of\nthe model's config.json by `slimx plan` too, of the rest by `slimx doctor` and when a run starts.\n"
+    yield "\n## Rules\n\nEach rule is asked as soon as what it needs is at hand. Rules of the configuration are asked\n"
+    yield "when it is loaded, those of the model by `slimx plan` too, all others by `slimx doctor` and at the start.\n"
     yield "\n| code | about | needs |\n| --- | --- | --- |\n"
     for rule in (*LOADED, *CHECKED):
         yield f"| {rule.code} | {rule.about} | {rule.needs} |\n"
