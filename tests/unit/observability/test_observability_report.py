@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slimx.errors import SlimxError
 from slimx.observability.report.curves import curves
 from slimx.observability.report.phase_charts import phase_charts
 from slimx.observability.report.report import write_report
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import Sample, compare
+from tests.refusals import refused
 
 START = 1_760_000_000.0
 
@@ -233,9 +233,9 @@ def test_what_is_missing_or_damaged_is_said(tmp_path):
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(SlimxError, match="is no run directory"):
+    with refused("run.none", about=str(tmp_path)):
         write_report([tmp_path], tmp_path / "report.html", "empty")
-    with pytest.raises(SlimxError, match="at least one"):
+    with refused("report.runs", about=str(tmp_path / "report.html")):
         write_report([], tmp_path / "report.html", "none")
     assert not (tmp_path / "report.html").exists()
 

@@ -18,6 +18,7 @@ from slimx.orchestration.session import resume_point
 from slimx.orchestration.state.checkpoints import check_resume
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.rollout.flow.replay import Replay, check_replay
+from tests.refusals import refused
 from tests.unit.rewards.reward_stand import trajectory
 from tests.unit.rollout.rollout_stand import config_of
 
@@ -96,7 +97,7 @@ def test_a_fork_begins_at_another_runs_checkpoint_until_the_run_has_its_own(tmp_
 
     assert point("auto", None) is None
     assert point("auto", there) == point("must", there) == point("never", there) == there
-    with pytest.raises(SlimxError, match="run.fork: .*there is no complete checkpoint; name a RUN/checkpoints"):
+    with refused("run.fork"):
         point("auto", tmp_path / "there")
     newest = checkpoint(tmp_path / "own", 6)
     assert point("auto", there) == point("must", there) == newest and point("never", there) == there
@@ -108,7 +109,7 @@ def test_a_replays_checkpoint_is_continued_by_a_replay_alone(tmp_path):
     state = RunState(1, 1, layout, False, rollouts=Replay(Path("there")).state())
     path = saves.commit(saves.begin(1), state.files(), {})
     config = config_of(checkpoint__load_optimizer=False)
-    with pytest.raises(SlimxError, match="was written by a replay of there, which has no position in the prompts"):
+    with refused("resume.replay"):
         check_resume(config, None, path, state)
     replaying = config.model_copy(update={"rollout": config.rollout.model_copy(update={"replay": "there"})})
     assert isinstance(replaying, Config)
