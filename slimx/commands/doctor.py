@@ -1,4 +1,4 @@
-"""What this machine has for a run, what is missing, and how to get it.
+"""`slimx doctor`: what this machine has for a run, what is missing, and how to get it.
 
 Every look may fail: a doctor that needs what it examines helps nobody. So nothing but Python's own library is imported
 at the top, and `python -m slimx.commands.doctor` works where not even the command line's packages are installed.

@@ -20,7 +20,7 @@ from slimx.orchestration.serving import serving, without_trainers
 from slimx.orchestration.step.evaluation import answer_all, judge
 
 DIRECTORY = "eval"
-"""Of a run directory: logs of the engines, and a line in `results.jsonl` for each evaluation."""
+"""Folder of a run directory: logs of the engines, and a line in `results.jsonl` for each evaluation."""
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ async def _session(
 
 
 async def evaluate_once(service: EngineService) -> dict[str, Any]:
-    """What started engines score."""
+    """Answer the held-out prompts with started engines; their scores."""
     config, prompts, maker = service.config, service.sources.eval_prompts, service.make_maker()
     try:
         outcomes = await service.watched(answer_all(maker, prompts))

@@ -20,7 +20,7 @@ from slimx.orchestration.run import Run
 from slimx.orchestration.session import run_session
 
 FOLDER = "gap"
-"""Of a run's directory: what is measured does not touch the run."""
+"""Folder of a run's directory: what is measured does not touch the run."""
 
 
 def run_gap(config: Config, console: Console, *, layers: bool) -> bool:
@@ -83,7 +83,7 @@ def describe(figures: dict[str, float]) -> list[str]:
 
 
 async def _first(run: Run, trajectory: Trajectory) -> str:
-    """Where the two sides part on the tokens of one rollout, in a sentence."""
+    """The point at which the two sides part on the tokens of one rollout, in a sentence."""
     await run.publish()  # forgets the KV of these tokens, so that the engine computes them all
     engines = run.engines.engines
     await asyncio.gather(*(engine.trace(True) for engine in engines))

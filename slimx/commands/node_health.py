@@ -1,4 +1,4 @@
-"""Whether this node is fit for a run: what a launcher asks of every node before it starts anything there.
+"""`slimx health`: is this node fit for a run? It is what a launcher asks of every node before it starts anything there.
 
 It looks at what breaks runs hours later (memory errors, a GPU that fell off the bus, a full disk, a clock that is off)
 and imports neither torch nor Ray: a check of hundreds of nodes shall take seconds.
@@ -31,7 +31,7 @@ RECENT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run needs of each of its nodes."""
+    """Needs of a run of each of its nodes."""
 
     gpus: int = 0
     """Number that must be there."""
@@ -50,7 +50,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the facts are; tests give others."""
+    """Places of the facts; tests give others."""
 
     infiniband: Path = Path("/sys/class/infiniband")
     shm: Path = Path("/dev/shm")
@@ -62,7 +62,7 @@ class Places:
 def examine_node(
     wanted: Wanted, gpus: Callable[[], list[GpuQueries]] | None = None, places: Places | None = None
 ) -> tuple[list[str], list[str]]:
-    """What makes the node unfit, and what is only worth knowing; each one sentence."""
+    """Examine the node: what makes it unfit, and what is only worth knowing; each one sentence."""
     places, problems, notes = places or Places(), [], []
     for look in (_clock(wanted, places), _space(wanted, places), _hcas(wanted, places)):
         problems += look

@@ -1,4 +1,4 @@
-"""What `slimx plan` prints: the report as text or JSON, with predictions where they are asked for."""
+"""`slimx plan`: the report as text or JSON, with predictions where they are asked for."""
 
 from __future__ import annotations
 

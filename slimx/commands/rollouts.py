@@ -1,4 +1,4 @@
-"""What `slimx rollouts` prints: the rollouts of a run, from its directory alone."""
+"""`slimx rollouts`: the rollouts of a run, from its directory alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slimx.rollout.flow.tickets import SavedTicket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which of a step's groups are shown, and how."""
+    """The choice of a step's groups that are shown, and how."""
 
     group: str | None = None
     """Id of the one group; None: all."""

@@ -1,4 +1,4 @@
-"""What `slimx status` says of a run, from its directory alone: how far it is, whether it still writes, its engines."""
+"""`slimx status`: a run described from its directory alone: how far it is, whether it still writes, its engines."""
 
 from __future__ import annotations
 

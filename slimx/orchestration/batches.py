@@ -74,7 +74,7 @@ def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]
 
 
 def batch_metrics(updates: Sequence[TrainBatch]) -> dict[str, float]:
-    """How the step's trajectories were packed."""
+    """Micro-batches, padding and imbalance of a step's packed trajectories."""
     packed = [batch for update in updates for shard in update.shards for batch in shard]
     positions = sum(len(batch.tokens) for batch in packed)
     return {

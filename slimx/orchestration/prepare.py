@@ -31,7 +31,7 @@ from slimx.trainer.device.backends import Backends, choose_backends, installed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What rollouts are made of."""
+    """Everything that rollouts are made of."""
 
     spec: ModelSpec
     hooks: Hooks
@@ -44,7 +44,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(Sources):
-    """What the checks of a whole run had to read anyway."""
+    """Results of the checks of a whole run, which had to read them anyway."""
 
     sizes: Sizes
     plans: dict[str, Plan]
@@ -52,7 +52,7 @@ class Prepared(Sources):
     backends: Backends
     """The trainers' kernels, with the reason of each."""
     encoding: Encoding
-    """How the engines receive them."""
+    """Form in which the engines receive the weights."""
     critic: Sizes | None
     """Parallel sizes of the critic, if there is one; those of the trainers where it shares their ranks."""
 
@@ -88,7 +88,7 @@ def check_run(config: Config) -> Prepared:
 
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
-    """What rollouts are made of, for a command without trainers. Raises SlimxError as `check_run` does."""
+    """Check and read what rollouts are made of, for a command without trainers. Raises SlimxError as `check_run` does."""
     facts = config.sections | {"device": device, "local_device": device}
     refuse(broken(RULES, facts))
     return _sources(config, spec, device, facts)

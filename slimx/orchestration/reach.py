@@ -1,4 +1,4 @@
-"""Whether the engines are where `publish.transport` reaches them: told as soon as Ray has placed them, before a weight
+"""Check that the engines are where `publish.transport` reaches them: told as soon as Ray has placed them, before a weight
 is loaded."""
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Run:
         self.sizes, self.eval_prompts = prepared.sizes, prepared.eval_prompts
         self.packer = make_packer(config, prepared.spec, prepared.sizes)
         self.routes = route_shape(prepared.spec) if config.trainer.moe.routing_replay == "R3" else None
-        """What the engines' routes must look like to be replayed; None where they are not."""
+        """Shape of the engines' routes that are replayed; None where none are."""
         self.leaving = leaving or asyncio.Event()
         self.maker = service.make_maker()
         self.rollouts = self._make_rollouts(prepared, self.maker)
@@ -104,7 +104,7 @@ class Run:
         return self.records.phase(name, self.current)
 
     def activity(self) -> dict[str, Any]:
-        """What the run does now, for `slimx status`."""
+        """The present activity of the run, for `slimx status`."""
         return {
             "step": self.current,
             **self.records.activity(),

@@ -37,7 +37,7 @@ HELD_S = 0.5
 
 @dataclass(slots=True)
 class Examined:
-    """What was found."""
+    """Findings about the hooks of a configuration."""
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -65,7 +65,7 @@ class _FigureWriter:
 
 
 def _section(run: RunFiles, figures: _FigureWriter, share: int) -> dict[str, Any]:
-    """What the template shows of one run; `share` runs divide the page's room."""
+    """One run as the template shows it; `share` runs divide the page's room."""
     points = max(200, CURVE_POINTS // share)
     blocks = []
     if run.steps:
@@ -98,7 +98,7 @@ def _section(run: RunFiles, figures: _FigureWriter, share: int) -> dict[str, Any
 
 
 def _extent(run: RunFiles) -> str:
-    """Where the run lies and what it covers, in one line."""
+    """Place of the run and what it covers, in one line."""
     parts = [str(run.directory)]
     if run.steps:
         first, last = run.steps[0], run.steps[-1]

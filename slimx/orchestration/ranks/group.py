@@ -110,6 +110,6 @@ class RankGroup:
         return results[self.sizes.stage * (self.sizes.pipeline - 1)]
 
     def by_shard(self, results: Sequence[Any]) -> list[Any]:
-        """Of per-token results those of each data-parallel shard, from a rank of the last stage that has them whole."""
+        """Per-token results by data-parallel shard, from a rank of the last stage that has them whole."""
         last = self.sizes.stage * (self.sizes.pipeline - 1)
         return [results[last + data * self.sizes.tensor * self.sizes.context] for data in range(self.sizes.data)]

@@ -1,4 +1,4 @@
-"""Which machine and GPU each rank of a group gets: neighbours in number are neighbours in place.
+"""Machine and GPU of each rank of a group: neighbours in number are neighbours in place.
 
 Ray alone spreads actors over machines once each is half full; tensor-parallel ranks would then talk over the network,
 and no machine would be left whole for an engine.
@@ -36,7 +36,7 @@ class PackedGpus:
         self._bundles = sorted(range(count), key=lambda bundle: (order[nodes[bundle]], bundle))
 
     def options(self, rank: int) -> dict[str, Any]:
-        """Of the Ray actor of `rank`."""
+        """Options of the Ray actor of `rank`."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
         return {"num_gpus": 1, "scheduling_strategy": strategy}
 

@@ -196,7 +196,7 @@ class TrainerGroup(RankGroup):
         return [(stored[place.data * len(stages) + place.pipeline], *rest) for place in places]
 
     def _carried_from(self) -> Path | None:
-        """Where tensors that trainers do not hold come from: a Megatron-LM directory has none of them."""
+        """The directory of tensors that trainers do not hold: a Megatron-LM directory has none of them."""
         weights = Path(self.config.initial_weights)
         if not is_megatron(weights):
             return weights

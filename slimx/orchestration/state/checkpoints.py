@@ -47,7 +47,7 @@ class Checkpoints:
         self.config, self.sizes, self.trainers, self.saves = config, sizes, trainers, saves
         self.critic = critic
         self._parts = {".": ("trainer", sizes.world)}
-        """Which ranks write each part and how many, by its path in the checkpoint."""
+        """Name and number of the ranks that write each part, by its path in the checkpoint."""
         if critic is not None:
             self._parts[CRITIC] = (critic.ranks.name, critic.sizes.world)
         self.timeline, self.note = timeline, note
@@ -213,7 +213,7 @@ def layout_of(sizes: Sizes) -> dict[str, Any]:
 
 
 def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, critic: Sizes | None = None) -> None:
-    """Whether checkpoint `path` can be continued under this configuration, before anything is started.
+    """Check that checkpoint `path` can be continued under this configuration, before anything is started.
 
     `critic`: sizes of this run's critic. Raises SlimxError naming both layouts, or a file that is missing or has
     another size."""
@@ -249,7 +249,7 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
 
 
 def _check_move(path: Path, keys: str, there: dict[str, Any], sizes: Sizes, distributed: bool, config: Config) -> None:
-    """Whether the optimizer state of the model that `keys` configure can be moved. Raises SlimxError."""
+    """Check that the optimizer state of the model that `keys` configure can be moved. Raises SlimxError."""
     here = layout_of(sizes)
     refused = None
     if (there["expert"] > 1) != (here["expert"] > 1):

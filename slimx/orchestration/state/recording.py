@@ -1,4 +1,4 @@
-"""What a run writes down: the files of its directory that grow with every step, and the headline of a finished run."""
+"""Records of a run: the files of its directory that grow with every step, and the headline of a finished run."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ _NAME = re.compile(r"iter_(\d{7,})")
 _RUN, _TICKETS = "slimx/run.json", "slimx/tickets.bin"
 
 CURSOR = "cursor"
-"""Where a run directory has the position of `slimx generate`."""
+"""Folder of a run directory with the position of `slimx generate`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What a run must know to continue, besides the trainer's own state."""
+    """The state that a run needs to continue, besides the trainers' own."""
 
     step: int
     """Steps done."""
@@ -48,7 +48,7 @@ class RunState:
     layout: dict[str, Any]
     """Parallel sizes that wrote the checkpoint."""
     distributed_optimizer: bool
-    """Whether the optimizer's state was sharded over data-parallel ranks: the two kinds are kept in different forms."""
+    """True if the optimizer's state was sharded over data-parallel ranks: the two kinds are kept in different forms."""
     rollouts: dict[str, Any]
     """`RolloutManager.state()`."""
     critic: dict[str, Any] | None = None

@@ -15,7 +15,7 @@ from slimx.orchestration.run import Run
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30
-"""Of the groups of an evaluation: their seeds are none of the training's, and the same at every evaluation."""
+"""Number of the first group of an evaluation: their seeds are none of the training's, and the same at every evaluation."""
 
 
 async def evaluate(run: Run) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a step's groups say: rewards, lengths, drops, staleness; and the log-prob gap where no trained token can show
+"""Metrics of a step's groups: rewards, lengths, drops, staleness; and the log-prob gap where no trained token can show
 it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a critic adds to a step: an update of its own beside the policy's."""
+"""The updates of a step: the policy's, and beside it the critic's own."""
 
 from __future__ import annotations
 
