@@ -88,7 +88,7 @@ def check_run(config: Config) -> Prepared:
 
 
 def check_sources(config: Config, spec: ModelSpec, device: str) -> Sources:
-    """Check and read what rollouts are made of, for a command without trainers. Raises SlimxError as `check_run` does."""
+    """Check and read the sources of rollouts, for a command without trainers. Raises SlimxError as `check_run` does."""
     facts = config.sections | {"device": device, "local_device": device}
     refuse(broken(RULES, facts))
     return _sources(config, spec, device, facts)

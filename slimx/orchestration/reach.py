@@ -1,5 +1,5 @@
-"""Check that the engines are where `publish.transport` reaches them: told as soon as Ray has placed them, before a weight
-is loaded."""
+"""Check that the engines are where `publish.transport` reaches them, as soon as Ray has placed them and before a
+weight is loaded."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from slimx.orchestration.run import Run
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30
-"""Number of the first group of an evaluation: their seeds are none of the training's, and the same at every evaluation."""
+"""Number of an evaluation's first group: their seeds are none of the training's, and always the same."""
 
 
 async def evaluate(run: Run) -> dict[str, float]:
