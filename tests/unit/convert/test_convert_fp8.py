@@ -17,8 +17,9 @@ from slimx.convert.work import convert
 from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
-from slimx.reshard.kernels import blocks, reference
+from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels.cpu import RULE
+from tests import reshard_reference as reference
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.refusals import refused
 from tests.unit.convert.convert_stand import LAYOUT, WIDE, change, go

@@ -11,10 +11,11 @@ from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import deepseek_v3
-from slimx.reshard.kernels import blocks, reference
+from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels.cpu import RULE
 from slimx.reshard.pack.served import ServedWeights
 from slimx.reshard.plan.precision import Quantisation
+from tests import reshard_reference as reference
 from tests.unit.layout.layout_stand import MODELS, Model, checkpoint, held_by_trainers
 from tests.unit.reshard.packer_stand import DTYPES, WIDE, Values, one_thread
 
