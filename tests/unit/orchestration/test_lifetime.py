@@ -25,7 +25,7 @@ pytestmark = pytest.mark.costly
 PRELUDE = """
 import asyncio, ctypes, os, sys, threading, time
 from types import SimpleNamespace
-from slimx.orchestration import lifetime
+from slimx.orchestration.lifetime import lifetime
 from slimx.errors import PartLost
 
 config = SimpleNamespace(cluster=SimpleNamespace(stop_deadline=2.0, ray_deadline=60.0))
