@@ -1,7 +1,7 @@
 // exact_vector.h: vectors of kWidth floats, and what the kernels of exact mode do with them.
 //
-// Included by exact_isa.h alone, once for each instruction set: no include guard. It needs SLIMX_WIDTH, multiply_add and
-// splat. Compile with -ffp-contract=off: only multiply_add fuses.
+// Included by exact_isa.h alone, once for each instruction set: no include guard. It needs SLIMX_WIDTH, multiply_add
+// and splat. Compile with -ffp-contract=off: only multiply_add fuses.
 
 constexpr int kWidth = SLIMX_WIDTH;
 typedef float Floats __attribute__((vector_size(4 * SLIMX_WIDTH)));
