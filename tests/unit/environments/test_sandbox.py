@@ -245,6 +245,8 @@ def test_a_run_with_this_reward_does_not_start_where_the_sandbox_does_not_hold(m
     from tests.unit.rewards.reward_stand import hooks_of
 
     hooks_of(function="slimx.rewards.code.reward", options={"seconds": 3.0})
-    monkeypatch.setattr(Sandbox, "check", lambda self: (_ for _ in ()).throw(SlimxError("does not hold")))
+    monkeypatch.setattr(
+        Sandbox, "check", lambda self: (_ for _ in ()).throw(SlimxError("does not hold", code="sandbox.promise"))
+    )
     with refused("sandbox.promise"):
         hooks_of(parts=[{"name": "c", "function": "slimx.rewards.code.reward"}])
