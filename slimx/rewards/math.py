@@ -21,6 +21,9 @@ from slimx.rewards.notation import DELIMITED, expression, last_boxes, latex
 T = TypeVar("T")
 SECONDS = 5
 """For parsing a response, and again for comparing it."""
+ANSWER_SECONDS = 60
+"""For parsing a prompt's answer: the first one of a process waits for the library's grammar, and on a busy machine longer
+than a response may. An answer that is not read in time would refuse its prompt."""
 
 
 @needs_process
@@ -57,7 +60,8 @@ def _gold(answer: str) -> tuple[Any, ...]:
     """Values that the answer can mean. An expression is read as if it stood between dollar signs: outside them the
     library looks for numbers alone, and finds 2 in `2\\pi`. Of words, only numbers beside them count."""
     answer = latex(answer)
-    return tuple(parse(answer if DELIMITED.search(answer) else expression(answer) or answer))
+    given = answer if DELIMITED.search(answer) else expression(answer) or answer
+    return tuple(parse(given, parsing_timeout=ANSWER_SECONDS))
 
 
 def _complex(values: Iterable[Any]) -> list[Any]:

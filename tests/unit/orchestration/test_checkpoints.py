@@ -70,6 +70,8 @@ async def test_a_second_save_waits_for_the_first(tmp_path):
 async def test_a_synchronous_save_returns_when_the_files_are_there(tmp_path):
     bench = Bench(tmp_path, asynchronous=False)
     saving = asyncio.create_task(bench.checkpoints.save(state(1)))
+    while not bench.trainers.saves:
+        await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
     assert not saving.done()
     for rank in range(2):
