@@ -22,8 +22,8 @@ T = TypeVar("T")
 SECONDS = 5
 """For parsing a response, and again for comparing it."""
 ANSWER_SECONDS = 60
-"""For parsing a prompt's answer: the first one of a process waits for the library's grammar, and on a busy machine longer
-than a response may. An answer that is not read in time would refuse its prompt."""
+"""For parsing a prompt's answer: the first one of a process waits for the library's grammar, and on a busy machine
+longer than a response may. An answer that is not read in time would refuse its prompt."""
 
 
 @needs_process
