@@ -37,7 +37,7 @@ def main() -> None:
     _rotation_of_latent_attention(pretended_cuda)
     ParallelState._check_devices = lambda self: None  # there are no properties of a GPU to ask for
     torch.cuda.max_memory_allocated = lambda *args: 0
-    Offload.leave = lambda self, *, weights=True: 0  # it moves storage, which a pretended tensor has not
+    Offload.offload = lambda self, *, weights=True: 0  # it moves storage, which a pretended tensor has not
     torch.set_num_threads(1)
     parallel = ParallelState(
         Sizes(),
