@@ -1,4 +1,4 @@
-"""What an uneven split of skewed lengths costs: predicted for many ranks, measured on two.
+"""Cost of an uneven split of skewed lengths: predicted for many ranks, measured on two.
 
     python benchmarks/balance.py [--rounds 10] [--json FILE]
 

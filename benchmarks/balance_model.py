@@ -32,7 +32,7 @@ micro-batch) -> which rows go where."""
 
 
 def flops_of(hf: dict[str, Any]) -> SequenceFlops:
-    """Of a Qwen3-MoE."""
+    """FLOPs of a Qwen3-MoE."""
     return sequence_flops(qwen3_moe.transformer_config(hf), hf["vocab_size"])
 
 

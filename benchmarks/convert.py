@@ -91,7 +91,7 @@ def _between(sources: list[Path], first: int, last: int) -> Iterator[memoryview]
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """Of the clock, and of processors in this process and in the kernel for it."""
+    """Seconds of the clock, and of processors in this process and in the kernel for it."""
     begin, used = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - begin, time.process_time() - used

@@ -1,4 +1,4 @@
-"""What benchmarks/loop.py measured, and the table made of it."""
+"""Figures of benchmarks/loop.py, and the table made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank of a benchmark begins: as `slimx.trainer.worker` does, without Ray."""
+"""Start of a rank of a benchmark: as `slimx.trainer.worker` does, without Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prepare() -> None:
 
 
 def enter(config: dict[str, Any], rank: int, init_method: str) -> tuple[Any, Any, Any]:
-    """As `join`, in a prepared process that has left what it joined before."""
+    """Join, as `join` does, in a prepared process that has left what it joined before."""
     import torch
 
     from slimx.config.schema import Config

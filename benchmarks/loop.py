@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and what slimx costs over the sum of its parts driven bare.
+"""Time of a training step by phase, and the cost of slimx over the sum of its parts run on their own.
 
     python benchmarks/loop.py [--pairs 8] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the figures of a benchmark hold for."""
+"""The machine that the figures of a benchmark belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/publish.py measured, and the table made of it."""
+"""Figures of benchmarks/publish.py, and the table made of them."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class EngineProcess:
         return per_tensor.receive(self.places, self.split, self.groups.engine)
 
     def wipe(self, ours: bool) -> None:
-        """What an earlier round loaded must not pass for this round's."""
+        """Overwrite the weights, so that what an earlier round loaded cannot pass for this round's."""
         for parameter in (self.ours if ours else self.theirs).values():
             parameter.view(torch.uint8).fill_(0xFF)
 

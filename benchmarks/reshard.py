@@ -1,4 +1,4 @@
-"""How fast the CPU packs a bucket: slimx's kernels, straightforward torch and a bare copy, in turns in one run.
+"""Speed of packing a bucket on the CPU: slimx's kernels, straightforward torch and a bare copy, in turns in one run.
 
     python benchmarks/reshard.py [--experts 128] [--rounds 7] [--threads 2]
 

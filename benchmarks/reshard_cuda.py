@@ -1,4 +1,5 @@
-"""How fast a GPU packs a bucket: slimx's one launch, straightforward torch and a bare device copy, in turns in one run.
+"""Speed of packing a bucket on a GPU: slimx's one launch, straightforward torch and a bare device copy, in turns in one
+run.
 
     python benchmarks/reshard_cuda.py [--experts 128] [--rounds 9]
 
@@ -86,7 +87,7 @@ class Packing:
         kernel_cuda.pack(self.plan, self.bucket, self.sums, self.flags)
 
     def host_seconds(self, calls: int = 100) -> float:
-        """Of the host, for one call; the device is kept busy, so that nothing is hidden by waiting for work."""
+        """Seconds of the host for one call; the device is kept busy, so that nothing is hidden by waiting for work."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):

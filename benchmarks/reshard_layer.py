@@ -24,7 +24,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be done with the layer."""
+    """Work to be done with the layer."""
 
     name: str
     op: OP

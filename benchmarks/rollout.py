@@ -1,4 +1,4 @@
-"""What rollouts cost outside the engine, and what generating ahead saves.
+"""Cost of rollouts outside the engine, and the time that generating ahead saves.
 
     python benchmarks/rollout.py [--only generation skew buffer] [--pairs 8] [--rounds 4] [--json FILE]
 

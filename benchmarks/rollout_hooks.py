@@ -10,7 +10,7 @@ SHORT, SKEW, EVERY = 24, 10, 16
 
 
 async def skewed(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """As many tokens as the rollout's seed says, whatever the model would say."""
+    """Sample as many tokens as the rollout's seed says, whatever the model would say."""
     draft = ctx.draft(prompt)
     length = SHORT * (SKEW if ctx.seed % EVERY == 0 else 1)
     draft.add_sampled(await ctx.engine.generate(draft.token_ids, {"ignore_eos": True, "max_new_tokens": length}))

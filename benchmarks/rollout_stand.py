@@ -1,4 +1,4 @@
-"""What both sides of benchmarks/rollout_buffer.py work on: an engine that answers at once, a reward, a filter.
+"""Stand for both sides of benchmarks/rollout_buffer.py: an engine that answers at once, a reward, a filter.
 
 Both get the same answers in the form of SGLang's JSON, in the order of requests: prompts of 64 tokens, answers of
 lognormal length (sigma 1, mean about `mean` tokens), a reward of 0 or 1 that some prompts always get and some never."""
@@ -51,7 +51,7 @@ class Answers:
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """What `Answers` says."""
+    """The reward that `Answers` gives."""
     return ctx.prompt.metadata["rewards"][trajectory.index]
 
 
@@ -61,7 +61,7 @@ def keep(group: Group) -> bool | str:
 
 
 def make_prompts(answers: Answers) -> list[Prompt]:
-    """As many as there are answers for; each knows its number and its rewards."""
+    """Make one prompt for each answer; each knows its number and its rewards."""
     return [
         Prompt(
             id=f"p{number}",

@@ -1,4 +1,4 @@
-"""What slimx's training step costs over a bare megatron-core loop on the same micro-batches and layout.
+"""Cost of slimx's training step over a bare megatron-core loop on the same micro-batches and layout.
 
     python benchmarks/trainer.py [--pairs 20] [--ranks 1 2 4] [--json FILE]
 

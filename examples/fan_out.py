@@ -39,5 +39,5 @@ async def generate(ctx: RolloutContext, prompt: Prompt, *, agents: int = 2) -> l
 
 
 async def reward(ctx: RewardContext, trajectory: Trajectory) -> float:
-    """Of the main answer, for everyone who worked towards it."""
+    """The main answer's reward, for everyone who worked towards it."""
     return float(trajectory.metadata["final"].strip() == (ctx.prompt.answer or "").strip())

@@ -32,7 +32,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
-    """What this file would build otherwise than the checkpoint means it: refused, never ignored."""
+    """The first thing in the configuration that this file would build wrongly: it is refused, never ignored."""
     if (kind := rotary(hf)[0]) != "default":
         return f"rotary scaling of type {kind}"
     usual = (("sliding_window", None), ("hidden_act", "silu"), ("tie_word_embeddings", False))
@@ -45,7 +45,7 @@ def mtp_layers(hf: dict[str, Any]) -> int:
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """Where the trainer holds every tensor: embedding, attention and head are the usual rows, the experts have names of
+    """The trainer's place of every tensor: embedding, attention and head are the usual rows, the experts have names of
     their own."""
     hidden, experts, layer = hf["hidden_size"], hf["num_local_experts"], Layer()
     at = "mlp.experts."
@@ -61,7 +61,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Where SGLang holds them (`sglang.srt.models.mixtral`): all experts of a layer in two tensors,
+    """SGLang's place of every tensor (`sglang.srt.models.mixtral`): all experts of a layer in two tensors,
     everything else over all tensor-parallel ranks."""
     hidden, experts, layer = hf["hidden_size"], hf["num_local_experts"], engine_rows.layer()
     at = "block_sparse_moe.experts."

@@ -43,7 +43,7 @@ async def reward(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
 
 
 def is_right(answer: str, prompt: Prompt) -> bool:
-    """Whether the answer's text is the prompt's."""
+    """True if the answer's text is the prompt's."""
     return answer == (prompt.answer or "").strip()
 
 

@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 class Dtype(StrEnum):
-    """Of tensors that are not quantised."""
+    """Data type of tensors that are not quantised."""
 
     stored = "stored"
     bfloat16 = "bfloat16"
@@ -33,7 +33,7 @@ class Dtype(StrEnum):
 
 
 class Rule(StrEnum):
-    """How the scale of a block follows from its values: docs/numerics.md."""
+    """Rule by which the scale of a block follows from its values: docs/numerics.md."""
 
     ieee = "ieee"
     triton = "triton"

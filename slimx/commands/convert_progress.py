@@ -33,7 +33,7 @@ class Bar:
         self._progress.stop()
 
     def start(self, what: str, total: int, done: int) -> None:
-        """What was done by an earlier try counts as done, not as fast."""
+        """Begin; what an earlier try has done counts as done, not as fast."""
         self._task = self._progress.add_task(what, total=total)
         if done:
             self._progress.update(self._task, completed=done)

@@ -33,7 +33,7 @@ SHM_MIB = 256.0
 
 
 class Screen(Protocol):
-    """What is asked of rich's Console."""
+    """The part of rich's Console that the doctor uses."""
 
     def print(self, text: str, *, style: str | None = None, markup: bool, highlight: bool, soft_wrap: bool) -> None: ...
 
@@ -138,7 +138,7 @@ def sandbox() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """What torch computes on, and the GPUs that the driver shows."""
+    """The device that torch computes on, and the GPUs that the driver shows."""
     try:
         import torch
     except ImportError as error:
@@ -183,7 +183,7 @@ def packages() -> Iterator[Finding]:
 
 
 def adapters() -> Iterator[Finding]:
-    """Which stand-ins for what an upstream lacks will be in force here, and why."""
+    """Stand-ins for what an upstream lacks that will be in force here, with their reasons."""
     cuda = _cuda()
     if cuda:
         yield Finding("megatron_cpu", "not in force: torch sees a GPU")

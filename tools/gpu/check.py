@@ -138,7 +138,7 @@ def build_command() -> list[str]:
 
 
 def facts(summary: Summary) -> None:
-    """What the figures belong to."""
+    """The machine and versions that the figures belong to."""
     ask = (
         "import sys, torch; p = torch.cuda.get_device_properties(0); "
         "print(f'{p.name}, {p.multi_processor_count} processors, {p.total_memory / 2**30:.0f} GiB, '"

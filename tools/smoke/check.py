@@ -91,7 +91,7 @@ class Smoke:
         self.call("tools.quickstart.make_model", "--out", str(self.out / "model"))
 
     def exact(self) -> None:
-        """Of the tiny model, whatever the run's is: it is a family that exact mode covers."""
+        """Check exact mode on the tiny model, whatever the run's is: it is a family that exact mode covers."""
         own = (f"run.dir={self.out / 'exact'}", f"model.path={self.out / 'model'}", "rollout.prompts_per_step=4")
         self.call("slimx.cli", "doctor", *self.arguments(), *own, "numerics.mode=exact", "--gap")
 
@@ -240,7 +240,7 @@ class Smoke:
         return max((row["step"] for row in self.rows()), default=0)
 
     def metric(self, key: str) -> float:
-        """Of the last step; 0 where it has none."""
+        """A metric of the last step; 0 where it has none."""
         last = max(self.rows(), key=lambda row: row["step"], default={"metrics": {}})
         return float(last["metrics"].get(key) or 0.0)
 

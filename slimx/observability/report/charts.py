@@ -1,4 +1,5 @@
-"""What the charts of a report share: a figure with the words around it, its look, and the thinning of long curves."""
+"""Shared parts of the charts of a report: a figure with the words around it, its look, and the thinning of long
+curves."""
 
 from __future__ import annotations
 
@@ -65,6 +66,6 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int, peak: bool) -> tupl
 
 
 def run_length(size: int, points: int) -> str:
-    """How many values `thin` puts into a point, in words: `3 to 4`."""
+    """Number of values that `thin` puts into a point, in words: `3 to 4`."""
     low, high = size // points, -(-size // points)
     return f"{low}" if low == high else f"{low} to {high}"

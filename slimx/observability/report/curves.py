@@ -201,7 +201,7 @@ def _draw(figure: go.Figure, line: _Line) -> None:
 
 
 def _has_lone_point(y: np.ndarray) -> bool:
-    """Whether some value has no neighbour to draw a line to: without a marker it would not be seen."""
+    """True if some value has no neighbour to draw a line to: without a marker it would not be seen."""
     drawn = np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
     return bool((drawn[1:-1] & ~drawn[:-2] & ~drawn[2:]).any())
 

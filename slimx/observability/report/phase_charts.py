@@ -1,4 +1,4 @@
-"""Where the time goes: seconds by phase per step, and the phases of the last steps side by side."""
+"""Charts of time: seconds by phase per step, and the phases of the last steps side by side."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class StepRecord:
-    """What one step measured.
+    """The measurements of one step.
 
     In JSON a number that is not finite is null under `metrics`, and `nonfinite` (there only then) says which it was:
     `{"step": 3, "version": 2, "time": 1.7e9, "metrics": {"loss/policy": null}, "nonfinite": {"loss/policy": "nan"}}`.

@@ -1,4 +1,4 @@
-"""What a run directory holds for its report; what is missing or damaged is named, not skipped in silence."""
+"""Reads a run directory for its report; what is missing or damaged is named, not skipped in silence."""
 
 from __future__ import annotations
 

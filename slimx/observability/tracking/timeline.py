@@ -1,4 +1,4 @@
-"""What ran when: named phases of a step, on concurrent tracks, kept in `RUN/timeline.jsonl`."""
+"""The timeline of a run: named phases of a step, on concurrent tracks, kept in `RUN/timeline.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: a JSONL file always; TensorBoard and Weights & Biases if asked for."""
+"""Trackers of a step's numbers: a JSONL file always; TensorBoard and Weights & Biases if asked for."""
 
 from __future__ import annotations
 

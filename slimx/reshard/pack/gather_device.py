@@ -23,8 +23,8 @@ SLOTS = 2
 
 
 class DeviceGatherer:
-    """What `slimx.reshard.pack.gather.Gatherer` is for host memory. All ranks call `fill` together, in the same
-    order."""
+    """Gathers buckets in GPU memory, as `slimx.reshard.pack.gather.Gatherer` does in host memory. All ranks call `fill`
+    together, in the same order."""
 
     def __init__(self, packer: Packer, *, remote: Collection[int], group: dist.ProcessGroup | None):
         """`remote`: ranks that cannot reach the memory of the publisher's GPU; they send through `group` (of the

@@ -40,7 +40,7 @@ class AnswerError(SlimxError):
         self.url, self.status, self.message = url, status, message
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
-        """As for DeadlineError."""
+        """Pickle by the fields, as DeadlineError does."""
         return type(self), (self.url, self.status, self.message)
 
 

@@ -104,7 +104,7 @@ def attention_class() -> type:
 
 
 def _reads(before: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every added token, request after request: its request's number in the batch, and how many tokens it sees.
+    """For every added token, request after request: its request's number in the batch, and how many tokens it sees.
     before, added [requests]: tokens that were in the cache and that are added."""
     numbers = torch.arange(len(added), device=added.device).repeat_interleave(added)
     first = added.cumsum(0) - added

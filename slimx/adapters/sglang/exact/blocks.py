@@ -69,7 +69,7 @@ def methods_of(model: torch.nn.Module) -> set[str]:
 
 
 def quantised_otherwise(module: Any) -> str | None:
-    """What stands against the weights of a linear layer or of experts; None for unquantised ones, and for e4m3 codes
+    """The reason against the weights of a linear layer or of experts; None for unquantised ones, and for e4m3 codes
     with one fp32 scale per block in host memory, with which is computed here."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod

@@ -74,7 +74,8 @@ def _problem(module: torch.nn.Module, *, in_latent: bool = False) -> str | None:
 
 
 def _problem_of_choice(config: Any) -> str | None:
-    """Of SGLang's TopKConfig; with groups and a bias SGLang takes sigmoid scores, whatever `scoring_func` is."""
+    """The problem with SGLang's TopKConfig, or None; with groups and a bias SGLang takes sigmoid scores, whatever
+    `scoring_func` is."""
     if config.use_grouped_topk:
         plain = config.correction_bias is not None
     else:

@@ -1,7 +1,7 @@
 """Places: what one engine rank holds of each tensor that a publication brings, and proofs over their bytes.
 
 Two namings of the same weights: Hugging Face tensors, of which a rank holds some rectangle somewhere in its fused
-parameters (`sglang_layout`), and the rank's own parameters as they are (`local_layout`). Receiver and proofs see only
+parameters (`layout`), and the rank's own parameters as they are (`local_layout`). Receiver and proofs see only
 places.
 """
 

@@ -2,7 +2,7 @@
 
     begin -> stage* -> load (once, or after each stage) -> verify -> commit          abort ends it at any point
 
-Written for sglang 0.5.23. Actions are reached through the stock endpoint /weights_checker (`sglang_plugin`), the copy
+Written for sglang 0.5.23. Actions are reached through the stock endpoint /weights_checker (`plugin`), the copy
 through /update_weights_from_tensor (`load_staged`). SGLang loads in place and dies of an exception in a loader, so
 nothing is copied before its bytes are proven, and `load_staged` reports instead of raising. A failure here ends the
 publication on this rank only; the client aborts it on the others.
@@ -37,7 +37,7 @@ class Staged:
     """One tensor whose bytes are proven."""
 
     view: torch.Tensor
-    """[shape], in the publisher's memory; of a bucket on a GPU, in this rank's own (`sglang_buckets`)."""
+    """[shape], in the publisher's memory; of a bucket on a GPU, in this rank's own (`buckets`)."""
     share: int
     """The share of this rank's part in the tensor's checksum."""
 
