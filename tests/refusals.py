@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
 from pydantic import ValidationError
@@ -11,11 +12,21 @@ from pydantic import ValidationError
 from slimx.config.rule import Refusal
 from slimx.errors import SlimxError
 
+Kind = TypeVar("Kind", bound=BaseException)
+
 
 def told(error: BaseException) -> list[str]:
     """Code, object and sentence of a refusal, which a process of a test hands to the test; else name and sentence."""
     named = [error.code, error.about] if isinstance(error, SlimxError) else [type(error).__name__, ""]
     return [*named, str(error)]
+
+
+def cause(error: BaseException, kind: type[Kind]) -> Kind:
+    """The first of an error's causes, itself among them, that is a `kind`."""
+    while not isinstance(error, kind):
+        assert error.__cause__ is not None, error
+        error = error.__cause__
+    return error
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         # AttributeError, so that getattr(args, name, default) has its default.
         where = "" if name.startswith("__") else " by slimx; give it in rollout.options (for a reward: reward.options)"
-        raise AttributeError(f"args.{name} is not set{where}")
+        raise AttributeError(f"args.{name} is not set{where}", name=name)
 
 
 @dataclass(frozen=True, slots=True)

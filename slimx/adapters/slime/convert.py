@@ -90,7 +90,7 @@ def to_trajectory(
                     "after the tokens before it; append the ids of output_token_logprobs as they are, never text that "
                     "was tokenised again",
                     code="slime.token",
-                    about=name,
+                    about=f"token {position} of {name}",
                 )
             position += 1
             continue
@@ -234,7 +234,7 @@ def _check_logprobs(sample: Sample, found: Any, position: int, start: int, mask:
                 f"{name} gives token {at} the log-prob {given[at - start]:g}, the engine said {said:g}; keep "
                 "rollout_log_probs in step with the tokens",
                 code="slime.logprobs",
-                about=name,
+                about=f"token {at} of {name}",
             )
 
 
@@ -248,6 +248,6 @@ def _metadata(sample: Sample, name: str) -> dict[str, Any]:
         raise SlimxError(
             f"{name} carries, in its metadata or in {', '.join(own) or 'its fields'}, {error}",
             code="slime.metadata",
-            about=name,
+            about=", ".join(own) or name,
         ) from error
     return metadata

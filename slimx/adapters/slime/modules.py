@@ -67,7 +67,8 @@ class _Finder(MetaPathFinder, Loader):
             root = fullname.partition(".")[0].removesuffix("_plugins")
             names = ", ".join(name for name, held in MODULES.items() if held and name.startswith(f"{root}."))
             raise NotServed(
-                f"the module {fullname} of {PROJECTS[root]}, which slimx does not serve; served are {names}"
+                f"the module {fullname} of {PROJECTS[root]}, which slimx does not serve; served are {names}",
+                name=fullname,
             )
         inner = any(name.startswith(fullname + ".") for name in MODULES)
         return ModuleSpec(fullname, self, is_package=inner)
@@ -81,7 +82,8 @@ class _Finder(MetaPathFinder, Loader):
                 raise AttributeError(name)
             raise NotServed(
                 f"{name} of the module {module.__name__}, which slimx does not serve; it has "
-                f"{', '.join(sorted(held)) or 'nothing by itself'}"
+                f"{', '.join(sorted(held)) or 'nothing by itself'}",
+                name=f"{module.__name__}.{name}",
             )
 
         vars(module)["__getattr__"] = missing

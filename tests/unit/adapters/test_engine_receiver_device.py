@@ -16,11 +16,11 @@ import torch
 from slimx.adapters.sglang.weights import buckets as sglang_buckets
 from slimx.adapters.sglang.weights.places import held_sums, local_layout, staged_sums
 from slimx.adapters.sglang.weights.receiver import receiver_of
-from slimx.errors import SlimxError
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.kernels.record import PIECE, rectangle
 from slimx.reshard.kernels.sums import sum_rects
 from slimx.reshard.transports.device import DeviceMemory
+from tests.refusals import refused
 from tests.unit.adapters.engine_model import DEEPSEEK, ServerModel, Weights, checkpoint, rank_local
 from tests.unit.adapters.receiver_stand import LATENT, LAYOUT, SIZES, assert_holds, held, manifest, outcome
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
@@ -102,7 +102,7 @@ def test_bytes_that_changed_on_the_device_are_refused_before_any_copy(model) -> 
         for at in (0, weights[name].nbytes - 1):
             slot.memory.bytes[at] ^= 1
             receiver.begin(manifest=manifest())
-            with pytest.raises(SlimxError, match=f"tensor {name} of bucket 0 has checksum"):
+            with refused("receiver.checksum", about=name):
                 receiver.stage(**argument)
             slot.memory.bytes[at] ^= 1
     assert all(torch.equal(before[name], value) for name, value in held(model).items())
@@ -113,7 +113,7 @@ def test_a_device_that_fails_while_it_copies_ends_the_publication_with_the_model
     receiver.begin(manifest=manifest())
     argument = slot.pack(checkpoint(LAYOUT))
     emulator.emulator_fail(719)
-    with pytest.raises(SlimxError, match="the copy of .* bytes to cpu failed"):
+    with refused("device.cuda", about="719"):
         receiver.stage(**argument)
     emulator.emulator_fail(0)
     assert receiver.status()["open"] is None
@@ -125,7 +125,7 @@ def test_memory_that_ends_before_a_tensor_is_refused(model) -> None:
     argument = slot.pack({"model.norm.weight": torch.randn(16)})
     argument["tensors"][0]["offset"] = 1 << 29
     receiver.begin(manifest=manifest())
-    with pytest.raises(SlimxError, match="on GPU emulated has 1048576 bytes, 536870976 were announced"):
+    with refused("bucket.size", about=argument["fd_path"]):
         receiver.stage(**(argument | {"size": 1 << 30}))
 
 
