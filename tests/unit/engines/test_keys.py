@@ -25,6 +25,7 @@ from slimx.reshard.transports.memory import MemoryFile, open_memory
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.runtime.ports import free_port
 from slimx.runtime.process import SupervisedProcess
+from tests.refusals import invalid
 
 SPEC = EngineSpec("e", "/model", "float32", "cpu", 31000)
 
@@ -81,7 +82,7 @@ def test_keys_of_servers_that_run_already_are_named_by_their_variables(monkeypat
     monkeypatch.setenv("SERVED_KEY", "k")
     assert keys_of(group) == Keys("k") and keys_of(group).control == "k"
     assert keys_of(Engines(urls=("http://h:1",))) == NO_KEYS
-    with pytest.raises(ValueError, match="api_key_env"):
+    with invalid("engines.keys_without_urls", about="rollout.engines"):
         Engines(api_key_env="SERVED_KEY")
 
 

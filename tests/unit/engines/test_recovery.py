@@ -10,8 +10,9 @@ import pytest
 from slimx.cluster.restarts import Restarts
 from slimx.config.engines import Health
 from slimx.engines.fleet.handle import Standing
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
+from tests.refusals import refused
 from tests.unit.engines.recovery_stand import FakeEngine, Stand, gone
 
 
@@ -60,7 +61,7 @@ async def test_an_engine_lost_while_it_is_being_added_is_not_left_in_the_router(
         await asyncio.sleep(0.01)
         await stand.members.quarantine(stand.engines[0], gone())
         stand.router.slow.set()
-        with pytest.raises(ReceiverLost, match="engine e0 was lost before it could serve"):
+        with refused("engine.lost", about="e0", kind=ReceiverLost):
             await admission
         assert stand.router.urls == {"http://e1/0"}
 
@@ -105,7 +106,7 @@ async def test_prefill_and_decode_engines_serve_only_together():
         stand.members._changed()
         await asyncio.wait_for(starved, 60)
         await stand.members.quarantine(stand.engines[0], gone("e0"))
-        with pytest.raises(SlimxError, match=r"no prefill engine is left.*the last one lost: .*e0"):
+        with refused("engines.gone", about="e0", kind=PartLost):
             await asyncio.wait_for(failed, 60)
 
 
@@ -117,10 +118,9 @@ async def test_the_run_ends_with_one_sentence_when_the_last_engine_is_gone_for_g
         assert not waiting.done()
         await stand.members.quarantine(stand.engines[1], gone("e1"))
         for wait in (waiting, stand.members.available(), stand.members.starved()):
-            with pytest.raises(
-                SlimxError, match=r"no engine is left.*rollout.health.restarts is 0.*engine e1 ended with status 137"
-            ):
+            with refused("engines.gone", about="e1", kind=PartLost) as told:
                 await wait
+            assert str(gone("e1")) in str(told.value)
 
 
 async def test_when_all_are_out_the_loop_can_wait_for_the_first_that_is_back():
@@ -278,7 +278,7 @@ async def test_the_reason_of_every_restart_and_of_every_failed_one_is_kept_and_t
             ("engine e0", "no memory", "no port"),
         ]
         assert stand.restarts == stand.members.history()
-        assert "no memory" in str(told.value) and "no port" in str(told.value)
+        assert all(restart.error in str(told.value) for restart in stand.restarts)
 
 
 async def test_pauses_between_restarts_grow():
@@ -332,5 +332,5 @@ async def test_a_mistake_of_ours_in_the_background_reaches_the_loop():
 
         stand.engines[0].start = broken
         await stand.members.quarantine(stand.engines[0], gone())
-        with pytest.raises(SlimxError, match="TypeError: a mistake"):
+        with refused("engines.mistake", about="TypeError"):
             await asyncio.wait_for(stand.members.failed(), 60)
