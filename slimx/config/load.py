@@ -25,14 +25,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises SlimxError naming the file or the override, the key, and the nearest known key for a misspelt one.
     """
-    path = Path(path)
+    try:
+        return _load(Path(path), overrides)
+    except RecursionError:
+        raise SlimxError(
+            f"{path}: lists or mappings in it or in an override are nested too deeply to be read; write it flatter",
+            code="config.depth",
+            about=str(path),
+        ) from None
+
+
+def _load(path: Path, overrides: Sequence[str]) -> Config:
     if not path.is_file():
         raise SlimxError(
             f"{path}: no such configuration file; give the path of a YAML file", code="config.no_file", about=str(path)
         )
     try:
         tree = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:  # an integer of thousands of digits, too
         raise SlimxError(
             f"{path}: not readable as YAML ({_first_line(error)})", code="config.not_yaml", about=str(path)
         ) from error

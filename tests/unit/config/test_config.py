@@ -178,6 +178,8 @@ def test_a_value_that_cannot_be_is_refused_with_its_key(command, file, override,
     [
         ("- a list\n", "config.no_sections"),
         ("run:\n\tdir: x\n", "config.not_yaml"),
+        (f"trainer: {{world_size: {'9' * 5000}}}\n", "config.not_yaml"),
+        ("run: " + "[" * 2000 + "]" * 2000, "config.depth"),
         ("run: {dir: a}\nrun: {dir: b}\n", "config.not_yaml"),
     ],
 )
