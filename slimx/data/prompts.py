@@ -99,12 +99,14 @@ def _parse(line: bytes, default_id: str, where: str) -> Prompt:
             f"{where}: a value has the wrong type ({error}); correct it", code="prompts.type", about=where
         ) from error
     if (prompt.messages is None) == (prompt.token_ids is None):
-        given = "neither messages nor token_ids" if prompt.messages is None else "both messages and token_ids"
-        raise SlimxError(f"{where}: has {given}; give exactly one of them", code="prompts.fields", about=where)
+        code, given = "prompts.both", "both messages and token_ids"
+        if prompt.messages is None:
+            code, given = "prompts.neither", "neither messages nor token_ids"
+        raise SlimxError(f"{where}: has {given}; give exactly one of them", code=code, about=where)
     if not (prompt.messages or prompt.token_ids):
         raise SlimxError(
             f"{where}: messages or token_ids is an empty list; a prompt needs at least one entry",
-            code="prompts.fields",
+            code="prompts.empty_list",
             about=where,
         )
     for turn, message in enumerate(prompt.messages or ()):

@@ -64,12 +64,13 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
     if (wrong := unknown | twice).any():
         position, index = map(int, np.argwhere(wrong)[0])
         layer = shape.moe_layers[index]
-        outside = f"not all of them are experts from 0 to {shape.experts - 1}"
-        problem = outside if unknown[position, index] else "an expert twice"
+        code, problem = "routes.twice", "an expert twice"
+        if unknown[position, index]:
+            code, problem = "routes.experts", f"not all of them are experts from 0 to {shape.experts - 1}"
         raise SlimxError(
             f"trajectory {name}: layer {layer} was routed to {routes[position, layer].tolist()} at token {position}: "
             f"{problem}; trainer.moe.routing_replay=R3 cannot replay it",
-            code="routes.experts",
+            code=code,
             about=name,
         )
 

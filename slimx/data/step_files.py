@@ -44,21 +44,23 @@ class Origin:
     routes: bool
     """Whether the files keep the experts of each token."""
 
-    def differences(self, other: Origin) -> list[str]:
-        """Differences of `self`, of a file, from `other`, of a run that would train on it: a clause each."""
-        out = []
+    def differences(self, other: Origin) -> dict[str, str]:
+        """Differences of `self`, of a file, from `other`, of a run that would train on it: a clause by what differs."""
+        out = {}
         if keys := sorted(k for k in self.model.keys() | other.model.keys() if self.model.get(k) != other.model.get(k)):
             first = keys[0]
-            out.append(
+            out["config.json"] = (
                 f"another model sampled it (config.json: {first} is {self.model.get(first)}, in model.path "
                 f"{other.model.get(first)})"
             )
         elif self.vocabulary != other.vocabulary:
-            out.append("another tokenizer made its tokens (model.path has the same model, but not the same vocabulary)")
+            out["vocabulary"] = (
+                "another tokenizer made its tokens (model.path has the same model, but not the same vocabulary)"
+            )
         for key in ("rollout.prompts_per_step", "rollout.group_size", "schedule.max_staleness"):
             there, here = (getattr(each, key.partition(".")[2]) for each in (self, other))
             if there != here:
-                out.append(f"it was made with {key}={there}, this run has {here}")
+                out[key] = f"it was made with {key}={there}, this run has {here}"
         return out
 
 

@@ -101,9 +101,8 @@ def check_boxes(what: str, shape: Shape, boxes: np.ndarray) -> None:
     for row, col, sign in ((top, left, 1), (bottom, left, -1), (top, right, -1), (bottom, right, 1)):
         np.add.at(count, (row, col), sign)
     count = count.cumsum(0).cumsum(1)[:-1, :-1]
-    for wrong, problem in ((count > 1, "covered twice"), (count == 0, "not covered")):
+    twice, never = ("table.overlap", "covered twice"), ("table.coverage", "not covered")
+    for wrong, (code, problem) in ((count > 1, twice), (count == 0, never)):
         if wrong.any():
             row, col = np.argwhere(wrong)[0]
-            raise SlimxError(
-                f"{what} is {problem} at row {rows[row]}, column {cols[col]}", code="table.coverage", about=what
-            )
+            raise SlimxError(f"{what} is {problem} at row {rows[row]}, column {cols[col]}", code=code, about=what)

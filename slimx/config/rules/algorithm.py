@@ -8,7 +8,7 @@ from slimx.config.algorithm import Algorithm
 from slimx.config.critic import Critic, critic_trainer
 from slimx.config.reward import Reward
 from slimx.config.rollout import Rollout
-from slimx.config.rule import rule
+from slimx.config.rule import Told, rule
 from slimx.config.schedule import Schedule
 from slimx.config.trainer import Trainer
 
@@ -31,10 +31,10 @@ def rewarded(algorithm: Algorithm, reward: Reward) -> Iterator[str]:
 
 
 @rule("algorithm.critic", about="critic")
-def has_critic(algorithm: Algorithm, critic: Critic | None) -> Iterator[str]:
+def has_critic(algorithm: Algorithm, critic: Critic | None) -> Iterator[Told]:
     name = algorithm.name
     if algorithm.advantages == "gae" and critic is None:
-        yield f"algorithm.name is {name}, which needs a critic; add a section `critic: {{}}`"
+        yield "algorithm.name", f"algorithm.name is {name}, which needs a critic; add a section `critic: {{}}`"
     if algorithm.advantages != "gae" and critic is not None:
         yield f"critic is given but algorithm.name is {name}, which has none; remove it or use ppo"
 

@@ -123,7 +123,7 @@ class EngineControl:
                 f"engine {self.name}: parts of the slimx plugin are not in force in process {rank['pid']}: "
                 f"{', '.join(failed)}; SGLang's log says why (search for 'plugin')",
                 code="engine.plugin_part",
-                about=failed[0],
+                about=", ".join(failed),
             )
 
     async def trace(self, on: bool) -> dict[str, list[str]]:

@@ -155,7 +155,7 @@ class Engine:
                     f"{_said(wanted)}; start it with the --exact-leaves of the run, or set numerics.mode to what it "
                     "has",
                     code="engine.numerics",
-                    about=self.spec.name,
+                    about=f"{self.spec.name} rank {number}",
                 )
 
     def _check_own(self) -> None:

@@ -230,7 +230,7 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
             f"{path} holds {'no' if state.critic is None else 'a'} critic, but this run has "
             f"{'none' if critic is None else 'one'} (algorithm.name={config.algorithm.name}); choose another run.dir, "
             "with trainer.load to start from weights",
-            code="resume.critic",
+            code="resume.no_critic" if state.critic is None else "resume.critic",
             about=str(path),
         )
     if not config.checkpoint.load_optimizer:
@@ -251,18 +251,19 @@ def check_resume(config: Config, sizes: Sizes, path: Path, state: RunState, crit
 def _check_move(path: Path, keys: str, there: dict[str, Any], sizes: Sizes, distributed: bool, config: Config) -> None:
     """Check that the optimizer state of the model that `keys` configure can be moved. Raises SlimxError."""
     here = layout_of(sizes)
-    refused = None
+    about = refused = ""
     if (there["expert"] > 1) != (here["expert"] > 1):
-        refused = f"between {keys}.expert=1 and larger sizes (only among the larger ones)"
+        about, refused = f"{keys}.expert", f"between {keys}.expert=1 and larger sizes (only among the larger ones)"
     elif distributed != config.trainer.distributed_optimizer:
-        refused = "between trainer.distributed_optimizer=true and false"
+        about = "trainer.distributed_optimizer"
+        refused = f"between {about}=true and false"
     if refused:
         raise SlimxError(
             f"{path} was written with {_words(there, distributed)}, this run has "
             f"{_words(here, config.trainer.distributed_optimizer)}: megatron-core does not move optimizer state "
             f"{refused}; keep that, or set checkpoint.load_optimizer=false to go on with new moments",
             code="resume.layout",
-            about=str(path),
+            about=about,
         )
 
 

@@ -72,5 +72,5 @@ def check_gap(config: Config, metrics: dict[str, float], step: int) -> None:
             f"{metrics['gap/max']:.1e} on {metrics['gap/tokens']:.0f} tokens of one weight version; weights or "
             "operations are not the same on both sides, and `slimx doctor --gap --layers` says where",
             code="numerics.gap",
-            about="numerics.mode",
+            about=f"step {step}",
         )

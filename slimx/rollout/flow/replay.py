@@ -85,9 +85,9 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
         there = read_step_about(files[step]).origin
         if differences := there.differences(origin):
             raise SlimxError(
-                f"rollout.replay: {files[step]} cannot be trained here: {'; '.join(differences)}",
+                f"rollout.replay: {files[step]} cannot be trained here: {'; '.join(differences.values())}",
                 code="replay.origin",
-                about=str(files[step]),
+                about=", ".join(differences),
             )
         if routes and not there.routes:
             raise SlimxError(

@@ -12,7 +12,6 @@ import pytest
 from slimx.data.prompts import DataSource, PromptSource, read_prompts
 from slimx.data.records import Prompt
 from slimx.data.tokens import PromptIds, check_prompts, encode_prompt, load_tokenizer
-from slimx.errors import SlimxError
 from tests.refusals import refused
 
 TURN = {"role": "user", "content": "1+1="}
@@ -44,39 +43,41 @@ def test_a_file_is_read_in_order_with_every_field(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "code", "named"),
     [
-        ('{"messages": [', "not a JSON object"),
-        ("[1, 2]", "list"),
-        ('"text"', "str"),
-        ({"answer": "2"}, "neither messages nor token_ids"),
-        ({"messages": [TURN], "token_ids": [1]}, "both messages and token_ids"),
-        ({"messages": None, "token_ids": None}, "neither"),
-        ({"messages": []}, "empty list"),
-        ({"token_ids": []}, "empty list"),
-        ({"messages": "1+1="}, r"\$\.messages"),
-        ({"messages": ["1+1="]}, r"\$\.messages"),
-        ({"messages": [TURN, {"content": "x"}]}, r"messages\[1\]"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\]"),
-        ({"messages": [{"role": 1, "content": "x"}]}, r"messages\[0\]"),
-        ({"token_ids": [1, 2.5]}, r"\$\.token_ids"),
-        ({"token_ids": [True]}, r"\$\.token_ids"),
-        ({"messages": [TURN], "answer": 2}, r"\$\.answer"),
-        ({"messages": [TURN], "id": 7}, r"\$\.id"),
-        ({"messages": [TURN], "id": None}, r"\$\.id"),
-        ({"messages": [TURN], "metadata": [1]}, r"\$\.metadata"),
-        ({"messages": [TURN], "anwser": "2"}, "'anwser'"),
-        ({"messages": [TURN], "id": "first"}, "'first' is that of line 1"),
-        ({"messages": [TURN], "id": "bad:1"}, None),
+        ('{"messages": [', "prompts.line", "JSON"),
+        ("[1, 2]", "prompts.line", "list"),
+        ('"text"', "prompts.line", "str"),
+        ({"answer": "2"}, "prompts.neither", ""),
+        ({"messages": [TURN], "token_ids": [1]}, "prompts.both", ""),
+        ({"messages": None, "token_ids": None}, "prompts.neither", ""),
+        ({"messages": []}, "prompts.empty_list", ""),
+        ({"token_ids": []}, "prompts.empty_list", ""),
+        ({"messages": "1+1="}, "prompts.type", "$.messages"),
+        ({"messages": ["1+1="]}, "prompts.type", "$.messages[0]"),
+        ({"messages": [TURN, {"content": "x"}]}, "prompts.message", "messages[1]"),
+        ({"messages": [{"role": "user"}]}, "prompts.message", "messages[0]"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "prompts.message", "messages[0]"),
+        ({"token_ids": [1, 2.5]}, "prompts.type", "$.token_ids[1]"),
+        ({"token_ids": [True]}, "prompts.type", "$.token_ids[0]"),
+        ({"messages": [TURN], "answer": 2}, "prompts.type", "$.answer"),
+        ({"messages": [TURN], "id": 7}, "prompts.type", "$.id"),
+        ({"messages": [TURN], "id": None}, "prompts.type", "$.id"),
+        ({"messages": [TURN], "metadata": [1]}, "prompts.type", "$.metadata"),
+        ({"messages": [TURN], "anwser": "2"}, "prompts.key", "'anwser'"),
+        ({"messages": [TURN], "id": "first"}, "prompts.id", "line 1"),
+        ({"messages": [TURN], "id": "bad:1"}, None, ""),
     ],
 )
-def test_a_bad_line_is_refused_by_file_and_line(tmp_path, line, says):
+def test_a_bad_line_is_refused_by_file_and_line(tmp_path, line, code, named):
     path = write(tmp_path / "bad.jsonl", {"id": "first", "messages": [TURN]}, "", line)
-    if says is None:  # the control: a good third line is no error
+    if code is None:  # the control: a good third line is no error
         assert len(read_prompts(path)) == 2
         return
-    with pytest.raises(SlimxError, match=rf"bad\.jsonl, line 3: .*{says}"):
+    own = {"prompts.key": "anwser", "prompts.id": "first"}
+    with refused(code, about=own.get(code, f"{path}, line 3")) as told:
         read_prompts(path)
+    assert f"{path}, line 3" in str(told.value) and named in str(told.value)
 
 
 def test_an_id_equal_to_a_default_id_is_refused(tmp_path):

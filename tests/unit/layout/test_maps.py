@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -151,30 +152,45 @@ def test_a_row_of_every_map_is_proven_invertible_when_its_table_is_made(case: st
 
 
 def test_experts_that_claim_one_checkpoint_tensor_are_refused():
-    with refused("table.coverage", about="weight table: experts.weight"):
+    with refused("table.overlap", about="weight table: experts.weight"):
         Table((Row("weight{expert}", (("experts.weight", (3, 4, 5)),), Copy()),), layers=1, experts=2)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
+def numbers(error: SlimxError) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", str(error))]
+
+
 @pytest.mark.parametrize(
-    ("map", "shapes", "axis", "size", "words"),
+    ("map", "shapes", "axis", "size", "about", "length", "ranks"),
     [
-        (Copy(), [(10, 6)], 0, 4, "10 cannot be split over 4 ranks; choose a size that divides 10"),
-        (Copy(), [(8, 6)], 1, 4, "6 cannot be split over 4 ranks"),
-        (Concat(), [(8, 6), (6, 6)], 0, 4, "6 cannot be split over 4 ranks"),
-        (Concat(), [(8, 6), (6, 6)], 1, 2, "split it over axis 0"),
-        (Blocks((6, 2)), [(12, 6), (4, 6)], 0, 4, "number of heads of 6 cannot be split over 4 ranks"),
-        (Blocks((6, 4)), [(12, 6), (8, 6)], 0, 6, "number of ranks of 6 cannot be split over 4 ranks"),
-        (InterleaveQKV(4, 2, 3), [(12, 6), (6, 6), (6, 6)], 0, 4, "query groups of 2 cannot be split over 4 ranks"),
-        (RotateHalf(6, 4), [(18, 6)], 0, 2, "number of heads of 3 cannot be split over 2 ranks"),
-        (RotateHalf(6, 4), [(18, 6)], 1, 2, "split over axis 0"),
+        (Copy(), [(10, 6)], 0, 4, "a dimension", 10, 4),
+        (Copy(), [(8, 6)], 1, 4, "a dimension", 6, 4),
+        (Concat(), [(8, 6), (6, 6)], 0, 4, "a dimension", 6, 4),
+        (Blocks((6, 2)), [(12, 6), (4, 6)], 0, 4, "the number of heads", 6, 4),
+        (Blocks((6, 4)), [(12, 6), (8, 6)], 0, 6, "the number of ranks", 6, 4),
+        (InterleaveQKV(4, 2, 3), [(12, 6), (6, 6), (6, 6)], 0, 4, "the number of query groups", 2, 4),
+        (RotateHalf(6, 4), [(18, 6)], 0, 2, "the number of heads", 3, 2),
     ],
 )
-def test_a_share_that_does_not_divide_is_refused_with_the_numbers(map, shapes, axis, size, words):
-    with pytest.raises(SlimxError, match=words):
+def test_a_share_that_does_not_divide_is_refused_with_the_numbers(map, shapes, axis, size, about, length, ranks):
+    with refused("maps.share", about=about) as told:
         map.local(shapes, axis, 0, size)
+    assert numbers(told.value) == [length, ranks, length], "the last is what a size has to divide"
+
+
+@pytest.mark.parametrize(
+    ("map", "shapes", "about"),
+    [
+        (Concat(), [(8, 6), (6, 6)], "concatenation"),
+        (RotateHalf(6, 4), [(18, 6)], "rotary rows"),
+    ],
+)
+def test_rows_that_are_reordered_are_not_split_over_columns(map, shapes, about):
+    with refused("maps.columns", about=about):
+        map.local(shapes, 1, 0, 2)
 
 
 @dataclass(frozen=True)
@@ -189,64 +205,66 @@ class Wrong:
 
 
 WHOLE = Rect(0, 0, 0, 8, 6, 0, 0)
-WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str]] = {
-    "a row of the checkpoint left out": (
-        (7, 6),
-        (replace(WHOLE, rows=7),),
-        "model.weight is not covered at row 7, column 0",
-    ),
-    "a column left out": ((8, 5), (replace(WHOLE, cols=5),), "model.weight is not covered at row 0, column 5"),
+HELD, STORED = "weight table: local.weight", "weight table: model.weight"
+WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str, str, list[int]]] = {
+    "a row of the checkpoint left out": ((7, 6), (replace(WHOLE, rows=7),), "table.coverage", STORED, [7, 0]),
+    "a column left out": ((8, 5), (replace(WHOLE, cols=5),), "table.coverage", STORED, [0, 5]),
     "a row of the local tensor left out": (
         (9, 6),
         (replace(WHOLE, rows=4), replace(WHOLE, row=4, rows=4, local_row=5)),
-        "weight table: local.weight is not covered at row 4, column 0",
+        "table.coverage",
+        HELD,
+        [4, 0],
     ),
     "an overlap in the local tensor": (
         (7, 6),
         (replace(WHOLE, rows=4), replace(WHOLE, row=4, rows=4, local_row=3)),
-        "weight table: local.weight is covered twice at row 3, column 0",
+        "table.overlap",
+        HELD,
+        [3, 0],
     ),
     "an element read twice": (
         (9, 6),
         (replace(WHOLE, rows=4), replace(WHOLE, row=3, rows=5, local_row=4)),
-        "model.weight is covered twice at row 3, column 0",
+        "table.overlap",
+        STORED,
+        [3, 0],
     ),
     "a gap and an overlap of the same size": (
         (8, 6),
         (replace(WHOLE, rows=4), replace(WHOLE, row=3, rows=4, local_row=4)),
-        "model.weight is covered twice at row 3, column 0",
+        "table.overlap",
+        STORED,
+        [3, 0],
     ),
-    "beyond the last row": (
-        (8, 6),
-        (replace(WHOLE, row=1),),
-        "model.weight: a rectangle reaches beyond its 8 x 6 elements",
-    ),
-    "before the first column": (
-        (8, 6),
-        (replace(WHOLE, col=-1),),
-        "model.weight: a rectangle reaches beyond its 8 x 6",
-    ),
-    "beyond the local tensor": ((7, 6), (WHOLE,), "local.weight: a rectangle reaches beyond its 7 x 6 elements"),
+    "beyond the last row": ((8, 6), (replace(WHOLE, row=1),), "table.beyond", STORED, [8, 6]),
+    "before the first column": ((8, 6), (replace(WHOLE, col=-1),), "table.beyond", STORED, [8, 6]),
+    "beyond the local tensor": ((7, 6), (WHOLE,), "table.beyond", HELD, [7, 6]),
     "every second row twice": (
         (8, 6),
         (replace(WHOLE, rows=4, step=2), replace(WHOLE, rows=4, local_row=4, step=2)),
-        "model.weight is covered twice at row 0, column 0",
+        "table.overlap",
+        STORED,
+        [0, 0],
     ),
     "steps beyond the last row": (
         (8, 6),
         (replace(WHOLE, rows=4, step=2), replace(WHOLE, row=2, rows=4, local_row=4, step=2)),
-        "model.weight: a rectangle reaches beyond its 8 x 6",
+        "table.beyond",
+        STORED,
+        [8, 6],
     ),
-    "no rectangle at all": ((8, 6), (), "local.weight is not covered at row 0, column 0"),
+    "no rectangle at all": ((8, 6), (), "table.coverage", HELD, [0, 0]),
 }
+"""A tensor's shape, what a map says of it, and the refusal: code, tensor, and the place or the size."""
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_map_that_cannot_be_inverted_is_refused_by_name_and_place(case: str):
-    shape, rects, words = WRONG[case]
-    with pytest.raises(SlimxError) as caught:
+    shape, rects, code, about, place = WRONG[case]
+    with refused(code, about=about) as told:
         Table((Row("local.weight", (("model.weight", (8, 6)),), Wrong(shape, rects)),), layers=1, experts=0)
-    assert words in str(caught.value)
+    assert numbers(told.value) == place
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((8, 6), "float32"), ((8,), None)])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
@@ -193,7 +192,7 @@ def test_attention_of_each_data_parallel_rank_is_refused_where_sglang_does_not_k
     sizes = EngineSizes(tensor=4, attention_data=2)
     EngineLayout(read(tmp_path, QWEN3_32B).engine_table(), sizes)
     for hf in (QWEN25_7B, LLAMA_3_8B):
-        with pytest.raises(SlimxError, match=r"rollout\.engines\.dp_attention=2, but SGLang 0\.5\.23 has no"):
+        with refused("engine_layout.dp_attention", about="rollout.engines.dp_attention"):
             EngineLayout(read(tmp_path, hf).engine_table(), sizes)
 
 
@@ -267,18 +266,20 @@ def test_the_configuration_names_the_family(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "code", "about", "named"),
     [
-        (None, "PYTHONPATH"),
-        ("1 / 0", "ZeroDivisionError"),
-        ('ARCHITECTURE = "A"\ndef unsupported(hf): ...\n', "weight_table"),
+        (None, "dotted.import", "model.family", "PYTHONPATH"),
+        ("1 / 0", "dotted.raised", "model.family", "ZeroDivisionError"),
+        ('ARCHITECTURE = "A"\ndef unsupported(hf): ...\n', "model.family_part", "transformer_config", "weight_table"),
     ],
 )
-def test_a_module_that_defines_no_family_is_refused(tmp_path: Path, monkeypatch, text: str | None, named: str):
+def test_a_module_that_defines_no_family_is_refused(
+    tmp_path: Path, monkeypatch, text: str | None, code: str, about: str, named: str
+):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "some_family", raising=False)
     if text is not None:
         (tmp_path / "some_family.py").write_text(text)
-    with pytest.raises(SlimxError, match=named) as error:
+    with refused(code, about=about) as error:
         load_family("some_family")
-    assert "some_family" in str(error.value)
+    assert "some_family" in str(error.value) and named in str(error.value)

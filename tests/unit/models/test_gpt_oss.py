@@ -201,7 +201,7 @@ def test_rows_that_alternate_are_shared_by_pairs_and_a_summed_bias_is_held_once(
             assert rows == gates + [row + 1 for row in gates]
             assert (Once().local([(8, 1)], 0, rank, size)[1] == []) is (rank > 0)
     Table((Row("a", (("b", (8, 3)),), Deinterleave(), 0),), layers=1, experts=0)
-    with pytest.raises(SlimxError, match="rows that alternate of 7 cannot be split over 2"):
+    with refused("maps.share", about="a number of rows that alternate"):
         Deinterleave().local([(7, 3)], None, 0, 1)
 
 

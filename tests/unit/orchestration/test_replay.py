@@ -7,18 +7,15 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from slimx.config.schema import Config
 from slimx.data.codec import encode_groups
 from slimx.data.records import Group, Prompt
 from slimx.data.step_files import Origin, StepFiles
-from slimx.errors import SlimxError
 from slimx.orchestration.session import resume_point
 from slimx.orchestration.state.checkpoints import check_resume
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.rollout.flow.replay import Replay, check_replay
-from tests.refusals import refused
+from tests.refusals import invalid, refused
 from tests.unit.rewards.reward_stand import trajectory
 from tests.unit.rollout.rollout_stand import config_of
 
@@ -44,7 +41,7 @@ async def test_batches_come_in_the_order_of_steps_from_any_of_them(tmp_path):
     for step, group in enumerate(groups, start=1):
         batch = await replay.next_batch()
         assert encode_groups(batch.groups) == encode_groups([group]) and batch.dropped == Counter(filter=step)
-    with pytest.raises(SlimxError, match="has no step 4; it has 3 steps from 1 to 3"):
+    with refused("replay.step", about="4"):
         await replay.next_batch()
     replay.seek(1)
     assert [group.id for group in (await replay.next_batch()).groups] == ["g2"]
@@ -56,20 +53,21 @@ def test_steps_that_fit_are_accepted_and_others_named(tmp_path):
     check_replay(tmp_path, ORIGIN, first=5, last=4, routes=True)  # nothing is left to train
     (tmp_path / "rollouts" / "step-0000003.groups").unlink()
     check_replay(tmp_path, ORIGIN, first=4, last=4, routes=False)
-    for origin, routes, said in (
-        (ORIGIN, False, r"has no step 3, and this run trains 1 to 4; it has 3 steps from 1 to 4: set schedule.steps"),
-        (replace(ORIGIN, model={"hidden_size": 9}), False, "another model sampled it .config.json: hidden_size is 8"),
-        (replace(ORIGIN, vocabulary="w"), False, "step-0000001.groups cannot be trained here: another tokenizer"),
-        (replace(ORIGIN, group_size=4), False, "it was made with rollout.group_size=2, this run has 4"),
-        (replace(ORIGIN, prompts_per_step=2), False, "rollout.prompts_per_step=1, this run has 2"),
-        (replace(ORIGIN, max_staleness=1), False, "schedule.max_staleness=0, this run has 1"),
-        (ORIGIN, True, "keeps no experts of tokens, which trainer.moe.routing_replay=R3 needs"),
+    for origin, routes, code, about in (
+        (ORIGIN, False, "replay.step", "3"),
+        (replace(ORIGIN, model={"hidden_size": 9}), False, "replay.origin", "config.json"),
+        (replace(ORIGIN, vocabulary="w"), False, "replay.origin", "vocabulary"),
+        (replace(ORIGIN, group_size=4), False, "replay.origin", "rollout.group_size"),
+        (replace(ORIGIN, prompts_per_step=2), False, "replay.origin", "rollout.prompts_per_step"),
+        (replace(ORIGIN, max_staleness=1), False, "replay.origin", "schedule.max_staleness"),
+        (ORIGIN, True, "replay.routes", "trainer.moe.routing_replay"),
     ):
-        with pytest.raises(SlimxError, match=said):
+        with refused(code, about=about) as caught:
             check_replay(tmp_path, origin, first=1, last=4, routes=routes)
-    with pytest.raises(SlimxError, match="has no step 5, and this run trains 4 to 5"):
+        assert code == "replay.step" or "step-0000001.groups" in str(caught.value), "the file is named"
+    with refused("replay.step", about="5"):
         check_replay(tmp_path, ORIGIN, first=4, last=5, routes=False)
-    with pytest.raises(SlimxError, match="nowhere/rollouts holds no saved step"):
+    with refused("replay.empty", about="rollout.replay"):
         check_replay(tmp_path / "nowhere", ORIGIN, first=1, last=1, routes=False)
 
 
@@ -78,9 +76,9 @@ def test_what_a_replay_excludes_is_refused():
     assert config_of(replay="there").rollout.sampled
     # Without engines of its own a run may replay what other engines sampled.
     assert not config_of(replay="there", engines=[]).rollout.sampled
-    with pytest.raises(ValueError, match=r"rollout.replay and schedule.colocate exclude each other"):
+    with invalid("replay.colocate", about="schedule.colocate"):
         config_of(replay="there", schedule__colocate=True)
-    with pytest.raises(ValueError, match=r"rollout.replay is run.dir itself \(d\)"):
+    with invalid("replay.own_directory", about="rollout.replay"):
         config_of(replay="./d")
 
 

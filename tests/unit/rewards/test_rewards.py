@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slimx.errors import SlimxError
 from slimx.rewards import choice, f1, http, judge, math, overlong, pattern, remote
-from tests.refusals import refused
+from tests.refusals import invalid, refused
 from tests.unit.rewards.reward_stand import context, hooks_of, judged, trajectory
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
@@ -40,7 +39,7 @@ def test_math_pays_for_the_value_that_a_response_ends_in(answer, text, value):
 
 
 def test_math_refuses_an_answer_without_a_value():
-    with pytest.raises(SlimxError, match="'p7' has the answer 'as you like', in which math-verify finds no"):
+    with refused("reward.answer", about="p7"):
         judged(math.reward, "18", "as you like")
 
 
@@ -291,25 +290,38 @@ async def test_a_hook_with_several_numbers_keeps_their_names_inside_its_part():
 
 
 @pytest.mark.parametrize(
-    ("reward", "text"),
+    ("reward", "code", "about", "named"),
     [
-        (
-            {"function": "slimx.rewards.pattern.reward"},
-            "missing a required argument: 'pattern'); write async def reward",
-        ),
-        ({"function": "slimx.rewards.pattern.reward"}, "or give what is missing in reward.options"),
-        ({"options": {"weight": 2}}, "reward.options: slimx.rewards.exact.reward(ctx"),
+        ({"function": "slimx.rewards.pattern.reward"}, "dotted.signature", "reward.function", "'pattern'"),
+        ({"options": {"weight": 2}}, "dotted.options", "reward.options", "'weight'"),
         (
             {"parts": [{"name": "a", "function": "slimx.rewards.maths.reward"}]},
-            "reward.parts.0.function: slimx.rewards",
+            "dotted.import",
+            "reward.parts.0.function",
+            "slimx.rewards.maths",
         ),
-        ({"function": "slimx.rewards.math.reward", "isolation": "thread"}, "set reward.isolation=auto"),
-        ({"parts": PARTS, "function": "a.b"}, "make the function one of the parts"),
-        ({"parts": [PARTS[0], PARTS[0]]}, "reward.parts names a part twice"),
-        ({"function": None, "options": {"a": 1}}, "reward.options is given but reward.function is null"),
+        (
+            {"function": "slimx.rewards.math.reward", "isolation": "thread"},
+            "hooks.isolation",
+            "reward.isolation",
+            "reward.isolation=auto",
+        ),
     ],
 )
-def test_a_reward_that_cannot_work_is_refused_before_the_run(reward, text):
-    with pytest.raises((SlimxError, ValueError)) as refused:
+def test_a_reward_that_cannot_be_called_is_refused_before_the_run(reward, code, about, named):
+    with refused(code, about=about) as told:
         hooks_of(**reward)
-    assert text in str(refused.value)
+    assert named in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "about"),
+    [
+        ({"parts": PARTS, "function": "a.b"}, "reward.parts_and_function", "reward.function"),
+        ({"parts": [PARTS[0], PARTS[0]]}, "reward.name_twice", "reward.parts"),
+        ({"function": None, "options": {"a": 1}}, "reward.options", "reward.options"),
+    ],
+)
+def test_a_section_of_rewards_that_contradicts_itself_is_refused(reward, code, about):
+    with invalid(code, about=about):
+        hooks_of(**reward)

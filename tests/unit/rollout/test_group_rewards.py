@@ -10,7 +10,7 @@ from slimx.data.records import Group
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
-from tests.refusals import refused
+from tests.refusals import invalid, refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts, the_tokenizer
 
 HERE = "tests.unit.rollout.test_group_rewards"
@@ -71,5 +71,5 @@ def test_what_judges_something_else_than_the_scope_says_is_refused():
         load_hooks(config_of(reward__scope="group"))
     with refused("hooks.scope", about="reward.scope"):
         load_hooks(config_of(reward__function=f"{HERE}.ranks"))
-    with pytest.raises(ValueError, match=r"reward\.scope is group, but reward\.parts judge one trajectory"):
+    with invalid("reward.parts_scope", about="reward.scope"):
         config_of(reward__parts=[{"name": "a", "function": f"{HERE}.ranks"}], reward__scope="group")
