@@ -150,13 +150,15 @@ def triton_scales(path: Path) -> np.ndarray:
     how = "store there the triton_scales.npy that `make gpu` writes on a machine with a GPU, or choose the rule ieee"
     if not path.exists():
         raise SlimxError(
-            f"the rule triton needs the table {path} of what a GPU divides: {how}", code="kernel.table", about=str(path)
+            f"the rule triton needs the table {path} of what a GPU divides: {how}",
+            code="kernel.no_table",
+            about=str(path),
         )
     table = np.load(path, allow_pickle=False)
     if table.dtype != np.float32 or table.shape != (_BF16_AMAX, 2) or not table.flags.carray:
         raise SlimxError(
             f"{path} is {table.dtype} {table.shape}, no table of [{_BF16_AMAX}, 2] scales: {how}",
-            code="kernel.table",
+            code="kernel.table_form",
             about=str(path),
         )
     amax = np.maximum((np.arange(_BF16_AMAX, dtype=np.uint32) << 16).view(np.float32), np.float32(1e-10))

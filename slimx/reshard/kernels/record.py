@@ -165,42 +165,70 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
     rows, cols, tensor = pieces["rows"], pieces["cols"], pieces["tensor"]
     item = pieces["item"].astype(np.int64)
     some = (rows > 0) & (cols > 0)
-    _refuse(pieces, (rows < 0) | (cols < 0) | (pieces["src_ld"] < 0), "has a negative extent")
-    _refuse(pieces, item == 0, "has elements of 0 bytes")
-    _refuse(pieces, (tensor < 0) | (tensor >= len(sums)), f"names a tensor outside the {len(sums)} sums")
-    _refuse(pieces, some & (pieces["src"] == 0), "has no source address")
-    _refuse(pieces, some & (cols > 1) & (pieces["src_step"] < item), "has source elements that overlap")
-    _refuse(pieces, pieces["reserved"] != 0, "has a reserved field that is not 0")
+    _refuse(pieces, (rows < 0) | (cols < 0) | (pieces["src_ld"] < 0), "has a negative extent", code="kernel.extent")
+    _refuse(pieces, item == 0, "has elements of 0 bytes", code="kernel.item")
+    _refuse(
+        pieces, (tensor < 0) | (tensor >= len(sums)), f"names a tensor outside the {len(sums)} sums", code="kernel.sum"
+    )
+    _refuse(pieces, some & (pieces["src"] == 0), "has no source address", code="kernel.source")
+    _refuse(
+        pieces,
+        some & (cols > 1) & (pieces["src_step"] < item),
+        "has source elements that overlap",
+        code="kernel.source_overlap",
+    )
+    _refuse(pieces, pieces["reserved"] != 0, "has a reserved field that is not 0", code="kernel.reserved")
 
 
 def check_sums(pieces: np.ndarray) -> None:
     """Raises SlimxError where the bytes of a source, as they are, do not fit the rows of its tensor."""
     long = (pieces["rows"] > 1) & (pieces["pos_ld"] // np.maximum(pieces["item"], 1) < pieces["cols"])
-    _refuse(pieces, long, "has rows longer than its tensor's")
+    _refuse(pieces, long, "has rows longer than its tensor's", code="kernel.rows")
 
 
 def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
     """Raises SlimxError for an op that does not exist in this form, or lacks its blocks or its scales."""
     op, rule, item, out = (pieces[name].astype(np.int64) for name in ("op", "rule", "item", "out"))
     forms = np.isin(op << 16 | item << 8 | out, [o << 16 | i << 8 | d for o, i, d in _FORMS])
-    _refuse(pieces, ~(forms | ((op == OP.COPY) & (item == out))), "has an op that does not exist for its element sizes")
-    _refuse(pieces, ~np.isin(op << 8 | rule, [o << 8 | r for o, r in _RULES]), "has a rule that its op does not know")
+    _refuse(
+        pieces,
+        ~(forms | ((op == OP.COPY) & (item == out))),
+        "has an op that does not exist for its element sizes",
+        code="kernel.form",
+    )
+    _refuse(
+        pieces,
+        ~np.isin(op << 8 | rule, [o << 8 | r for o, r in _RULES]),
+        "has a rule that its op does not know",
+        code="kernel.rule",
+    )
     high, wide, blocks = pieces["block_rows"], pieces["block_cols"], op >= OP.QUANTISE_FP8
     _refuse(
-        pieces, np.where(blocks, (high < 1) | (wide < 1), (high != 0) | (wide != 0)), "has blocks its op cannot use"
+        pieces,
+        np.where(blocks, (high < 1) | (wide < 1), (high != 0) | (wide != 0)),
+        "has blocks its op cannot use",
+        code="kernel.blocks",
     )
     mx = scale_bytes(pieces) == 1
-    _refuse(pieces, mx & ((high != 1) | (wide != 32)), "is MXFP8 with blocks other than 1 x 32")
+    _refuse(
+        pieces, mx & ((high != 1) | (wide != 32)), "is MXFP8 with blocks other than 1 x 32", code="kernel.mxfp8_blocks"
+    )
     quantises = np.isin(op, (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8))
     target = pieces["scale_tensor"]
     _refuse(
         pieces,
         np.where(quantises, (target < 0) | (target >= len(sums)), target != -1),
         f"names scales outside the {len(sums)} sums, or has none to write",
+        code="kernel.scale_sum",
     )
-    _refuse(pieces, (rule == RULE.TRITON) & (item == 4), "quantises fp32 by the rule triton, which is defined for bf16")
+    _refuse(
+        pieces,
+        (rule == RULE.TRITON) & (item == 4),
+        "quantises fp32 by the rule triton, which is defined for bf16",
+        code="kernel.triton_item",
+    )
     reads = (blocks & ~quantises) & (pieces["rows"] > 0) & (pieces["cols"] > 0)
-    _refuse(pieces, reads & (pieces["scale"] == 0), "has no address of its scales")
+    _refuse(pieces, reads & (pieces["scale"] == 0), "has no address of its scales", code="kernel.scale_source")
     _check_alignment(pieces, op, item, out)
 
 
@@ -214,14 +242,14 @@ def _check_alignment(pieces: np.ndarray, op: np.ndarray, item: np.ndarray, out: 
     typed = op != OP.COPY
     wrong = odd(("src", "src_ld", "src_step"), item) | odd(("dst", "dst_ld", "pos", "pos_ld"), out)
     wrong |= odd(("scale", "scale_ld", "scale_pos", "scale_pos_ld"), scale_bytes(pieces))
-    _refuse(pieces, typed & wrong, "is not aligned to its elements or scales")
+    _refuse(pieces, typed & wrong, "is not aligned to its elements or scales", code="kernel.alignment")
 
 
 def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
     """Raises SlimxError for a piece that would write outside a bucket of `nbytes`, or twice in one place."""
     out = pieces["out"].astype(np.int64)
     long = (pieces["rows"] > 1) & (pieces["pos_ld"] // np.maximum(out, 1) < pieces["cols"])
-    _refuse(pieces, long, "has rows longer than its tensor's")
+    _refuse(pieces, long, "has rows longer than its tensor's", code="kernel.rows")
     _check_room(pieces, ("dst", "dst_ld"), pieces["rows"], pieces["cols"], out, nbytes)
     quantises = np.isin(pieces["op"], (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8)) & (pieces["cols"] > 0)
     down, across = (
@@ -229,7 +257,7 @@ def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
         for extent, block in (("rows", "block_rows"), ("cols", "block_cols"))
     )
     long = (down > 1) & (pieces["scale_pos_ld"] < across * scale_bytes(pieces))
-    _refuse(pieces, long, "has rows of scales longer than their tensor's")
+    _refuse(pieces, long, "has rows of scales longer than their tensor's", code="kernel.scale_rows")
     _check_room(pieces, ("scale", "scale_ld"), down, across, scale_bytes(pieces), nbytes)
 
 
@@ -241,12 +269,19 @@ def _check_room(
     room = nbytes - np.minimum(first, nbytes + 1).astype(np.int64)
     too_wide = cols > room // np.maximum(size, 1)
     width = np.where(too_wide, 0, cols) * size
-    _refuse(pieces, (rows > 1) & (cols > 0) & ~too_wide & (ld < width), "has rows that overlap in the bucket")
+    _refuse(
+        pieces,
+        (rows > 1) & (cols > 0) & ~too_wide & (ld < width),
+        "has rows that overlap in the bucket",
+        code="kernel.overlap",
+    )
     outside = too_wide | (rows - 1 > (room - width) // np.maximum(ld, 1))
-    _refuse(pieces, (rows > 0) & (cols > 0) & outside, f"ends outside the bucket of {nbytes} bytes")
+    _refuse(
+        pieces, (rows > 0) & (cols > 0) & outside, f"ends outside the bucket of {nbytes} bytes", code="kernel.outside"
+    )
 
 
-def _refuse(pieces: np.ndarray, bad: np.ndarray, what: str) -> None:
+def _refuse(pieces: np.ndarray, bad: np.ndarray, what: str, *, code: str) -> None:
     if bad.any():
         k = int(np.flatnonzero(bad)[0])
         p = pieces[k]
@@ -255,6 +290,6 @@ def _refuse(pieces: np.ndarray, bad: np.ndarray, what: str) -> None:
             f"piece {k} of {len(pieces)} {what} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements of "
             f"{p['item']} bytes, bucket offset {p['dst']}, rows {p['dst_ld']} bytes apart): correct the plan that "
             "made it",
-            code="kernel.piece",
+            code=code,
             about=str(k),
         )

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.kernels import cuda as kernel_cuda
 from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.kernels.record import OP, RULE
 from tests.gpu.plans import FORMS, Plan, random_plan
 from tests.gpu.running import OnDevice, on_cpu
+from tests.refusals import refused
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 
 pytestmark = pytest.mark.costly
@@ -99,7 +99,7 @@ def held_plan(value: float = 1.0) -> OnDevice:
 def test_a_launch_that_fails_names_its_bucket(emulator: ctypes.CDLL) -> None:
     held = held_plan()
     emulator.emulator_fail(719)
-    with pytest.raises(SlimxError, match="bucket random cannot be launched on cpu: unspecified launch failure"):
+    with refused("kernel.cuda", about="random"):
         held.pack()
     emulator.emulator_fail(0)
 
@@ -107,35 +107,36 @@ def test_a_launch_that_fails_names_its_bucket(emulator: ctypes.CDLL) -> None:
 def test_a_value_that_is_not_finite_names_its_tensor(emulator: ctypes.CDLL) -> None:
     held = held_plan(float("inf"))
     held.pack()
-    with pytest.raises(SlimxError, match="tensor 0 in bucket random holds a value that is infinite"):
+    with refused("kernel.nonfinite", about="tensor 0"):
         kernel_cuda.results(held.plan, held.sums, held.flags)
 
 
 def test_a_source_that_the_device_cannot_read_is_named(emulator: ctypes.CDLL) -> None:
     pieces = random_plan(0, forms=[(OP.COPY, RULE.NONE, 1, 1)], tensors=1, side=1).at(8)
-    with pytest.raises(SlimxError, match=r"piece 0 of bucket 7 \(weight\) is at an address that cpu cannot read"):
+    with refused("kernel.address", about="weight"):
         DevicePlan(pieces, bucket_bytes=1 << 20, names=["weight"], bucket="7", device=0)
 
 
 def test_pieces_that_a_kernel_cannot_count_are_refused(emulator: ctypes.CDLL) -> None:
     pieces = random_plan(0, forms=[(OP.COPY, RULE.NONE, 1, 1)], tensors=1, side=1).at(8)
     pieces["cols"], pieces["rows"] = 1 << 31, 1
-    with pytest.raises(SlimxError, match="1 x 2147483648 elements, more than a CUDA kernel counts"):
+    with refused("kernel.piece", about="0"):
         DevicePlan(pieces, bucket_bytes=1 << 40, names=["weight"], bucket="7", device=0)
 
 
-@pytest.mark.parametrize("which", ["bucket", "sums", "flags"])
-def test_memory_of_another_kind_is_refused(emulator: ctypes.CDLL, which: str) -> None:
+@pytest.mark.parametrize(("which", "about"), [("bucket", "the bucket"), ("sums", "sums"), ("flags", "flags")])
+def test_memory_of_another_kind_is_refused(emulator: ctypes.CDLL, which: str, about: str) -> None:
     held = held_plan()
     setattr(held, which, getattr(held, which)[:0])
-    with pytest.raises(SlimxError, match=rf"{which} of bucket random is torch.\w+ \[0\] on cpu: pass contiguous"):
+    with refused("kernel.argument", about=about):
         held.pack()
 
 
 def test_without_library_or_device_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cuda, "LIBRARY", tmp_path / "libslimx_cuda.so")
-    assert "is missing: run `make build` where nvcc is" in kernel_cuda.missing()
-    with pytest.raises(SlimxError, match="is missing"):
-        kernel_cuda.triton_scales(0)
-    (tmp_path / "libslimx_cuda.so").write_text("no library")
-    assert "cannot be loaded" in kernel_cuda.missing()
+    library = tmp_path / "libslimx_cuda.so"
+    monkeypatch.setattr(kernel_cuda, "LIBRARY", library)
+    for code in ("library.missing", "library.broken"):
+        assert str(library) in kernel_cuda.missing()
+        with refused(code, about=str(library)):
+            kernel_cuda.triton_scales(0)
+        library.write_text("no library")

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimx.errors import SlimxError
 from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.pack.gather_device import SLOTS, DeviceGatherer
 from slimx.reshard.pack.packer import Packer, Share, describe
@@ -26,6 +25,7 @@ from slimx.reshard.transports.device import fetch
 from slimx.trainer.device.memory import PhaseMemory, ProcessMeter
 from slimx.trainer.worker import TrainerWorker
 from tests import reshard_reference as reference
+from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, bytes_read, checkpoint, held_by_trainers
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
@@ -120,7 +120,7 @@ def test_a_bucket_keeps_its_memory_until_it_is_released_and_there_are_two(emulat
     gatherer = DeviceGatherer(Packer(plan(), PUBLISHER, dressed(held)), remote=(), group=None)
     first, second = (gatherer.open(bucket) for bucket in range(SLOTS))
     assert first != second and gatherer.open(0) == first
-    with pytest.raises(SlimxError, match="bucket 2 has no memory: buckets 0 and 1 are in it; release one of them"):
+    with refused("pack.no_memory", about="bucket 2"):
         gatherer.open(2)
     gatherer.release(0)
     assert gatherer.open(2) == first, "no third allocation"
@@ -135,7 +135,7 @@ def test_a_weight_that_is_not_finite_ends_it_by_name(emulator):
     held = dressed(held_by_trainers(MODEL, SIZES)[PUBLISHER])
     held["embedding.word_embeddings.weight"][0, 0] = float("nan")
     gatherer = DeviceGatherer(Packer(plan(bucket_bytes=10**6), PUBLISHER, held), remote=(), group=None)
-    with pytest.raises(SlimxError, match=r"model.embed_tokens.weight in bucket 0 holds a value that is infinite or no"):
+    with refused("kernel.nonfinite", about="model.embed_tokens.weight"):
         gatherer.fill(0, gatherer.open(0))
     gatherer.close()
 

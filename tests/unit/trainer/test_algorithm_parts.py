@@ -20,7 +20,6 @@ from slimx.data.batch import TrainBatch
 from slimx.data.codec import load_groups, save_groups
 from slimx.data.packing import pack
 from slimx.data.records import Prompt, Trajectory, Turn
-from slimx.errors import SlimxError
 from slimx.layout.zigzag import zigzag
 from slimx.orchestration.batches import make_update_rows
 from slimx.orchestration.step.advantages import estimate_advantages
@@ -31,6 +30,7 @@ from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.hooks import RewardContext, RolloutContext
 from slimx.trainer.context import ContextShard
 from slimx.trainer.step.metrics import mismatch_metrics, mismatch_sums
+from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group
 from tests.unit.rollout.rollout_stand import FakeEngine, Stand, config_of, one
 
@@ -106,14 +106,14 @@ async def test_a_greedy_rollout_that_fails_drops_its_group():
 
     config = config_of(algorithm__name="remax", max_failed_share=0.0)
     async with Stand(config, generate=failing, reward=one) as stand:
-        with pytest.raises(SlimxError, match="greedy fails"):
+        with refused("rollout.failed", about="rollout.max_failed_share"):
             await stand.next_batch()
 
 
 async def test_a_hook_describes_its_turns_and_they_are_kept(tmp_path: Path):
     async def two_turns(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
         draft = ctx.draft(prompt)
-        with pytest.raises(SlimxError, match="has no turn yet; call describe_turn after add_sampled"):
+        with refused("draft.turn", about=f"{ctx.group_id}/{ctx.index}"):
             draft.describe_turn(state_key="s")
         draft.add_sampled(await ctx.engine.generate(draft.token_ids, turn=0))
         draft.add_inserted([5])
@@ -231,5 +231,5 @@ async def test_a_resumed_run_finds_the_reference_of_its_step_and_the_others_go(t
     await restore_reference(run)
     assert len(run.loaded) == 1, "the initial weights are there from the start"
     run.step = 5
-    with pytest.raises(SlimxError, match="reference-000003 does not exist: it is the reference of the checkpoint of"):
+    with refused("reference.lost", about=str(tmp_path / "reference-000003")):
         await restore_reference(run)

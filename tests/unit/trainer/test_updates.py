@@ -14,6 +14,7 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.orchestration.batches import batch_metrics, make_packer, make_update_rows, split_groups
 from slimx.trainer.step.metrics import combine
+from tests.refusals import invalid
 from tests.unit.data.trajectory_stand import trajectory
 
 
@@ -67,7 +68,7 @@ def test_groups_that_do_not_divide_evenly_are_split_as_evenly_as_can_be():
 
 
 def test_updates_that_would_cut_the_step_unevenly_are_refused():
-    with pytest.raises(ValueError, match=r"schedule.updates_per_step 4 does not divide rollout.prompts_per_step 6"):
+    with invalid("schedule.updates", about="schedule.updates_per_step"):
         config(schedule={"updates_per_step": 4})
 
 
