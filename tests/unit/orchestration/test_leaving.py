@@ -35,10 +35,10 @@ async def test_a_batch_that_comes_first_is_kept_and_a_failure_is_raised():
         return "batch"
 
     async def broken() -> str:
-        raise ValueError("no engine is left")
+        raise ZeroDivisionError
 
     assert await unless(asyncio.Event(), batch()) == "batch"
-    with pytest.raises(ValueError, match="no engine"):
+    with pytest.raises(ZeroDivisionError):
         await unless(asyncio.Event(), broken())
 
 

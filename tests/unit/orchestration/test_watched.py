@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from slimx.engines.fleet.handle import Standing
-from slimx.errors import SlimxError
+from slimx.errors import PartLost, SlimxError
 from slimx.orchestration.publications import Publications
+from tests.refusals import refused
 from tests.unit.engines.recovery_stand import Stand, gone
 
 STEP = 7
@@ -109,7 +110,7 @@ async def test_the_loss_of_the_last_engine_ends_the_work_and_is_what_is_told(fai
         watched = asyncio.create_task(run.watched(work(), STEP))
         await asyncio.sleep(0)
         await lose(stand, 0, 1)
-        with pytest.raises(SlimxError, match="no engine is left"):
+        with refused("engines.gone", kind=PartLost):
             await asyncio.wait_for(watched, 60)
         assert ended.is_set()
 
@@ -118,13 +119,13 @@ async def test_an_error_of_the_work_itself_is_told_and_a_run_without_engines_jus
     async def work(fail: bool) -> int:
         await asyncio.sleep(0.01)
         if fail:
-            raise SlimxError("a mistake in the hook")
+            raise SlimxError("a mistake in the hook", code="test.mistake", about="hook")
         return 3
 
     async with Stand() as stand:
         run = Watched(stand)
         assert await run.watched(work(False), STEP) == 3
-        with pytest.raises(SlimxError, match="a mistake in the hook"):
+        with refused("test.mistake", about="hook"):
             await run.watched(work(True), STEP)
         run.engines = None
         assert await run.watched(work(False), STEP) == 3

@@ -155,8 +155,9 @@ def test_routes_that_do_not_cover_the_trajectory_are_refused():
 def test_versions_that_do_not_cover_a_completion_are_refused():
     draft = draft_of([1, 2])
     draft.add_sampled(completion([4, 5, 6], [(0, 2, 7)]))
-    with pytest.raises(ValueError, match="spans cover 4 of 5 tokens"):
+    with pytest.raises(ValueError) as told:
         draft.finish()
+    assert "g/0" in str(told.value) and "4 of 5" in str(told.value)
 
 
 # The engine and the context of a rollout ------------------------------------------------------------------------------
