@@ -70,7 +70,7 @@ def test_a_process_of_sglang_listens_on_loopback_only() -> None:
     program = "from slimx.adapters.sglang import absent\nabsent.install()\n" + HOOKED
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [sys.executable, "-c", program, str(free_port())]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines() == ["['127.0.0.1']", "True"], done.stdout + done.stderr
 
 
@@ -139,7 +139,7 @@ def test_a_strangers_pickle_does_not_reach_sglangs_sockets(sender: str, heard: b
         env={**os.environ, **environment, "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_USE_PICKLE_IPC": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert ("heard" in done.stdout) == heard, done.stdout + done.stderr
     assert (tmp_path / "executed").exists() == heard
