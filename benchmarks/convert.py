@@ -34,7 +34,7 @@ from slimx.convert.work import Conversion, convert
 from tests.checkpoint_stand import QWEN3_MOE, write_checkpoint
 
 GOAL = 0.7
-"""Of the copy's rate."""
+"""Share of the copy's rate."""
 LAYER_GB = 0.35
 MODEL = QWEN3_MOE | {
     "vocab_size": 32768,

@@ -25,7 +25,7 @@ SIZES = {
         "moe_intermediate_size": 256,
     },
 }
-"""What differs from the quickstart's model."""
+"""Differences from the quickstart's model."""
 
 
 def make_model(out: Path, size: str, *, experts: bool) -> int:

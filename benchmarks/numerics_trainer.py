@@ -30,7 +30,8 @@ ROWS = {"tiny": 32, "hidden512": 6}
 LIMIT = 1024
 """Tokens of a micro-batch."""
 NORMS = {"float32": 1e-3, "bfloat16": 0.05}
-"""How far gradient norms may lie apart, as a share: rounding, and in bfloat16 the tokens that it sends elsewhere."""
+"""Distance that gradient norms may lie apart, as a share: rounding, and in bfloat16 the tokens that it sends
+elsewhere."""
 GOAL = 2.0
 """A step in exact mode is to take at most this many times the fast one."""
 

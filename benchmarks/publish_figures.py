@@ -18,7 +18,7 @@ STAGES = {
 }
 """Stage -> what the table calls it. `pack` overlaps with `transfer` and `verify`, so that they exceed the total."""
 GOALS = {"pack": 5.0, "total": 2.0}
-"""How many times as long as slimx the per-tensor way is to take at least."""
+"""Ratio of the per-tensor way's time to slimx's, at least."""
 PER_TENSOR = "per tensor"
 
 

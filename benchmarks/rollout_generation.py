@@ -28,7 +28,7 @@ from slimx.orchestration.serving import serving
 from slimx.rollout.flow.manager import RolloutManager
 
 GOAL = 0.95
-"""Of the bare client's throughput, what slimx is to reach at least."""
+"""Share of the bare client's throughput that slimx is to reach at least."""
 WARMUP = 2
 OVERRIDES = (
     "rollout.prompts_per_step=64",

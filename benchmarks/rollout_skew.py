@@ -51,7 +51,7 @@ class TimedRun(Run):
         super().__init__(*args, **kwargs)
         self.seconds: list[float] = []
         self.waited: list[float] = []
-        """Of each step, the seconds in which the loop had nothing but to wait for rollouts."""
+        """Seconds of each step in which the loop had nothing but to wait for rollouts."""
 
     def record(self, metrics: dict[str, float], groups: list[Group], seconds: float) -> None:
         super().record(metrics, groups, seconds)

@@ -19,7 +19,7 @@ from slimx.environments.answers import marked_answer
 from slimx.environments.base import Step
 
 K1, B = 1.2, 0.75
-"""Of BM25: how fast repeated words saturate, and how much long passages are discounted."""
+"""Parameters of BM25: how fast repeated words saturate, and how much long passages are discounted."""
 ASK = "Search with <search>words</search>, and put your answer between <answer> and </answer>."
 
 

@@ -45,9 +45,9 @@ class Finding:
     name: str
     text: str
     problem: str | None = None
-    """What is wrong, and what to do."""
+    """The fault, and what to do about it; None: there is none."""
     needed: bool = True
-    """Whether a run is impossible with the problem; else it is only worth knowing."""
+    """True if a run is impossible with the problem; else it is only worth knowing."""
 
 
 Look = Callable[[], Iterator[Finding]]

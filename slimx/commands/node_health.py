@@ -45,7 +45,7 @@ class Wanted:
     clock: float | None = None
     """Seconds since the epoch on the launcher's clock, when it asked."""
     skew_s: float = 60.0
-    """How far this node's clock may be from that; a slow start of the check counts too."""
+    """Seconds that this node's clock may be from that; a slow start of the check counts too."""
 
 
 @dataclass(frozen=True, slots=True)

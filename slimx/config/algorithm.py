@@ -322,4 +322,4 @@ NEEDS: dict[str, tuple[Callable[[Algorithm], bool], str]] = {
     "rejection": (_policy_gradient, "leaves tokens of a policy out"),
     "opsm_delta": (_policy_gradient, "leaves sequences of a policy out"),
 }
-"""Where each key has an effect, and how that is said."""
+"""Conditions under which each key has an effect, and their wording."""

@@ -53,7 +53,7 @@ FACTS = dict.fromkeys(SECTIONS, "configuration") | {
 }
 """Everything that a rule can ask for, and what must be at hand to know it."""
 NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
-"""What must be at hand, the cheapest first."""
+"""Things that must be at hand, the cheapest first."""
 
 
 Told = str | tuple[str, str]

@@ -78,7 +78,7 @@ class MicroBatch:
     routed_experts: np.ndarray | None
     """[T, layers, k]; None if no row has any."""
     rows: list[int]
-    """Which of the packed rows each sequence is; the padding of the whole is none."""
+    """The packed row that each sequence is; the padding of the whole is none."""
     values: np.ndarray | None = None
     """float32 [T]; None if no row has any."""
     returns: np.ndarray | None = None

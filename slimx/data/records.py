@@ -33,7 +33,7 @@ class Prompt:
     token_ids: list[int] | None = None
     """Ids that are used as they are."""
     answer: str | None = None
-    """What a verifier compares with; the demonstration itself in supervised fine-tuning."""
+    """The text that a verifier compares with; the demonstration itself in supervised fine-tuning."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Anything a hook wants to find again."""
     schema_version: int = SCHEMA_VERSION
@@ -60,7 +60,7 @@ class Turn:
     """A generate hook's account of one turn, for advantages that go by turns."""
 
     reward: float = 0.0
-    """What this turn alone brought; a trajectory's `reward` is that of the whole."""
+    """Reward of this turn alone; a trajectory's `reward` is that of the whole."""
     state_key: str | None = None
     """Equal for turns of a group that began in the same state of the environment."""
 

@@ -24,7 +24,7 @@ from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 
 DIRECTORY = "rollouts"
-"""Where a run directory has them."""
+"""Their folder in a run directory."""
 _NAME = re.compile(r"step-(\d{7,})\.groups")
 _UNRELATED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "quantization_config")
 """Keys of a config.json that differ between copies of one model."""
@@ -42,7 +42,7 @@ class Origin:
     group_size: int
     max_staleness: int
     routes: bool
-    """Whether the files keep the experts of each token."""
+    """True if the files keep the experts of each token."""
 
     def differences(self, other: Origin) -> dict[str, str]:
         """Differences of `self`, of a file, from `other`, of a run that would train on it: a clause by what differs."""

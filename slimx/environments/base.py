@@ -15,7 +15,7 @@ class Step:
     text: str = ""
     """The next turn, which the model reads; not shown when `done`."""
     role: str = "user"
-    """Of that turn in the chat template: user or tool."""
+    """Role of that turn in the chat template: user or tool."""
     reward: float = 0.0
     """For the model's turn before it."""
     done: bool = False

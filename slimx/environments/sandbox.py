@@ -31,7 +31,7 @@ from slimx.errors import SlimxError
 
 NOBODY = 65534
 OWN_PROCESSES = 4
-"""Of the sandbox itself: two of bubblewrap's, the interpreter, and one to spare."""
+"""Processes of the sandbox itself: two of bubblewrap's, the interpreter, and one to spare."""
 MIB = 2**20
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Limits:
     disk_mib: int = 16
     """All files in /tmp together, in memory."""
     output_kib: int = 64
-    """Of stdout and of stderr, each."""
+    """KiB kept of stdout and of stderr, each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Ran:
     stdout: str
     stderr: str
     ended: Ended
-    """How the code ended: exit, by itself; stop, told to; else killed at the limit of that name."""
+    """End of the code: exit, by itself; stop, told to; else killed at the limit of that name."""
     status: int | None
     """Exit status, 128 + signal number if a signal ended it; None if it was killed at a limit."""
     seconds: float

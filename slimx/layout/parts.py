@@ -26,11 +26,11 @@ class Part:
     dtype: str | None = None
     """None: the model's dtype."""
     quantised: bool = False
-    """Whether block quantisation applies to it where a publication asks for one."""
+    """True if block quantisation applies to it where a publication asks for one."""
     copy: bool = False
     """Held beside the same tensor's own part: loaded like it, never the one that is exported or published."""
     column: bool = False
-    """Whether `rects` read it as one column whatever its shape: a stack of vectors, each of which is a column."""
+    """True if `rects` read it as one column whatever its shape: a stack of vectors, each of which is a column."""
 
     @property
     def matrix(self) -> Shape:

@@ -21,11 +21,11 @@ class Stored:
     """The place of a table's source in its checkpoint."""
 
     name: str
-    """Of the checkpoint's tensor."""
+    """Name of the checkpoint's tensor."""
     index: int | None = None
     """Place in the stack; None: the tensor is the source itself."""
     turned: bool = False
-    """Whether the stack holds it transposed."""
+    """True if the stack holds it transposed."""
 
     def shape(self, source: tuple[int, ...], count: int) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor for a source of shape `source`, of which a stack holds `count`."""

@@ -40,14 +40,14 @@ class Row:
     """Axis split over the ranks of `group`; None: each of them holds the whole."""
     stage: Stage = "layer"
     group: Group | None = None
-    """Which ranks of an engine share the tensor (experts: those of their expert-parallel group); None: all of a
+    """Ranks of an engine that share the tensor (experts: those of their expert-parallel group); None: all of a
     stage's. A trainer has one group for experts and one for the rest."""
     layers: range | None = None
     """Layers that have it; None: all."""
     dtype: str | None = None
     """Its dtype where that is not the model's."""
     quantised: bool = False
-    """Whether the family's fp8 checkpoints hold it in fp8 with block scales."""
+    """True if the family's fp8 checkpoints hold it in fp8 with block scales."""
     copies: tuple[tuple[Stage, str], ...] = ()
     """(stage, local name) of ranks that hold the same tensor once more, such as a tied output layer."""
     appended: tuple[Sources, ...] = ()

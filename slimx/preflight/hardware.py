@@ -25,7 +25,7 @@ class Gpu:
     host: float
     """To and from host memory."""
     bandwidth: float
-    """Of its memory."""
+    """Bandwidth of its memory."""
     flops: float
     """Dense bf16, per second."""
 

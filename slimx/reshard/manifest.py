@@ -15,7 +15,7 @@ class Manifest:
     """Travels with the begin of a publication; engines keep it, and refuse whatever belongs to another one."""
 
     policy: str
-    """Whose weights these are."""
+    """Name of the policy whose weights these are."""
     version: int
     """From 0; the version that tokens carry once this is committed."""
     encoding: Encoding = "hf"

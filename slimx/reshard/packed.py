@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slimx.reshard.manifest import Encoding
+
 ON_DEVICE = "cuda-ipc:"
 """Prefix of the path of memory on a GPU (`slimx.reshard.transports.device`)."""
 
@@ -59,3 +61,19 @@ class PackedBucket:
     def tensors(self) -> tuple[PackedTensor, ...]:
         """All tensors of all targets."""
         return tuple(tensor for target in self.targets for tensor in target)
+
+    def parts(self, encoding: Encoding, ranks: int) -> dict[str, Any]:
+        """The bucket as JSON for each rank of an engine of `ranks`, by its number, or for "all": where the rank's
+        machine has it, and which tensors the rank takes."""
+        paths = (self.path, *self.copies)
+        if encoding == "hf" and len(paths) == 1:
+            return {"all": self._part(self.path, self.targets[0])}
+        targets = self.targets * ranks if encoding == "hf" else self.targets
+        # The ranks of a machine follow one another.
+        return {
+            str(rank): self._part(paths[rank * len(paths) // len(targets)], tensors)
+            for rank, tensors in enumerate(targets)
+        }
+
+    def _part(self, path: str, tensors: tuple[PackedTensor, ...]) -> dict[str, Any]:
+        return {"fd_path": path, "size": self.size, "tensors": [tensor.to_json() for tensor in tensors]}

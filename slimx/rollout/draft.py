@@ -39,7 +39,7 @@ class Draft:
         self._trained: list[int] = [0] * len(self._ids)
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
         self._supports: list[Support | int] = [len(self._ids)]
-        """Of the parts, in order; a number of tokens: nothing was cut away there."""
+        """Support of the parts, in order; a number of tokens: nothing was cut away there."""
         self._routes: np.ndarray | None = None
         self._finish: str | None = None
         self._turns: dict[int, Turn] = {}

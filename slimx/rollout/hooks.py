@@ -126,7 +126,7 @@ class RolloutContext:
     environments: Environments = field(default_factory=Environments)
     """Makes environments, in the driver or in processes."""
     prompt_ids: PromptIds | None = None
-    """Of the group: its prompt is encoded once."""
+    """Token ids of the group's prompt, which is encoded once."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
         """Begin a trajectory with the prompt's tokens; `suffix` tells several trajectories of one rollout apart."""

@@ -266,7 +266,7 @@ class TrainerWorker:
         if self._trainer.offloading.away:
             self._trainer.reload(training=training)
             for gatherer in self._gatherers.values():
-                gatherer.packer.again()
+                gatherer.packer.refresh_addresses()
 
     def _device(self) -> Any:
         return self._trainer.parallel.device

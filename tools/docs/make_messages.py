@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import shlex
 import sys
 import tempfile
@@ -113,7 +112,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, str]:
                 status = 0
             except SystemExit as ended:
                 status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-        return status, re.sub(rf"(/private)?{re.escape(str(directory))}", "/work", said.getvalue())
+        return status, said.getvalue().replace(str(directory), "DIRECTORY")
 
 
 @contextlib.contextmanager

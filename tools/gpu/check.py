@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = ("errors", "pack", "triton", "numerics", "streams", "sharing", "channel", "sanitizer")
 """Files of tests/gpu."""
 WHEELS = ROOT / "build" / "gpu-wheels"
-"""What tools/gpu/wheels.py collects."""
+"""The wheels that tools/gpu/wheels.py collects."""
 NEEDED = ("numpy", "torch", "pytest", "setuptools")
 
 

@@ -22,7 +22,7 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
 
 KEY = "slime"
-"""Of a trajectory's metadata: what a reward must find again on the sample, and a trajectory has no place for."""
+"""Key of a trajectory's metadata for what a reward must find again on the sample, and a trajectory has no place for."""
 KEPT = ("prompt", "response", "label", "reward", "rollout_id", "train_metadata", "session_id", "non_generation_time")
 """Fields of a sample that are kept there."""
 UNSERVED = {

@@ -164,7 +164,7 @@ class RewardHook:
     path: str
     options: Mapping[str, Any]
     group: bool
-    """Whether it judges all samples of a prompt at once (slime's --group-rm)."""
+    """True if it judges all samples of a prompt at once (slime's --group-rm)."""
     run: RunFacts
 
     @property

@@ -37,7 +37,7 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
-    """Of prompt and response; empty until the hook fills it."""
+    """Token ids of prompt and response; empty until the hook fills it."""
     response: str = ""
     response_length: int = 0
     label: Any = None
@@ -46,7 +46,7 @@ class Sample:
     loss_mask: list[int] | None = None
     """[response_length]: 1 where a token is trained; None: everywhere."""
     weight_versions: list[str] = field(default_factory=list)
-    """Of each request."""
+    """Weight version of each request."""
     rollout_log_probs: list[float] | None = None
     """[response_length]: 0 for tokens that no engine sampled."""
     rollout_top_p_token_ids: list[int] | None = None

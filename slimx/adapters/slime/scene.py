@@ -27,7 +27,7 @@ class Call:
     completion: Any
     """As of `ctx.engine.generate`."""
     text: str | None
-    """Of prompt and answer; None where the prompt was sent as ids."""
+    """Text of prompt and answer; None where the prompt was sent as ids."""
 
     @property
     def ids(self) -> list[int]:
@@ -45,7 +45,7 @@ class Scene:
     engine: Any = None
     """The policy's, as in RolloutContext; None in a reward."""
     address: str = ""
-    """Of the policy's router."""
+    """URL of the policy's router."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """As a hook receives it."""
     semaphore: asyncio.Semaphore | None = None
@@ -113,7 +113,7 @@ class Scene:
 
 
 CURRENT: ContextVar[Scene] = ContextVar("slime_scene")
-"""Of the hook that runs: set around each call, and seen by the tasks and threads that it starts."""
+"""Scene of the hook that runs: set around each call, and seen by the tasks and threads that it starts."""
 
 
 def current(what: str) -> Scene:

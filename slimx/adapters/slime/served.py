@@ -22,7 +22,7 @@ from slimx.rewards import http
 TIMEOUT_S = 120.0
 """For one request to a server that is not the run's."""
 RETRIES = 5
-"""Of such a request. slime's own number is 60."""
+"""Retries of such a request. slime's own number is 60."""
 
 
 async def post(url: str, payload: Any, max_retries: int = RETRIES, headers: dict[str, str] | None = None) -> Any:
@@ -66,7 +66,7 @@ class GenerateState:
         self.args, self.tokenizer = args, scene.tokenizer
         self.sampling_params = dict(scene.sampling)
         self.semaphore = scene.semaphore
-        """Of slimx's own limit, which requests obey without it."""
+        """Semaphore of slimx's own limit, which requests obey without it."""
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

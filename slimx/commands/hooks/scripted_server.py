@@ -23,9 +23,9 @@ from slimx.rollout.client.completion import ModelShape
 
 LOGPROB = -0.5
 VERDICT = "Score: 5"
-"""What a frozen model says in a chat."""
+"""Words of a frozen model in a chat."""
 VALUE = 0.5
-"""What a frozen reward model gives."""
+"""Score of a frozen reward model."""
 START_S = 10.0
 MAX_BODY = 64 * 2**20
 

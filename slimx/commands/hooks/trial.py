@@ -27,7 +27,7 @@ BEAT_S = 0.05
 STUCK_S = 20.0
 """An event loop that stands still for so long is given up."""
 ELSE = "I do not know that."
-"""What the stand-in says besides the answer."""
+"""Words of the stand-in besides the answer."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ SERVER_ARGUMENTS = (
     "enforce_shared_experts_fusion",
     "moe_a2a_backend",
 )
-"""Of SGLang's arguments, those that would change what an engine computes."""
+"""SGLang's arguments that would change what an engine computes."""
 MEGATRON_FIELDS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -56,7 +56,7 @@ MEGATRON_FIELDS = (
     "deterministic_mode",
     "config_logger_dir",
 )
-"""Of megatron-core's fields, those that leave what the trainer computes forward as it is: where layers are, how they
+"""Megatron-core's fields that leave what the trainer computes forward as it is: where layers are, how they
 talk, what is kept. Named are these and not the others, of which every version of megatron-core has more."""
 
 

@@ -10,16 +10,16 @@ import asyncio
 import base64
 import json
 import pickle
-from typing import Any, Literal
+from typing import Literal
 
 import aiohttp
-import msgspec
 
 import slimx
+from slimx.engines.server.answers import Json, message_of, parse_body
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
-from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.reshard.packed import PackedBucket
 from slimx.runtime.process import ServerProcess
 
 PROTOCOL = 4
@@ -35,7 +35,6 @@ REFUSED = (401, 403)
 PORT_TAKEN = "error while attempting to bind on address"
 """Words of uvicorn in the server's log."""
 
-Json = dict[str, Any]
 Forms = dict[str, str]
 """Name of a tensor -> "dtype:d0,d1"."""
 Staging = Literal["model", "bucket"]
@@ -214,7 +213,7 @@ class EngineControl:
             "version": manifest.version,
             "epoch": manifest.membership_epoch,
             "bucket": bucket,
-            "ranks": _parts(packed, manifest.encoding, ranks),
+            "ranks": packed.parts(manifest.encoding, ranks),
         }
         return await self._ask("slimx.stage", argument, deadline_s)
 
@@ -386,41 +385,3 @@ class EngineControl:
                 code="engine.unreachable",
                 about=path,
             ) from None
-
-
-def _parts(packed: PackedBucket, encoding: Encoding, ranks: int) -> Json:
-    """The description of a bucket for each rank of an engine of `ranks`, or for "all": tensors, and where a machine has
-    them."""
-    paths = (packed.path, *packed.copies)
-    if encoding == "hf" and len(paths) == 1:
-        return {"all": _part(packed, packed.path, packed.targets[0])}
-    targets = packed.targets * ranks if encoding == "hf" else packed.targets
-    # The ranks of a machine follow one another.
-    return {
-        str(rank): _part(packed, paths[rank * len(paths) // len(targets)], tensors)
-        for rank, tensors in enumerate(targets)
-    }
-
-
-def _part(packed: PackedBucket, path: str, tensors: tuple[PackedTensor, ...]) -> Json:
-    return {"fd_path": path, "size": packed.size, "tensors": [tensor.to_json() for tensor in tensors]}
-
-
-def parse_body(body: str | bytes) -> Json:
-    """A JSON object as it is; anything else under "text". By msgspec, as an answer brings a few numbers for every
-    token."""
-    try:
-        value = msgspec.json.decode(body)
-    except ValueError:  # msgspec's own errors are among these, and bytes that are no UTF-8
-        value = None
-    if isinstance(value, dict):
-        return value
-    return {"text": body if isinstance(body, str) else body.decode(errors="replace")}
-
-
-def message_of(answer: Json) -> str:
-    """The server's words in a failed answer, wherever it put them."""
-    error = answer.get("error", answer.get("message", answer.get("text", "")))
-    if isinstance(error, dict):
-        error = error.get("message", error)
-    return str(error or "no message")[:2000]

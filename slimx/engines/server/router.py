@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from slimx.engines.server.control import message_of, parse_body
+from slimx.engines.server.answers import message_of, parse_body
 from slimx.engines.server.keys import STDIN, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.process import SupervisedProcess

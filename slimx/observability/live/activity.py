@@ -33,7 +33,7 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "save_wait": ("wait until the last checkpoint is on disk", ""),
     "export": ("export their weights", ""),
 }
-"""What trainers and engines do in each phase of the loop; "" of engines: what rollouts there are lets them do."""
+"""Work of trainers and engines in each phase of the loop; "" of engines: what rollouts there are lets them do."""
 
 
 class Activity:

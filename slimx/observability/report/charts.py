@@ -20,7 +20,7 @@ class Chart:
     title: str
     figure: go.Figure
     notes: list[str] = field(default_factory=list)
-    """What the picture alone does not say: averaging, numbers that are not finite, what is left out."""
+    """Remarks that the picture alone does not make: averaging, numbers that are not finite, what is left out."""
     wide: bool = False
 
 

@@ -19,7 +19,7 @@ class Phase:
     step: int | None
     """Step it works for; None for work outside of steps, such as start-up."""
     track: str
-    """What runs by itself, such as `main` or `rollout`. Phases of one track nest; tracks overlap freely."""
+    """Name of what runs by itself, such as `main` or `rollout`. Phases of one track nest; tracks overlap freely."""
     start: float
     """Unix seconds."""
     seconds: float
@@ -48,7 +48,7 @@ class Placed:
     lane: int
     """0 as long as the phases of a track nest; a phase that overlaps another without nesting moves to the next lane."""
     depth: int
-    """How many phases of its lane contain it."""
+    """Number of phases of its lane that contain it."""
     self_seconds: float
     """Its seconds less those of the phases directly inside: over a lane these add up to the time covered."""
 

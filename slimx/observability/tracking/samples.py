@@ -16,7 +16,7 @@ class Sample:
     """Optimizer step at which it was recorded."""
     prompt: str
     answer: str
-    """What the verifier expects; empty where there is no such thing."""
+    """The answer that the verifier expects; empty where there is no such thing."""
     response: str
     reward: float
     version: int
@@ -60,7 +60,7 @@ class Comparison:
     last: int
     """Equal to `first` where only one step has samples; then no pair has an `after`."""
     evaluation: bool
-    """Whether the rollouts are held-out ones; training rollouts are compared only where there are no others."""
+    """True if the rollouts are held-out ones; training rollouts are compared only where there are no others."""
     pairs: list[Pair]
     """Prompts of both steps first, then those of one step alone, each in the order of the file."""
 

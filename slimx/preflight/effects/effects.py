@@ -37,7 +37,7 @@ class Effect:
     """Size of what it changes in the gradient over the size of the gradient: |with - without| / max(|with|,
     |without|)."""
     chosen: bool
-    """Whether the configuration says so, rather than a default."""
+    """True if the configuration says so, rather than a default."""
     reason: str | None = None
     """Why it changes nothing, where it does not."""
 

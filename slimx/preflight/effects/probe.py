@@ -23,7 +23,8 @@ DRIFT, GAP = 0.4, 1e-3
 """Standard deviation of most log-probs between two sets of weights, and between trainer and engine with the same
 weights."""
 OUTLIER, OUTLIERS = 2.0, 0.15
-"""Of the others (routed to other experts), and their share: larger than life, so that any sensible bound is met."""
+"""Standard deviation of the others (routed to other experts), and their share: larger than life, so that any sensible
+bound is met."""
 
 
 @dataclass(frozen=True, slots=True)

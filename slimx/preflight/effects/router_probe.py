@@ -23,7 +23,7 @@ class RouterSizes:
     experts: int
     topk: int
     function: str
-    """Of the scores: softmax or sigmoid."""
+    """Function of the scores: softmax or sigmoid."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> RouterSizes:

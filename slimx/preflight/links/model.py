@@ -36,21 +36,21 @@ class Links:
 
     name: str
     pack: float
-    """Of parameters read by the pack kernel."""
+    """Rate of parameters read by the pack kernel."""
     link: float | None
     """Into or out of one rank; None: both sides map the same memory."""
     check: float
-    """Of staged bytes read for the first time, for their checksum."""
+    """Rate of staged bytes read for the first time, for their checksum."""
     copy: float
     """From staging into parameters."""
     verify: float
-    """Of parameters read for their checksum."""
+    """Rate of parameters read for their checksum."""
     call: float
-    """Of a kernel call or a copy, before its first byte."""
+    """Time of a kernel call or a copy, before its first byte."""
     message: float
-    """Of a message, before its first byte."""
+    """Time of a message, before its first byte."""
     control: float
-    """Of one call to all trainers or to all engines."""
+    """Time of one call to all trainers or to all engines."""
     cores: int | None = None
     """Processor cores that all ranks share; None: each rank has a device of its own."""
     domain: int | None = None
@@ -117,10 +117,10 @@ class Traffic:
     receives: np.ndarray
     """[buckets, targets] messages."""
     tensors: int
-    """Of the engine rank that has most."""
+    """Tensors of the engine rank that has most."""
     engines: int
     engine_ranks: int
-    """Of all engines together."""
+    """Ranks of all engines together."""
 
     @property
     def buckets(self) -> int:

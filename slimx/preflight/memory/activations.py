@@ -27,15 +27,15 @@ class Setting:
     """Everything besides the model that the bytes of a layer depend on."""
 
     tokens: int
-    """Of one micro-batch on one context-parallel rank."""
+    """Tokens of one micro-batch on one context-parallel rank."""
     length: int
-    """Of its longest sequence, on all context-parallel ranks together."""
+    """Tokens of its longest sequence, on all context-parallel ranks together."""
     sizes: Sizes
     itemsize: int
     """Bytes of an element of parameters and activations."""
     kernels: Kernels
     materialised: bool
-    """Whether the attention keeps its probabilities (no flash kernel for it)."""
+    """True if the attention keeps its probabilities (no flash kernel for it)."""
 
     @property
     def share(self) -> float:
@@ -56,11 +56,11 @@ class LayerBytes:
     attention_norm: float
     """In front of the attention: what the norm keeps."""
     attention_input: float
-    """What the projections keep: the norm's output, and latents with their norms."""
+    """Values that the projections keep: the norm's output, and latents with their norms."""
     projected: float
     """Queries, keys and values that the attention keeps, with their norms and rotation."""
     core: float
-    """What the attention keeps beyond its inputs: probabilities, or a number per row."""
+    """Values that the attention keeps beyond its inputs: probabilities, or a number per row."""
     context: float
     """The attention's output, which the output projection keeps."""
     mlp_norm: float

@@ -76,7 +76,7 @@ class ParameterRun:
     parameter: bool
     """False: a buffer of its module."""
     quantised: bool = False
-    """Whether a publication in fp8 makes blocks of it."""
+    """True if a publication in fp8 makes blocks of it."""
 
 
 class Holdings:

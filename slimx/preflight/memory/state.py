@@ -40,7 +40,8 @@ class StateBytes:
     optimizer: int
     """On the device and on the host together."""
     moments: int
-    """Of `optimizer`: Adam's two moments, which `trainer.optimizer.offload_fraction` moves to the host."""
+    """The part of `optimizer` that is Adam's two moments, which `trainer.optimizer.offload_fraction` moves to the
+    host."""
     elements: int
     """Parameters and buffers that the rank holds, gaps not counted."""
     largest: int

@@ -22,7 +22,8 @@ from slimx.reshard.plan.precision import ITEMSIZE
 
 GIB = 2**30
 OVERHEAD = 3 * GIB
-"""Of a process on a GPU: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's allocator. Assumed."""
+"""Bytes that a process on a GPU needs besides: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's
+allocator. Assumed."""
 MOMENT_PIECE = 512 * 2**20
 """As `slimx.trainer.device.host_moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
 them."""

@@ -35,7 +35,7 @@ class Cost:
 
     compute: float
     bubble: float
-    """Of the pipeline, waited for."""
+    """Seconds that the pipeline's ranks wait."""
     moved: dict[str, float]
     """By kind of parallelism."""
 

@@ -62,7 +62,7 @@ class Split(NamedTuple):
     """A layout that may fit."""
 
     fields: Fields
-    """Of the trainer section."""
+    """Keys of the trainer section."""
     sizes: Sizes
     elements: int
     """Trained elements of the fullest rank."""

@@ -45,8 +45,8 @@ class Packer:
         """Addresses of the parameters."""
         return self._device or torch.device("cpu")
 
-    def again(self) -> None:
-        """The parameters may have other addresses now (`slimx.trainer.device.offload`): look them up anew."""
+    def refresh_addresses(self) -> None:
+        """Look the parameters up anew, which may have other addresses now (`slimx.trainer.device.offload`)."""
         addresses = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
         if addresses != self._addresses:
             self._addresses = addresses

@@ -63,7 +63,7 @@ class ServedWeights:
         """The parameters have new values: round them again."""
         if self._pieces is None:
             return
-        self._packer.again()
+        self._packer.refresh_addresses()
         self._packer.pack(0, self._codes)
         # What is not finite shows in the loss here, and a publication refuses it by name.
         flags = np.zeros(1, dtype=np.uint32)

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from slimx.engines.outage import Elsewhere, Outage
-from slimx.engines.server.control import message_of, parse_body
+from slimx.engines.server.answers import message_of, parse_body
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.rollout.client.sending import Answer, failed, input_logprobs, send

@@ -18,7 +18,7 @@ import numpy as np
 
 from slimx.config.rollout import MAX_SUPPORT
 from slimx.engines.outage import Outage
-from slimx.engines.server.control import message_of
+from slimx.engines.server.answers import message_of
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, ModelShape, Scores

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from slimx.engines.outage import Absence, Outage
-from slimx.engines.server.control import message_of, parse_body
+from slimx.engines.server.answers import message_of, parse_body
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.standing_clock import Clock
 

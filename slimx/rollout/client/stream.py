@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from slimx.engines.server.control import message_of
+from slimx.engines.server.answers import message_of
 from slimx.errors import DeadlineError
 from slimx.rollout.client.completion import Completion, Scores
 from slimx.rollout.client.reader import Meta, Reader

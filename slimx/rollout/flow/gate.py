@@ -24,7 +24,7 @@ class Gate:
         self._opened.set()
         self._out: set[asyncio.Future[Any]] = set()
         self._given_up: set[asyncio.Future[Any]] = set()
-        """Of `_out`, what was cancelled because it did not come back; nobody waits for it again."""
+        """Requests of `_out` that were cancelled because they did not come back; nobody waits for it again."""
 
     @property
     def is_open(self) -> bool:

@@ -51,9 +51,9 @@ class RolloutManager:
         self.config, self.source, self.maker, self.on_drop, self.abort = config, source, maker, on_drop, abort
         self.rules = Rules.of(config)
         self.rests = config.schedule.max_staleness == 0 or config.rollout.partial
-        """Whether engines rest while trainers train."""
+        """True if engines rest while trainers train."""
         self.waiting_since: float | None = None
-        """Of `time.time()`, while a batch is waited for."""
+        """Unix seconds since which a batch is waited for."""
         self._tickets: list[Ticket] = []
         self._next = 0
         self._dropped: Counter[str] = Counter()

@@ -26,7 +26,7 @@ class Recorded:
     """The answer to one request of a hook so far."""
 
     key: str
-    """Of the request: `key_of`."""
+    """Key of the request: `key_of`."""
     token_ids: np.ndarray
     """int32: what was to be continued."""
     completion: Completion

@@ -32,7 +32,7 @@ class _Call:
     ctx: RewardContext
     judged: Trajectory | Group
     result: asyncio.Future[tuple[Any, BaseException | None]]
-    """What the hook returned, or raised."""
+    """The hook's result, or what it raised."""
     began: float = 0.0
     """Moment at which a worker took the call, in seconds of the clock of the loop that asked."""
     given_up: bool = False
@@ -54,11 +54,11 @@ class RewardPool:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         """None ends a worker."""
         self._lock = threading.Lock()
-        """Of `_running`, and of whether a call is given up before a worker takes it."""
+        """Guards `_running`, and whether a call is given up before a worker takes it."""
         self._running: set[_Call] = set()
         self._answers: deque[tuple[_Call, Any, BaseException | None]] = deque()
         self._told = False
-        """Whether the loop will look at `_answers`."""
+        """True if the loop will look at `_answers`."""
         self._waiting = 0
         """Calls that `judge` waits for."""
         self._watch: asyncio.TimerHandle | None = None

@@ -40,9 +40,9 @@ class Ticket:
     task: asyncio.Task[None] | None = None
     """None: it waits to be started."""
     since: float = 0.0
-    """Of `time.time()`, when it was started last."""
+    """Unix seconds at which it was started last."""
     progress: GroupProgress = field(default_factory=GroupProgress)
-    """What is done of a group that is not."""
+    """The finished part of a group that is not complete."""
 
     @property
     def running(self) -> bool:
@@ -75,7 +75,7 @@ class SavedTicket:
     group: Group | None
     born: int = 0
     rollouts: list[SavedRollout] = field(default_factory=list)
-    """Of a group that is not complete."""
+    """Rollouts of a group that is not complete."""
 
 
 @dataclass(frozen=True, slots=True)

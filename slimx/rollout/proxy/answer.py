@@ -21,7 +21,7 @@ class AnswerReader:
     tokenizer: Any
     parse_tools: ToolParser
     separates_reasoning: bool = False
-    """Whether what stands before </think> is `reasoning_content`."""
+    """True if what stands before </think> is `reasoning_content`."""
 
     def text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """Without special tokens, up to the first stop string."""

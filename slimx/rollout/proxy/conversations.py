@@ -32,12 +32,12 @@ class Answer:
 
     parent: Answer | None
     before: list[int]
-    """Of the first answer: the whole prompt."""
+    """Token ids before the first answer: the whole prompt."""
     completion: Completion
     continued: bool = False
-    """Whether another answer goes on from here."""
+    """True if another answer goes on from here."""
     stopped: bool = False
-    """Whether the agent wanted to go on from here and had reached a limit."""
+    """True if the agent wanted to go on from here and had reached a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Position:
     token_ids: list[int]
     """All tokens up to the answer."""
     digest: bytes
-    """Of the request's messages and tools."""
+    """Digest of the request's messages and tools."""
 
 
 class Conversations:

@@ -74,14 +74,14 @@ class ChatRequest:
     """As the agent calls it; it goes back in the answer and means nothing else."""
     tools: list[dict[str, Any]] | None = None
     calls_tools: bool = False
-    """Whether tool calls are looked for in the answer."""
+    """True if tool calls are looked for in the answer."""
     max_tokens: int | None = None
     """Tokens of the answer, at most; None: what the run allows."""
     stop: list[str] = field(default_factory=list)
     """Strings that end the answer, and are left out of it."""
     stream: bool = False
     usage: bool = False
-    """Whether a stream ends with the number of tokens."""
+    """True if a stream ends with the number of tokens."""
     logprobs: bool = False
     overridden: tuple[str, ...] = ()
     """Parameters of `RUN` that the agent asked for otherwise than the run samples."""

@@ -47,9 +47,9 @@ class Exchange:
     request: ChatRequest
     place: Position
     sampling: dict[str, Any]
-    """What is sampled otherwise than the run does."""
+    """Sampling parameters that differ from the run's."""
     number: int
-    """Of the request in its session: the turn by which it is seeded."""
+    """Number of the request in its session: the turn by which it is seeded."""
 
     @property
     def reply(self) -> Reply:
@@ -68,9 +68,9 @@ class Session:
         self._requests = self._sampled = 0
         self._overridden: set[str] = set()
         self.last_error: str | None = None
-        """What the agent was told last if that was an error: a reason why it may have given up."""
+        """The last words to the agent, if these were an error: a reason why it may have given up."""
         self.limited = False
-        """Whether a limit was reached."""
+        """True if a limit was reached."""
 
     def trajectories(self, metadata: dict[str, Any]) -> list[Trajectory]:
         """The trajectories that were sampled; [] if none were."""

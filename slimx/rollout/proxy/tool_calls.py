@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from slimx.dotted import load_function
-from slimx.engines.server.control import message_of, parse_body
+from slimx.engines.server.answers import message_of, parse_body
 from slimx.errors import SlimxError
 
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -35,7 +35,7 @@ class ToolCall:
 Parsed = tuple[str, list[ToolCall]]
 """An answer without its calls, and the calls."""
 ToolParser = Callable[[str, list[dict[str, Any]]], Awaitable[Parsed]]
-"""Of an answer's text and the tools that it may call."""
+"""A function of an answer's text and the tools that it may call."""
 
 
 def find_parser(name: str, router: str, headers: Mapping[str, str] = {}) -> ToolParser:

@@ -18,7 +18,6 @@ from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
 from slimx.engines.fleet.nodes import Placement, share_of
 from slimx.engines.outage import Outage
-from slimx.engines.server import control
 from slimx.engines.server.keys import bearer
 from slimx.engines.server.router import Router
 from slimx.engines.server.spec import EngineSpec, NodeShare, server_args, server_env
@@ -149,12 +148,12 @@ def test_roles_machines_and_turns_become_arguments_of_the_server() -> None:
 def test_each_rank_is_told_where_its_own_machine_has_the_bucket() -> None:
     tensor = PackedTensor("w", "float32", (1,), 0, 4, 7)
     bucket = PackedBucket("here", 64, ((tensor,),), copies=("there",))
-    told = control._parts(bucket, "hf", 4)
+    told = bucket.parts("hf", 4)
     assert [told[str(rank)]["fd_path"] for rank in range(4)] == ["here", "here", "there", "there"]
     assert all(part["tensors"] == [tensor.to_json()] for part in told.values())
-    own = control._parts(replace(bucket, targets=((tensor,), ())), "local", 2)
+    own = replace(bucket, targets=((tensor,), ())).parts("local", 2)
     assert own["0"]["fd_path"] == "here" and own["1"] == {"fd_path": "there", "size": 64, "tensors": []}
-    assert control._parts(replace(bucket, copies=()), "hf", 4).keys() == {"all"}
+    assert replace(bucket, copies=()).parts("hf", 4).keys() == {"all"}
 
 
 def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:

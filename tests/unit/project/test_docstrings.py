@@ -1,9 +1,10 @@
-"""Docstrings that can be read without the name beside them."""
+"""Docstrings, of modules, classes, functions and attributes, that can be read without the name beside them."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,28 @@ FRAGMENT = re.compile(r"(Of|What|Whether|Which|Who|Whose|Where|How|That|If)\b")
 """First words of phrases that need the name of their function to make sense."""
 
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED):
+            # The first statement documents the node itself, one after an assignment the attribute.
+            for before, here in zip([node, *node.body], node.body, strict=False):
+                if not isinstance(before, ast.Assign | ast.AnnAssign) and before is not node:
+                    continue
+                text = here.value if isinstance(here, ast.Expr) else None
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield here.lineno, text.value
+
+
 @pytest.mark.parametrize("folder", ["slimx", "tools", "benchmarks", "examples"])
 def test_no_docstring_begins_as_a_fragment(folder):
-    found = []
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text and FRAGMENT.match(text):
-                    found.append((str(path.relative_to(ROOT)), getattr(node, "name", ""), text.splitlines()[0]))
+    found = [
+        (f"{path.relative_to(ROOT)}:{line}", text.splitlines()[0])
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in docstrings(ast.parse(path.read_text()))
+        if FRAGMENT.match(text)
+    ]
     assert found == []

@@ -106,8 +106,9 @@ async def test_a_greedy_rollout_that_fails_drops_its_group():
 
     config = config_of(algorithm__name="remax", max_failed_share=0.0)
     async with Stand(config, generate=failing, reward=one) as stand:
-        with refused("rollout.failed", about="rollout.max_failed_share"):
+        with refused("rollout.failed", about="rollout.max_failed_share") as told:
             await stand.next_batch()
+    assert "greedy fails" in str(told.value)
 
 
 async def test_a_hook_describes_its_turns_and_they_are_kept(tmp_path: Path):

@@ -134,7 +134,7 @@ def held_sums(
     among them for a parameter that cannot be read as it was loaded."""
     out: dict[str, set[int | None]] = {}
     found: dict[torch.device | None, tuple[list[str], list[tuple[int, ...]]]] = {}
-    """Where -> tensors, and the records of what lies there."""
+    """Device -> names of tensors, and the records of what lies there."""
     for name in names:
         place, out[name] = places[name], set()
         for held in place.held:
