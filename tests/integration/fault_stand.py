@@ -40,8 +40,6 @@ class Fault:
     """A name that the one sentence of a run that ends must contain."""
     sections: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Sections of the run's configuration, over those of `config_of`."""
-    resumes: bool = True
-    """The run that ends is started again; a row beside it that ends the same way may save that run."""
     lasts: float | None = None
     """Seconds after which a stopped process is continued; None: it is not."""
 
@@ -86,8 +84,7 @@ def strike(fault: Fault, directory: Path, model: Path, prompts: Path) -> TrainPr
         said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
         assert len(said) == 1 and fault.names in said[0], run.text()
         assert "Traceback" not in run.text()
-    if fault.resumes:
-        resumes(config, out)
+    resumes(config, out)
     return run
 
 

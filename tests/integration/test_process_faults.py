@@ -21,7 +21,7 @@ FAULTS = [
     Fault("trainer", SIGKILL, ends=LOST, names="trainer rank "),
     Fault("trainer", SIGSTOP, ends=LOST, names="trainer rank "),
     Fault("raylet", SIGKILL, ends=LOST, names="Ray's raylet "),
-    Fault("raylet", SIGSTOP, ends=LOST, names="Ray's raylet ", resumes=False),
+    Fault("raylet", SIGSTOP, ends=LOST, names="Ray's raylet "),
     Fault("gcs", SIGKILL, ends=LOST, names="Ray's GCS "),
     Fault("gcs", SIGSTOP, ends=LOST, names="Ray's GCS "),
 ]
