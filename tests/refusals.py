@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -19,6 +20,12 @@ def told(error: BaseException) -> list[str]:
     """Code, object and sentence of a refusal, which a process of a test hands to the test; else name and sentence."""
     named = [error.code, error.about] if isinstance(error, SlimxError) else [type(error).__name__, ""]
     return [*named, str(error)]
+
+
+def numbers(said: object) -> list[float]:
+    """The numbers in a sentence, in their order: its values, whatever the words around them."""
+    found = re.findall(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?(?!\d)", str(said))
+    return [float(number.replace(",", "")) for number in found]
 
 
 def cause(error: BaseException, kind: type[Kind]) -> Kind:

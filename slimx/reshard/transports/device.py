@@ -51,13 +51,21 @@ class DeviceMemory:
                 torch.cuda.empty_cache()
                 status = library.slimx_cuda_allocate(nbytes, ctypes.byref(address))
             _raise_for(
-                status, f"{self.device} has no room for a bucket of {nbytes >> 20} MiB; lower publish.bucket_mib"
+                status,
+                f"{self.device} has no room for a bucket of {nbytes >> 20} MiB; lower publish.bucket_mib",
+                code="device.room",
+                about="publish.bucket_mib",
             )
             self.address = address.value
             self._free = weakref.finalize(self, library.slimx_cuda_free, self.address)
             self._free.atexit = False  # the end of the process frees it, in an order of its own
             exported = library.slimx_cuda_export(self.address, handle)
-            _raise_for(exported, f"memory of {self.device} cannot be shared with other processes")
+            _raise_for(
+                exported,
+                f"memory of {self.device} cannot be shared with other processes",
+                code="device.unshared",
+                about=str(self.device),
+            )
         place = f"{_process()}:{_gpu(self.device)}:{size}:{self.address:x}:{handle.raw.hex()}"
         self.path = ON_DEVICE + place
 
@@ -106,6 +114,8 @@ def opened(path: str, size: int, device: torch.device | int = 0) -> Iterator[int
             status,
             f"the bucket of process {owner.rpartition('/')[2]} on GPU {gpu} cannot be reached from {place} (GPU "
             f"{_gpu(place)}); its owner must run, and the two GPUs must reach each other (nvidia-smi topo -p2p r)",
+            code="bucket.gone",
+            about=path,
         )
     try:
         yield found.value
@@ -123,7 +133,7 @@ def fetch(path: str, start: int, stop: int, device: torch.device) -> torch.Tenso
     with opened(path, stop, device) as address, torch.cuda.device(device):
         stream = torch.cuda.current_stream()
         status = _library().slimx_cuda_copy(out.data_ptr(), address + start, len(out), stream.cuda_stream)
-        _raise_for(status, f"the copy of {len(out)} bytes to {device} failed")
+        _raise_for(status, f"the copy of {len(out)} bytes to {device} failed", code="device.copy", about=path)
         try:
             stream.synchronize()
         except RuntimeError as error:
@@ -163,7 +173,7 @@ def _library() -> ctypes.CDLL:
     return kernel_cuda.load(kernel_cuda.LIBRARY)
 
 
-def _raise_for(status: int, what: str) -> None:
+def _raise_for(status: int, what: str, *, code: str, about: str) -> None:
     if status:
         reason = _library().slimx_cuda_error_string(status).decode()
-        raise SlimxError(f"{what} (CUDA error {status}: {reason})", code="device.cuda", about=str(status))
+        raise SlimxError(f"{what} (CUDA error {status}: {reason})", code=code, about=about)

@@ -113,7 +113,7 @@ def test_a_device_that_fails_while_it_copies_ends_the_publication_with_the_model
     receiver.begin(manifest=manifest())
     argument = slot.pack(checkpoint(LAYOUT))
     emulator.emulator_fail(719)
-    with refused("device.cuda", about="719"):
+    with refused("device.copy", about=argument["fd_path"]):
         receiver.stage(**argument)
     emulator.emulator_fail(0)
     assert receiver.status()["open"] is None

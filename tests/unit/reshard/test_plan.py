@@ -22,6 +22,7 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.reshard.plan.copy_plan import ALIGNMENT, Plan, checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import ITEMSIZE, Precision, Quantisation
+from tests.refusals import numbers
 from tests.unit.layout.engine_stand import SERVED, engine_rank, engine_sizes
 from tests.unit.layout.layout_stand import (
     LAYOUTS,
@@ -196,32 +197,34 @@ def whole_part(name: str, rows: int, cols: int, **changes: Any) -> Part:
     return replace(Part(name, (rows, cols), (0,), (name,), (Rect(0, 0, 0, rows, cols, 0, 0),)), **changes)
 
 
-def refusal(source: list[Part], target: list[Part], **how: Any) -> str:
+def refusal(source: list[Part], target: list[Part], **how: Any) -> SlimxError:
     with pytest.raises(SlimxError) as caught:
         compile_plan(source, target, **{"precision": BF16, "bucket_bytes": HUGE} | how)
-    return str(caught.value)
+    return caught.value
 
 
 def test_a_tensor_that_the_source_lacks_is_refused_by_name():
-    message = refusal([whole_part("a", 8, 6)], [whole_part("a", 8, 6), whole_part("b", 8, 6)])
-    assert message == "plan: b needs checkpoint tensor b, which the trainer does not hold"
+    error = refusal([whole_part("a", 8, 6)], [whole_part("a", 8, 6), whole_part("b", 8, 6)])
+    assert (error.code, error.about) == ("plan.unheld", "b")
 
 
 @pytest.mark.parametrize(
-    ("rects", "words"),
+    ("rects", "code", "row", "column"),
     [
-        ([Rect(0, 0, 0, 7, 6, 0, 0)], "the part of a at row 0, column 0 is not covered at row 7, column 0"),
-        ([Rect(0, 0, 0, 8, 5, 0, 0)], "not covered at row 0, column 5"),
-        ([Rect(0, 0, 0, 5, 6, 0, 0), Rect(0, 4, 0, 4, 6, 5, 0)], "covered twice at row 4, column 0"),
-        ([Rect(0, 0, 0, 4, 6, 0, 0, step=2)], "not covered at row 1, column 0"),
-        ([Rect(0, 0, 0, 4, 6, 0, 0, step=2), Rect(0, 0, 0, 8, 6, 4, 0)], "covered twice at row 0, column 0"),
+        ([Rect(0, 0, 0, 7, 6, 0, 0)], "table.coverage", 7, 0),
+        ([Rect(0, 0, 0, 8, 5, 0, 0)], "table.coverage", 0, 5),
+        ([Rect(0, 0, 0, 5, 6, 0, 0), Rect(0, 4, 0, 4, 6, 5, 0)], "table.overlap", 4, 0),
+        ([Rect(0, 0, 0, 4, 6, 0, 0, step=2)], "table.coverage", 1, 0),
+        ([Rect(0, 0, 0, 4, 6, 0, 0, step=2), Rect(0, 0, 0, 8, 6, 4, 0)], "table.overlap", 0, 0),
     ],
     ids=str,
 )
-def test_a_source_that_lacks_an_element_or_has_it_twice_is_refused_by_name_and_place(rects: list[Rect], words: str):
+def test_a_source_that_lacks_an_element_or_has_it_twice_is_refused_by_name_and_place(rects, code, row, column):
     rows = max(r.local_row + r.rows for r in rects)
     source = replace(whole_part("a", 8, 6), shape=(rows, 6), rects=tuple(rects))
-    assert words in refusal([source], [whole_part("a", 8, 6)])
+    error = refusal([source], [whole_part("a", 8, 6)])
+    assert error.code == code and "a" in error.about.split()
+    assert numbers(error) == [0, 0, row, column], "where the part begins, and where it lacks an element or has it twice"
 
 
 def test_only_the_gap_that_a_target_asks_for_counts():
@@ -230,24 +233,26 @@ def test_only_the_gap_that_a_target_asks_for_counts():
     enough = whole_part("a", 8, 6, shape=(4, 6), rects=(Rect(0, 2, 0, 4, 6, 0, 0),))
     assert len(compile_plan(source, [enough], precision=BF16, bucket_bytes=HUGE).moved) == 1
     more = replace(enough, shape=(5, 6), rects=(Rect(0, 2, 0, 5, 6, 0, 0),))
-    assert "the part of a at row 2, column 0 is not covered at row 4, column 0" in refusal(source, [more])
+    error = refusal(source, [more])
+    assert (error.code, numbers(error)) == ("table.coverage", [2, 0, 4, 0])
 
 
 @pytest.mark.parametrize(
-    ("rects", "words"),
+    ("rects", "code", "place"),
     [
-        ((Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 5, 0)), "plan: b is not covered at row 4, column 0"),
-        ((Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 3, 0)), "plan: b is covered twice at row 3, column 0"),
-        ((Rect(0, 0, 0, 8, 5, 0, 0),), "plan: b is not covered at row 0, column 5"),
-        ((Rect(0, 0, 0, 8, 6, 1, 1),), "plan: b: a rectangle reaches beyond its 9 x 6 elements"),
-        ((Rect(0, 0, 0, 8, 6, 4, 0),), "plan: b: a rectangle reaches beyond its 10 x 6 elements"),
+        ((Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 5, 0)), "table.coverage", [4, 0]),
+        ((Rect(0, 0, 0, 4, 6, 0, 0), Rect(0, 4, 0, 4, 6, 3, 0)), "table.overlap", [3, 0]),
+        ((Rect(0, 0, 0, 8, 5, 0, 0),), "table.coverage", [0, 5]),
+        ((Rect(0, 0, 0, 8, 6, 1, 1),), "table.beyond", [9, 6]),
+        ((Rect(0, 0, 0, 8, 6, 4, 0),), "table.beyond", [10, 6]),
     ],
     ids=str,
 )
-def test_a_target_whose_elements_are_not_filled_once_is_refused_by_name_and_place(rects: tuple[Rect, ...], words: str):
-    """Rows at the end without any rectangle are padding."""
+def test_a_target_whose_elements_are_not_filled_once_is_refused_by_name_and_place(rects, code, place):
+    """Rows at the end without any rectangle are padding. `place`: row and column, or the shape that is too small."""
     target = Part("b", (10, 6), (0,), ("a",), rects)
-    assert words in refusal([whole_part("a", 8, 6)], [target])
+    error = refusal([whole_part("a", 8, 6)], [target])
+    assert (error.code, error.about, numbers(error)) == (code, "plan: b", place)
 
 
 def test_what_no_target_takes_is_told_by_name():
@@ -259,13 +264,13 @@ def test_what_no_target_takes_is_told_by_name():
 
 def test_a_tensor_that_comes_twice_for_a_rank_is_refused_by_name():
     twice = [whole_part("a", 8, 6, ranks=ranks) for ranks in ((0, 1), (1,))]
-    message = refusal([whole_part("a", 8, 6)], twice, ranks=2)
-    assert message == "plan: a comes twice for target rank 1; remove one of its table's rows"
+    error = refusal([whole_part("a", 8, 6)], twice, ranks=2)
+    assert (error.code, error.about, numbers(error)) == ("plan.twice", "a", [1])
 
 
 def test_a_target_rank_beyond_the_plan_is_refused_with_the_numbers():
-    message = refusal([whole_part("a", 8, 6)], [whole_part("a", 8, 6, ranks=(0, 2))], ranks=2)
-    assert "rank 2" in message and "of 2" in message
+    error = refusal([whole_part("a", 8, 6)], [whole_part("a", 8, 6, ranks=(0, 2))], ranks=2)
+    assert (error.code, error.about, numbers(error)) == ("plan.rank", "a", [2, 2])
 
 
 # The same bytes -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Blocks, Copy, IndexMap, RotateHalf
 from slimx.layout.megatron import MegatronLayout
@@ -17,6 +16,7 @@ from slimx.layout.table import Row, Table
 from slimx.models.families import deepseek_v3
 from slimx.reshard.plan.copy_plan import Plan, checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
+from tests.refusals import numbers, refused
 from tests.unit.layout.layout_stand import DEEPSEEK
 
 BLOCKS = {(128, 128): "ieee", (1, 32): "mxfp8", (4, 8): "te"}
@@ -89,33 +89,29 @@ def test_every_quantised_tensor_is_followed_by_its_scales(engine: EngineSizes | 
     assert not scales & set(zip(*(moved[c].tolist() for c in ("target", "bucket", "tensor")), strict=True))
 
 
-def refusal(source: Sizes, target: EngineSizes | None, **hf: Any) -> str:
-    with pytest.raises(SlimxError) as caught:
-        v3_like(source, target, **hf)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("source", "target", "hf", "tensor", "shard"),
     [
         # Source ranks that cut a block of the checkpoint's tensor.
-        (Sizes(tensor=2), None, {"intermediate_size": 320}, "layers.0.mlp.gate_proj", "160 x 256 at row 0, column 0"),
-        (Sizes(expert_tensor=4, data=4), None, {}, "experts.0.gate_proj", "64 x 256 at row 0, column 0"),
-        (Sizes(tensor=4), None, {}, "self_attn.o_proj", "256 x 64 at row 0, column 0"),
+        (Sizes(tensor=2), None, {"intermediate_size": 320}, "layers.0.mlp.gate_proj", (160, 256, 0, 0)),
+        (Sizes(expert_tensor=4, data=4), None, {}, "experts.0.gate_proj", (64, 256, 0, 0)),
+        (Sizes(tensor=4), None, {}, "self_attn.o_proj", (256, 64, 0, 0)),
         # Target ranks that do.
-        (Sizes(), EngineSizes(tensor=2), {"intermediate_size": 320}, "mlp.up_proj", "160 x 256 at row 0, column 0"),
-        (Sizes(), EngineSizes(tensor=4), {}, "self_attn.o_proj", "256 x 64 at row 0, column 64"),
+        (Sizes(), EngineSizes(tensor=2), {"intermediate_size": 320}, "mlp.up_proj", (160, 256, 0, 0)),
+        (Sizes(), EngineSizes(tensor=4), {}, "self_attn.o_proj", (256, 64, 0, 64)),
         # A shard of the target whose own blocks are whole, but not those of the checkpoint.
-        (Sizes(), EngineSizes(tensor=2), NARROW, "self_attn.o_proj", "256 x 192 at row 0, column 192"),
+        (Sizes(), EngineSizes(tensor=2), NARROW, "self_attn.o_proj", (256, 192, 0, 192)),
         # Gate and up in one tensor of the target: up would begin inside a block.
-        (Sizes(), EngineSizes(), {"moe_intermediate_size": 192}, "experts.0.up_proj", "192 x 256 at row 0, column 0"),
+        (Sizes(), EngineSizes(), {"moe_intermediate_size": 192}, "experts.0.up_proj", (192, 256, 0, 0)),
     ],
     ids=str,
 )
 def test_a_shard_inside_a_block_is_refused_by_name_with_its_numbers(source, target, hf, tensor, shard):
-    message = refusal(source, target, **hf)
-    assert message.startswith("plan: a shard of model.layers.") and f"{tensor}.weight, {shard}," in message
-    assert "whole quantisation blocks of 128 x 128" in message and "must be multiples of 128" in message
+    """`shard`: rows, columns, first row and first column."""
+    with refused("plan.blocks") as caught:
+        v3_like(source, target, **hf)
+    assert caught.value.about.startswith("model.layers.") and caught.value.about.endswith(f"{tensor}.weight")
+    assert numbers(str(caught.value).partition(caught.value.about)[2]) == [*shard, 128, 128, 128]
 
 
 def test_a_block_that_only_the_edge_of_its_tensor_cuts_is_allowed():
@@ -142,7 +138,7 @@ def test_a_tensor_that_is_reordered_is_refused_by_name(side: str):
         return list(MegatronLayout(Table((row,), layers=1, experts=0), Sizes()).parts())
 
     source, target = (parts(RotateHalf(128, 64) if side in (own, "both") else Copy()) for own in ("source", "target"))
-    with pytest.raises(SlimxError, match=r"a\.weight is reordered inside its quantisation blocks"):
+    with refused("plan.reordered", about="a.weight"):
         compile_plan(source, target, precision=precision((128, 128)), bucket_bytes=1)
 
 
@@ -157,5 +153,5 @@ def test_heads_that_many_engine_ranks_repeat_have_whole_blocks_each():
 
 @pytest.mark.parametrize(("rule", "block"), [("mxfp8", (128, 128)), ("ieee", (1, 32)), ("te", (1, 32))])
 def test_a_rule_with_blocks_that_are_not_its_own_is_refused(rule: Any, block: tuple[int, int]):
-    with pytest.raises(SlimxError, match=rf"rule {rule} with blocks of \({block[0]}, {block[1]}\): mxfp8 has 1 x 32"):
+    with refused("plan.rule", about=rule):
         Quantisation(rule, block)

@@ -25,6 +25,7 @@ from slimx.reshard.pack.packer import Packer, describe
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import LocalRecipient, NoReceiverLeft, Staging
 from slimx.reshard.publish import Publisher
+from tests.refusals import refused
 from tests.unit.layout.engine_stand import SERVED, engine_rank
 from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
@@ -98,7 +99,7 @@ class Engine(LocalRecipient):
             sums = staged_sums(views, {name: place_of(view) for name, view in views.items()}, device)
             for tensor in tensors:
                 if sums[tensor.name][0] != tensor.checksum:
-                    raise SlimxError(f"engine {self.name}: tensor {tensor.name} has another checksum")
+                    raise SlimxError(f"{tensor.name} of {self.name}", code="engine.checksum", about=tensor.name)
             self.staged[rank] |= views
 
     async def load(self) -> None:
@@ -159,13 +160,13 @@ async def test_an_engine_gets_every_version_whole_while_others_are_late_or_refus
     trainers.scale(2)
     bad.spoil, late.hang, publisher.step_deadline_s = 1, 2, 2
     done = await publisher.publish(2, trainer_step=2)
-    assert set(done.lost) == {"bad", "late"} and "has another checksum" in str(done.engines["bad"].error)
+    assert set(done.lost) == {"bad", "late"} and done.engines["bad"].error.code == "engine.checksum"
     assert_holds(good, 2)
 
     # Given up in the middle: two buckets were held, and the next publication finds memory for its own.
     trainers.scale(2)
     good.spoil = 1
-    with pytest.raises(SlimxError, match="version 3 was refused by every engine, step stage"):
+    with refused("publish.refused", about="stage"):
         await publisher.publish(3, trainer_step=3)
     members.out.clear()
     good.spoil, good.hang = -1, 0

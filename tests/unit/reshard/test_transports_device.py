@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimx.errors import SlimxError
 from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.transports.collective import _WAITS, ChannelError
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from slimx.reshard.transports.landing import bytes_of
+from tests.refusals import numbers, refused
 from tests.unit.reshard.cuda_stand import DEVICE, use_emulator
 from tests.unit.reshard.device_peer import DeviceRank
 from tests.unit.reshard.transport_peer import Peer, check
@@ -74,7 +74,7 @@ def test_others_write_into_it_and_copy_out_of_it_and_keep_nothing_open(peers) ->
         assert address == memory.address, "its own process reaches it without a handle"
     path = memory.path
     memory.close()
-    assert "cannot be reached from cpu" in peer.ask("fetch", path, 0, 1)
+    assert peer.ask("fetch", path, 0, 1) == ["bucket.gone", path]
 
 
 def test_a_copy_is_the_readers_own(peers) -> None:
@@ -99,23 +99,28 @@ def test_memory_of_an_owner_that_died_is_refused_by_name(peers, emulator) -> Non
     path = peer.ask("allocate", SIZE, 5)
     assert fetch(path, 0, 2, DEVICE).tolist() == [5, 5]
     emulator.emulator_fail(719)
-    with pytest.raises(SlimxError, match="the copy of 2 bytes to cpu failed .CUDA error 719: unspecified launch fail"):
+    with refused("device.copy", about=path) as caught:
         fetch(path, 0, 2, DEVICE)
+    assert numbers(caught.value) == [2, 719], "the bytes and CUDA's error"
     emulator.emulator_fail(0)
     assert emulator.emulator_open() == 0, "closed after a failure too"
     os.kill(peer.process.pid, signal.SIGKILL)
     peer.process.join(60)
-    with pytest.raises(SlimxError, match=f"the bucket of process {peer.process.pid} on GPU emulated cannot be reached"):
+    with refused("bucket.gone", about=path) as caught:
         fetch(path, 0, 2, DEVICE)
+    assert numbers(caught.value)[0] == peer.process.pid
 
 
 def test_memory_of_another_machine_and_memory_that_is_not_there_are_refused() -> None:
     path = DeviceMemory(SIZE).path
     machine = path.removeprefix("cuda-ipc:").partition("/")[0]
-    with pytest.raises(SlimxError, match="belongs to another machine; .* set publish.transport=nccl"):
-        fetch(path.replace(machine, "somewhere-else"), 0, 1, DEVICE)
-    with pytest.raises(SlimxError, match="cpu has no room for a bucket of 4398046511104 MiB; lower publish.bucket_mib"):
+    elsewhere = path.replace(machine, "somewhere-else")
+    with refused("bucket.machine", about=elsewhere) as caught:
+        fetch(elsewhere, 0, 1, DEVICE)
+    assert "publish.transport=nccl" in str(caught.value)
+    with refused("device.room", about="publish.bucket_mib") as caught:
         DeviceMemory(1 << 62)
+    assert (1 << 62) / 2**20 in numbers(caught.value)
 
 
 def test_a_channel_brings_a_bucket_from_device_to_device(peers) -> None:
@@ -139,11 +144,11 @@ def test_a_channel_brings_a_bucket_from_device_to_device(peers) -> None:
     beside.tell("land", packed)
     courier.ask("send", packed)
     landed = beside.answer()
-    with pytest.raises(SlimxError, match="tensor vector has another checksum"):
+    with refused("peer.checksum", about="vector"):
         check(landed, 0, fetch(landed.path, 0, landed.size, DEVICE))
     beside.process.kill()
     beside.process.join(60)
-    assert "the gloo channel of engine e0 (epoch 3): a broadcast failed" in courier.ask("send", packed)
+    assert courier.ask("send", packed) == ["channel.broken", "e0"]
     with bytes_of(packed) as data:
         assert len(data) == packed.size, "the publisher's memory is as it was"
 

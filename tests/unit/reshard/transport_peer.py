@@ -13,6 +13,7 @@ from slimx.reshard.kernels.cpu import checksum_tensor
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.transports.collective import Meeting, Receiving
 from slimx.reshard.transports.memory import open_memory
+from tests.refusals import told
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -23,12 +24,12 @@ def check(packed: PackedBucket, target: int, memory: torch.Tensor) -> int:
     for tensor in packed.targets[target]:
         held = memory[tensor.offset : tensor.offset + tensor.nbytes].clone().view(getattr(torch, tensor.dtype))
         if checksum_tensor(held.view(tensor.shape)) != tensor.checksum:
-            raise SlimxError(f"tensor {tensor.name} has another checksum")
+            raise SlimxError(f"tensor {tensor.name} has another checksum", code="peer.checksum", about=tensor.name)
     return len(packed.targets[target])
 
 
 class Peer:
-    """The parent's side: `ask` runs one of `Rank`'s methods in the process."""
+    """The parent's side: `ask` runs one of `Rank`'s methods in the process. A refusal answers its code and object."""
 
     def __init__(self, kind: type | None = None) -> None:
         """`kind`: the class of what answers, `Rank` unless given."""
@@ -82,4 +83,4 @@ def _serve(pipe: Connection, kind: type) -> None:
         try:
             pipe.send(getattr(rank, method)(*arguments))
         except SlimxError as error:
-            pipe.send(str(error))
+            pipe.send(told(error)[:2])
