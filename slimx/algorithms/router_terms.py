@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from slimx.config.trainer import Moe
+from slimx.config.sections.trainer import Moe
 
 SumRanks = Callable[[torch.Tensor], None]
 """Sums a tensor over ranks, in place."""

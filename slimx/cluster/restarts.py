@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from slimx.cluster.waiting import first_line
-from slimx.config.engines import Health
+from slimx.config.sections.engines import Health
 from slimx.errors import SlimxError
 
 TOLD = 5

@@ -14,17 +14,19 @@ from typing import Any
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
 
-from slimx.config.algorithm import Algorithm
-from slimx.config.critic import Critic, critic_trainer
-from slimx.config.reward import Reward
-from slimx.config.rollout import Eval, Rollout
 from slimx.config.rule import SECTIONS, broken, refuse
 from slimx.config.rules import RULES
 from slimx.config.rules.exact import tree_leaves
-from slimx.config.run import Cluster, Model, Numerics, Run, Track
-from slimx.config.schedule import Checkpoint, Publish, Schedule
 from slimx.config.section import Section
-from slimx.config.trainer import Trainer
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.checkpoint import Checkpoint
+from slimx.config.sections.critic import Critic, critic_trainer
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.reward import Reward
+from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.run import Cluster, Model, Numerics, Run, Track
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimx.config.engines import Engines
-from slimx.config.trainer import Trainer
+from slimx.config.sections.engines import Engines
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 
 

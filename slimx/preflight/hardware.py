@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimx.config.run import Cluster
+from slimx.config.sections.run import Cluster
 
 GIB = 2**30
 

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from slimx.adapters.slime import hooks as slime
-from slimx.config.reward import Reward as RewardConfig
-from slimx.config.reward import RewardPart
 from slimx.config.schema import Config
+from slimx.config.sections.reward import Reward as RewardConfig
+from slimx.config.sections.reward import RewardPart
 from slimx.dotted import load_function
 from slimx.errors import SlimxError
 from slimx.rewards import needs

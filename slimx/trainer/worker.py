@@ -42,7 +42,7 @@ class TrainerWorker:
 
     def rendezvous(self) -> str:
         """Address on this rank's node at which all ranks meet: an init_method for torch.distributed."""
-        from slimx.config.run import Cluster
+        from slimx.config.sections.run import Cluster
 
         host = own_address(Cluster.model_validate(self._values["cluster"]).network)
         return f"tcp://{address(host, free_port(host))}"

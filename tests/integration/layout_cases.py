@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slimx.config.trainer import Trainer
+from slimx.config.sections.trainer import Trainer
 
 LAYERS = 4
 EXPERTS = 8

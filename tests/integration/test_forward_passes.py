@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slimx.algorithms.advantages.estimate import group_advantages
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 from slimx.data.codec import save_groups
 from slimx.data.records import Group, Trajectory
 from slimx.data.support import Support

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slimx.config.presets import PRESETS
+from slimx.config.sections.presets import PRESETS
 from tests.integration.conftest import ROOT
 from tests.integration.runs import TrainProcess, completed_steps, steps
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import Row
 from slimx.data.records import Group
 

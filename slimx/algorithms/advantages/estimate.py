@@ -12,7 +12,7 @@ from slimx.algorithms.advantages.gigpo import step_advantages
 from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, opo, remax, rloo, standardise
 from slimx.algorithms.advantages.token_rewards import assign_advantages
 from slimx.algorithms.hooks import load_advantages
-from slimx.config.algorithm import ADVANTAGES, TOKEN_REWARDS, Algorithm
+from slimx.config.sections.algorithm import ADVANTAGES, TOKEN_REWARDS, Algorithm
 from slimx.data.batch import Row
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError

@@ -9,7 +9,7 @@ import torch
 
 from slimx.algorithms.advantages.gae import explained_variance, gae, token_rewards, whiten
 from slimx.algorithms.losses.kl import ESTIMATORS
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import Row
 
 

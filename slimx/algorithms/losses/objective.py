@@ -9,7 +9,7 @@ from slimx.algorithms.losses.corrections import correction, rejection
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.algorithms.losses.policy import policy_loss, sft_loss
 from slimx.algorithms.losses.surrogates import Surrogate
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 
 
 def make_loss(algorithm: Algorithm) -> Loss:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.algorithm import Algorithm
-from slimx.config.critic import Critic, critic_trainer
-from slimx.config.reward import Reward
-from slimx.config.rollout import Rollout
 from slimx.config.rule import Told, rule
-from slimx.config.schedule import Schedule
-from slimx.config.trainer import Trainer
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic, critic_trainer
+from slimx.config.sections.reward import Reward
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
 
 
 def _demonstrated(algorithm: Algorithm) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.algorithm import Algorithm
-from slimx.config.critic import Critic
-from slimx.config.rollout import Rollout
 from slimx.config.rule import Told, rule
-from slimx.config.run import Numerics
-from slimx.config.schedule import Publish, Schedule
-from slimx.config.trainer import Trainer
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Numerics
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
 
 SERVER_ARGUMENTS = (
     "attention_backend",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.algorithm import Algorithm
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
-from slimx.config.schedule import Schedule, batches_in_flight
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.schedule import Schedule, batches_in_flight
 
 
 @rule("flow.window", about="schedule.window")

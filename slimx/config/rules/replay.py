@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
-from slimx.config.run import Run
-from slimx.config.schedule import Schedule
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Run
+from slimx.config.sections.schedule import Schedule
 
 
 @rule("replay.colocate", about="schedule.colocate")

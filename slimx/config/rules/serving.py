@@ -1,14 +1,15 @@
 """Rules about engine groups beside the schedule and the publication of a run; what a group says alone is checked in
-`slimx.config.engines`."""
+`slimx.config.sections.engines`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
-from slimx.config.run import Cluster
-from slimx.config.schedule import Publish, Schedule
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Cluster
+from slimx.config.sections.schedule import Schedule
 
 
 @rule("engines.urls_transport", about="publish.transport")

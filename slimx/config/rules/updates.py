@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.rollout import Eval, Rollout
 from slimx.config.rule import rule
-from slimx.config.run import Numerics
-from slimx.config.schedule import Publish, Schedule
-from slimx.config.trainer import Trainer
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Eval, Rollout
+from slimx.config.sections.run import Numerics
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
 
 
 @rule("routes.engine", about="trainer.moe.routing_replay")

@@ -11,8 +11,8 @@ from pathlib import Path
 import ray
 
 from slimx.cluster.restarts import Restart
-from slimx.config.engines import Engines
 from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
 from slimx.engines.fleet.actor import EngineActor
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership

@@ -19,7 +19,7 @@ from typing import Any
 
 from slimx.cluster.restarts import Restart, Restarts, told_of
 from slimx.cluster.waiting import first_line
-from slimx.config.engines import Health
+from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.fleet.router_keeper import RouterKeeper
 from slimx.engines.outage import Outage

@@ -12,7 +12,7 @@ from typing import Any
 
 from slimx.cluster.restarts import Restarts, told_of
 from slimx.cluster.waiting import first_line
-from slimx.config.engines import Health
+from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.router import Router
 from slimx.errors import SlimxError

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slimx.config.rollout import Eval
+from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run

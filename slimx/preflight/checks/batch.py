@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
-from slimx.config.schedule import Schedule
-from slimx.config.trainer import Trainer
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
 from slimx.config.rules.exact import MODE, tree_leaves
-from slimx.config.run import Numerics
-from slimx.config.schedule import Publish
-from slimx.config.trainer import Trainer
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Numerics
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.reshard.plan.precision import Quantisation

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slimx.config.critic import Critic
 from slimx.config.rule import Told, broken, refuse, rule
-from slimx.config.trainer import Trainer
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage

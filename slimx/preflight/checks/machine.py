@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
-from slimx.config.run import Cluster
-from slimx.config.trainer import Trainer
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Cluster
+from slimx.config.sections.trainer import Trainer
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.preflight.record import RankMap
 

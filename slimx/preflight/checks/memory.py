@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.critic import Critic
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
-from slimx.config.trainer import Trainer
+from slimx.config.sections.critic import Critic
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.trainer import Trainer
 from slimx.preflight.hardware import Machine
 from slimx.preflight.record import ColocatedMemory, EngineMemory, TrainerMemory
 

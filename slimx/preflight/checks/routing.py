@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slimx.config.rule import Told, rule
-from slimx.config.trainer import Trainer
+from slimx.config.sections.trainer import Trainer
 from slimx.models.families import ModelSpec
 
 

@@ -6,11 +6,12 @@ import importlib.util
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
-from slimx.config.run import Cluster
-from slimx.config.schedule import Publish, Schedule
-from slimx.config.trainer import Trainer
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Cluster
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.ranks import engine_sizes
 from slimx.runtime.ports import is_own

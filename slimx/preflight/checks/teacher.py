@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimx.config.algorithm import Algorithm
-from slimx.config.rollout import Rollout
 from slimx.config.rule import rule
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.rollout import Rollout
 from slimx.models.families import ModelSpec, read_model
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from slimx.config.algorithm import NEEDS, Algorithm, Correction, Rejection
 from slimx.config.rule import broken, refuse, rules_in
 from slimx.config.schema import Config
+from slimx.config.sections.algorithm import NEEDS, Algorithm, Correction, Rejection
 from slimx.models.families import configured_model
 from slimx.preflight.checks import routing
 from slimx.preflight.effects.probe import Probe, make_probe, policy_gradient, value_gradient
@@ -106,7 +106,7 @@ TERMS = (
     Term("dpo_beta", FAR),
 )
 """In the order of the configuration. Keys that have no effect under an algorithm are refused there
-(`slimx.config.algorithm.NEEDS`) and not looked at here."""
+(`slimx.config.sections.algorithm.NEEDS`) and not looked at here."""
 
 
 ROUTER_TERMS = ("aux_loss_coef", "z_loss_coef")

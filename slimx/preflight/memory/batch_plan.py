@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import ceil
 
-from slimx.config.schedule import batches_in_flight
 from slimx.config.schema import Config
+from slimx.config.sections.schedule import batches_in_flight
 from slimx.layout.ranks import Sizes
 from slimx.preflight.record import BatchPlan
 

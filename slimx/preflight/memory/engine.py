@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from slimx.config.engines import Engines
 from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from slimx.config.trainer import Recompute, Trainer
+from slimx.config.sections.trainer import Recompute, Trainer
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.preflight.memory.activations import FP32, LayerBytes, Setting, layer_bytes

@@ -21,7 +21,7 @@ from math import lcm
 
 import numpy as np
 
-from slimx.config.trainer import Trainer
+from slimx.config.sections.trainer import Trainer
 from slimx.layout.ranks import Sizes
 from slimx.preflight.memory.parameter_runs import ParameterRun
 from slimx.reshard.plan.precision import ITEMSIZE

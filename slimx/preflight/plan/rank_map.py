@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slimx.config.engines import Engines
 from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.models.families import ModelSpec
 from slimx.preflight.record import EnginePlace, RankMap, RankPlace

@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slimx.config.engines import Engines
 from slimx.config.rule import broken
 from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model

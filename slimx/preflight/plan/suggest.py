@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
-from slimx.config.trainer import Trainer
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimx.config.engines import Engines
 from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec

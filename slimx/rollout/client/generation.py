@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from slimx.config.rollout import MAX_SUPPORT
+from slimx.config.sections.rollout import MAX_SUPPORT
 from slimx.engines.outage import Outage
 from slimx.engines.server.answers import message_of
 from slimx.engines.server.keys import bearer

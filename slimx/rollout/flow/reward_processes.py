@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from slimx.adapters.slime.arguments import RunFacts
-from slimx.config.reward import Reward as RewardConfig
+from slimx.config.sections.reward import Reward as RewardConfig
 from slimx.data.records import Group, Trajectory
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import DeadlineError, SlimxError

@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slimx.config.schedule import batches_in_flight
 from slimx.config.schema import Config
+from slimx.config.sections.schedule import batches_in_flight
 from slimx.data.records import Group, Prompt
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
 from slimx.rollout.flow.rollouts import GroupOutcome

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from slimx.config.trainer import Trainer
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 
 _PACKAGES = ("transformer_engine", "flash_attn", "deep_ep", "fused_weight_gradient_mlp_cuda")

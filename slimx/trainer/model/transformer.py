@@ -12,7 +12,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from slimx.config.schema import Config
-from slimx.config.trainer import Trainer
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.numerics.exact import Llama3, Rotary, Yarn, yarn_lengthening

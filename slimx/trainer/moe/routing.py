@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slimx.algorithms.router_terms import LayerTally, Totals, updated_bias
-from slimx.config.trainer import Moe
+from slimx.config.sections.trainer import Moe
 from slimx.data.batch import MicroBatch
 from slimx.layout.zigzag import zigzag
 from slimx.trainer.device.transfer import to_device

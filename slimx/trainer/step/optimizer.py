@@ -17,7 +17,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 from slimx.config.schema import Config
-from slimx.config.trainer import Optimizer
+from slimx.config.sections.trainer import Optimizer
 from slimx.trainer.device.host_moments import HostMoments
 from slimx.trainer.model.transformer import DTYPES
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from slimx.config.trainer import Optimizer
+from slimx.config.sections.trainer import Optimizer
 from slimx.errors import SlimxError
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
 from slimx.trainer.model.weights import HostCopy, Weights

@@ -12,7 +12,7 @@ import torch
 
 from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.objective import make_loss
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 from slimx.trainer.context import ContextShard
 
 Number = torch.Tensor

@@ -12,7 +12,7 @@ from slimx.algorithms.advantages.covariance import select_tokens
 from slimx.algorithms.advantages.dpo import assign_preferences
 from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages, group_advantages
 from slimx.algorithms.advantages.group import gdpo, remax, rloo
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import Row, make_rows
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
 from slimx.data.weights import loss_weights

@@ -14,8 +14,8 @@ from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.losses.policy import policy_loss
 from slimx.algorithms.losses.surrogates import Surrogate, cispo, clip, kl_cov, sapo
-from slimx.config.algorithm import LOSSES, Algorithm
-from slimx.config.presets import PRESETS
+from slimx.config.sections.algorithm import LOSSES, Algorithm
+from slimx.config.sections.presets import PRESETS
 
 FAR = 1000.0
 RECOMPUTED: dict[str, Any] = {"old_logprobs": "recompute"}

@@ -17,7 +17,7 @@ from slimx.algorithms.losses.corrections import correction
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.losses.policy import policy_loss
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 from tests.unit.algorithms.loss_stand import (
     CLIP,
     OBJECTIVES,

@@ -11,8 +11,8 @@ import torch
 
 from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.objective import make_loss
-from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
+from slimx.config.sections.algorithm import Algorithm
 from tests.unit.algorithms.loss_stand import CLIP, Number, Token, agree, batch, gap_of, three_tokens
 
 KEYS: dict[str, Any] = {"clip_high": 0.28, "old_logprobs": "recompute"}

@@ -16,7 +16,7 @@ from slimx.algorithms.losses.kl import k3
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.losses.policy import policy_loss, sft_loss
 from slimx.algorithms.losses.surrogates import clip
-from slimx.config.algorithm import Algorithm
+from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import make_rows
 from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Span, Trajectory

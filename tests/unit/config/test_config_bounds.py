@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from slimx.config.engines import Engines
 from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
 from tests.refusals import invalid
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from slimx.cluster.restarts import Restart
-from slimx.config.engines import Health
+from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import Standing
 from slimx.engines.fleet.membership import Membership
 from slimx.engines.server.keys import NO_KEYS, Keys

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from slimx.cluster.restarts import Restarts
-from slimx.config.engines import Health
+from slimx.config.sections.engines import Health
 from slimx.engines.delivery.deliveries import ChannelDelivery, DiskDelivery, make_delivery
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest

@@ -14,7 +14,7 @@ import aiohttp.web
 import psutil
 import pytest
 
-from slimx.config.engines import Engines
+from slimx.config.sections.engines import Engines
 from slimx.engines.fleet.group import keys_of
 from slimx.engines.server.control import EngineControl
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from slimx.cluster.restarts import Restarts
-from slimx.config.engines import Health
+from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import Standing
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost

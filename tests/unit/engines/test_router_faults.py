@@ -12,7 +12,7 @@ import aiohttp.web
 import psutil
 import pytest
 
-from slimx.config.engines import Health
+from slimx.config.sections.engines import Health
 from slimx.engines.fleet.membership import Membership
 from slimx.engines.server.router import Router
 from slimx.rollout.client.generation import GenerationClient, ModelShape

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimx.config.trainer import Trainer
+from slimx.config.sections.trainer import Trainer
 from slimx.layout.maps import Rect
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import Part, check_coverage

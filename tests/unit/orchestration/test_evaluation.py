@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from slimx.config.rollout import Eval
+from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group
 from slimx.orchestration.step.evaluation import answers, score
 from tests.refusals import invalid

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from slimx.algorithms.advantages.token_rewards import assign_advantages
-from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
+from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import MicroBatch, Row
 from slimx.data.packing import pack
 from slimx.data.support import Support

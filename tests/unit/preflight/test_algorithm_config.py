@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.objective import make_loss
-from slimx.config.algorithm import NEEDS, Algorithm
-from slimx.config.presets import PRESETS
 from slimx.config.schema import Config
+from slimx.config.sections.algorithm import NEEDS, Algorithm
+from slimx.config.sections.presets import PRESETS
 from slimx.preflight.effects.probe import try_hooks
 from tests.refusals import invalid, refused
 from tests.unit.algorithms.advantage_stand import group

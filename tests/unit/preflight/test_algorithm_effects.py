@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from slimx.cli import app
-from slimx.config.presets import PRESETS
-from slimx.config.run import Model
 from slimx.config.schema import Config
-from slimx.config.trainer import Trainer
+from slimx.config.sections.presets import PRESETS
+from slimx.config.sections.run import Model
+from slimx.config.sections.trainer import Trainer
 from slimx.preflight.effects.effects import Effect, effects
 from tests.refusals import refused
 from tests.unit.preflight.effects_stand import config

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimx.config.presets import PRESETS
+from slimx.config.sections.presets import PRESETS
 from slimx.preflight.effects.probe import Probe, make_probe, policy_gradient, value_gradient
 from tests.unit.preflight.effects_stand import config
 

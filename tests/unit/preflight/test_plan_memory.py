@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slimx.config.schema import Config
-from slimx.config.trainer import Recompute, Trainer
+from slimx.config.sections.trainer import Recompute, Trainer
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes, coordinates
 from slimx.layout.table import Table

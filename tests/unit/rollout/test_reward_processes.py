@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from slimx.adapters.slime.arguments import RunFacts
-from slimx.config.reward import Reward
+from slimx.config.sections.reward import Reward
 from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner

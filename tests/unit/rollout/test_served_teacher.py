@@ -18,10 +18,10 @@ from aiohttp import web
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from slimx.config.algorithm import Algorithm
-from slimx.config.engines import Engines
-from slimx.config.rollout import Rollout
 from slimx.config.rule import broken, rules_in
+from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.engines import Engines
+from slimx.config.sections.rollout import Rollout
 from slimx.data.batch import make_rows
 from slimx.data.codec import decode_groups, encode_groups
 from slimx.data.packing import pack

@@ -14,7 +14,7 @@ import pytest
 
 from slimx.adapters.sglang import meeting as sglang_meeting
 from slimx.cluster.access import ADDRESS, keep_to_owner, local_options
-from slimx.config.run import Cluster
+from slimx.config.sections.run import Cluster
 from slimx.engines.fleet.nodes import shares_of
 from slimx.engines.server.spec import EngineSpec, server_env
 from slimx.errors import SlimxError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slimx.config.trainer import Trainer
+from slimx.config.sections.trainer import Trainer
 from slimx.trainer.device.backends import choose_backends, installed
 from tests.refusals import refused
 

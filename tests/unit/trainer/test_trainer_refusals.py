@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.config.algorithm import Algorithm
 from slimx.config.schema import Config
+from slimx.config.sections.algorithm import Algorithm
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model

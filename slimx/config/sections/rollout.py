@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from slimx.config.engines import Engines, Health, check_groups
 from slimx.config.rule import Refusal
 from slimx.config.section import LARGEST, Amount, Count, Real, Seconds, Section, Share, Weight
+from slimx.config.sections.engines import Engines, Health, check_groups
 
 MAX_SUPPORT = 4096
 """Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from slimx.config.correction import Correction, Rejection, renamed
-from slimx.config.presets import PRESETS, Name
 from slimx.config.rule import Refusal
 from slimx.config.section import MOST, Count, Positive, Real, Section, Share, Weight
+from slimx.config.sections.correction import Correction, Rejection, renamed
+from slimx.config.sections.presets import PRESETS, Name
 
 ADVANTAGES = (
     "grpo",

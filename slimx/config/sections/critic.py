@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from slimx.config.rule import Refusal
 from slimx.config.section import Count, Positive, Section, Size, Weight
-from slimx.config.trainer import Optimizer, Trainer
+from slimx.config.sections.trainer import Optimizer, Trainer
 
 
 class CriticOptimizer(Optimizer):
