@@ -35,7 +35,7 @@ from balance_rank import LAYOUTS, TrainerRank
 from machine import cpu_seconds, surroundings
 from peer import Peer
 
-from slimx.data.batch import Row
+from slimx.data.batch import TrainingRow
 from slimx.data.packing import lay_out, slowdown
 from slimx.errors import SlimxError
 from slimx.models.flops import SequenceFlops
@@ -70,11 +70,11 @@ def predict(flops: SequenceFlops) -> list[str]:
     return lines
 
 
-def make_row(length: int, random: np.random.Generator) -> Row:
+def make_row(length: int, random: np.random.Generator) -> TrainingRow:
     """`length` tokens, all trained."""
     tokens = random.integers(1, 100, length + 1)
     zeros = np.zeros(length, np.float32)
-    return Row(
+    return TrainingRow(
         tokens=tokens[:-1],
         labels=tokens[1:],
         loss_weight=np.full(length, 1e-5, np.float32),

@@ -36,7 +36,7 @@ from publish_model import TABLE, TRAINERS, Split, plan_of
 from publish_ranks import ENCODINGS, EngineProcess, TrainerProcess
 
 from slimx.errors import SlimxError
-from slimx.preflight.links.model import Trial, predict, traffic_of
+from slimx.preflight.links.model import LinkTrial, predict, traffic_of
 from slimx.preflight.links.rehearsal import SMALL, OnlyOne, Rehearsal, calibrate, one_thread, rehearse
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.pack.packer import describe as describe_bucket
@@ -153,7 +153,7 @@ class Ways:
 
 async def measure(ways: Ways, rounds: int) -> PublishFigures:
     """All ways in turn; the first round is not counted."""
-    figures = PublishFigures(tensors=len(TABLE.checkpoint()))
+    figures = PublishFigures(tensors=len(TABLE.checkpoint_shapes()))
     names = [*(f"slimx {encoding}" for encoding in ENCODINGS), PER_TENSOR]
     figures.rounds = {name: [] for name in names}
     figures.buckets = {f"slimx {encoding}": plan.count for encoding, plan in ways.plans.items()}
@@ -179,11 +179,11 @@ async def measure(ways: Ways, rounds: int) -> PublishFigures:
     return figures
 
 
-def own_publication(ways: Ways, figures: PublishFigures) -> Trial:
+def own_publication(ways: Ways, figures: PublishFigures) -> LinkTrial:
     """The link model, from each round's rates of small pieces, against the round's publication."""
     traffic = traffic_of(ways.plans["local"], sources=TRAINERS, engines=1, engine_ranks=1, encoding="local")
     measured = figures.seconds("slimx local", "total").tolist()
-    return Trial([predict(traffic, links).total for links in figures.links], measured)
+    return LinkTrial([predict(traffic, links).total for links in figures.links], measured)
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimx.preflight.links.model import TOLERANCE, Links, Trial
+from slimx.preflight.links.model import TOLERANCE, Links, LinkTrial
 
 STAGES = {
     "pack": "gather, convert, pack",
@@ -69,7 +69,7 @@ def _ratio(figures: PublishFigures, way: str, stage: str, goal: float) -> str:
     )
 
 
-def describe_model(figures: PublishFigures, own: Trial, rehearsed: Trial) -> str:
+def describe_model(figures: PublishFigures, own: LinkTrial, rehearsed: LinkTrial) -> str:
     """The rates that the link model predicts from, and how far it misses."""
     pack, check, copy, verify = (
         float(np.median([getattr(links, rate) for links in figures.links])) / 1e9

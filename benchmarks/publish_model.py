@@ -62,7 +62,7 @@ def engine_parameters() -> dict[str, torch.Tensor]:
 
 def hf_places(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every Hugging Face tensor's place in the fused parameters: contiguous rows of one of them."""
-    places, shapes = {}, TABLE.checkpoint()
+    places, shapes = {}, TABLE.checkpoint_shapes()
     for part in ENGINE.parts():
         for name, view in _places(part, parameters[part.name]):
             places[name] = view.view(shapes[name])

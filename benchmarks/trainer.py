@@ -28,7 +28,7 @@ from machine import cpu_seconds, surroundings
 from peer import Peer
 from trainer_rank import VERSION, TrainerRank
 
-from slimx.data.batch import MicroBatch, Row
+from slimx.data.batch import MicroBatch, TrainingRow
 from slimx.data.packing import pack
 from slimx.errors import SlimxError
 from slimx.runtime.ports import free_port
@@ -55,7 +55,7 @@ def make_shards(ranks: int, count: int = ROWS, limit: int = LIMIT) -> list[list[
     for length in random.integers(MEAN // 2, MEAN * 3 // 2, count):
         tokens = random.integers(1, 100, length + 1)
         rows.append(
-            Row(
+            TrainingRow(
                 tokens=tokens[:-1],
                 labels=tokens[1:],
                 loss_weight=np.full(length, 1 / (count * MEAN), np.float32),

@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
 
-from slimx.data.batch import MicroBatch, Row  # noqa: E402
+from slimx.data.batch import MicroBatch, TrainingRow  # noqa: E402
 from slimx.data.packing import pack  # noqa: E402
 from slimx.runtime.ports import free_port  # noqa: E402
 from slimx.trainer.worker import install_adapters, prepare_process  # noqa: E402
@@ -79,7 +79,7 @@ def write_checkpoint(path: Path, hf: dict[str, Any]) -> None:
 
     path.mkdir()
     (path / "config.json").write_text(json.dumps(hf))
-    shapes = read_model(path).table.checkpoint()
+    shapes = read_model(path).table.checkpoint_shapes()
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(std=0.02)
         for name, shape in shapes.items()
@@ -94,7 +94,7 @@ def rollouts(count: int, lengths: tuple[int, int], vocab_size: int, max_tokens: 
         tokens = random.integers(1, vocab_size, length + 1)
         trained = np.arange(length) >= length // 4
         rows.append(
-            Row(
+            TrainingRow(
                 tokens=tokens[:-1],
                 labels=tokens[1:],
                 loss_weight=(trained / 1e3).astype(np.float32),

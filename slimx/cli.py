@@ -13,7 +13,7 @@ from slimx.commands.convert import app as convert
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
-from slimx.observability.live.terminal import one_line, plain, visible
+from slimx.observability.live.safe_text import one_line, plain, visible
 
 app = typer.Typer(
     no_args_is_help=True,

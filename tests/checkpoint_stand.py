@@ -93,7 +93,7 @@ def write_checkpoint(
             held.clear()
             number += 1
 
-    for name, shape in table.checkpoint().items():
+    for name, shape in table.checkpoint_shapes().items():
         kind = getattr(torch, own[name]) if own[name] else dtype
         held[name] = torch.empty(shape, dtype=torch.float32).uniform_(-1, 1, generator=generator).to(kind)
         if sum(tensor.nbytes for tensor in held.values()) >= file_bytes:

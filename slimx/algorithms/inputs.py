@@ -20,7 +20,7 @@ class LossInputs:
     logprobs: torch.Tensor
     """The policy's, with gradient."""
     weight: torch.Tensor
-    """Loss weight with the denominators of the whole update inside (`slimx.data.weights`); 0 where not trained."""
+    """Loss weight with the denominators of the whole update inside (`slimx.data.loss_weights`); 0 where not trained."""
     advantages: torch.Tensor
     old_logprobs: torch.Tensor
     """Denominator of the ratio: the engine's, or the trainer's own before the step (algorithm.old_logprobs)."""

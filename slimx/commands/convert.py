@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from slimx.errors import SlimxError
 
@@ -22,37 +31,12 @@ app = typer.Typer(
     help="Convert checkpoints, slice by slice: memory stays below 2 GB whatever their size. A conversion that was "
     "killed goes on where it was when it is started again; the output appears when it is complete.",
 )
-
-
-class Dtype(StrEnum):
-    """Data type of tensors that are not quantised."""
-
-    stored = "stored"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class Rule(StrEnum):
-    """Rule by which the scale of a block follows from its values: docs/numerics.md."""
-
-    ieee = "ieee"
-    triton = "triton"
-    te = "te"
-    ue8m0 = "ue8m0"
-
-
-class Layers(StrEnum):
-    """Naming of layers by the keys of a Megatron directory."""
-
-    auto = "auto"
-    numbered = "numbered"
-    stacked = "stacked"
-
-
-_DTYPE = typer.Option(help="Of the model; stored: as the source has it, fp8 as bf16.")
 Source = Annotated[Path, typer.Argument(help="Directory of the checkpoint.")]
 Out = Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")]
-DtypeOption = Annotated[Dtype, _DTYPE]
+Dtype = Annotated[
+    Literal["stored", "bfloat16", "float32"],
+    typer.Option(help="Of the model; stored: as the source has it, fp8 as bf16."),
+]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Read the output again: its checksums, and its values with the source's.")
 ]
@@ -71,7 +55,7 @@ THREADS = min(4, os.cpu_count() or 1)
 def hf_to_megatron(
     source: Source,
     out: Out,
-    dtype: DtypeOption = Dtype.stored,
+    dtype: Dtype = "stored",
     layout: Annotated[
         str,
         typer.Option(
@@ -80,12 +64,12 @@ def hf_to_megatron(
         ),
     ] = "",
     layers: Annotated[
-        Layers,
+        Literal["auto", "numbered", "stacked"],
         typer.Option(
             help="Keys of its layers: numbered (slime and Miles want it of models with experts), or stacked under one "
             "key; auto: numbered with experts, else stacked."
         ),
-    ] = Layers.auto,
+    ] = "auto",
     file_size: FileSize = 0.5,
     verify: Verify = False,
     threads: Threads = THREADS,
@@ -100,7 +84,7 @@ def hf_to_megatron(
             source,
             dtype=_torch(dtype),
             layout=layout,
-            layers=layers.value,
+            layers=layers,
             file_bytes=_bytes(file_size),
             family=_family(family),
         ),
@@ -117,7 +101,7 @@ def megatron_to_hf(
     original: Annotated[
         Path, typer.Option(help="Hugging Face directory of the model: its config, tokenizer and frozen tensors.")
     ],
-    dtype: DtypeOption = Dtype.stored,
+    dtype: Dtype = "stored",
     file_size: FileSize = 2,
     verify: Verify = False,
     threads: Threads = THREADS,
@@ -141,8 +125,11 @@ def megatron_to_hf(
 def hf_to_fp8(
     source: Source,
     out: Out,
-    rule: Annotated[Rule, typer.Option(help="How scales are chosen; ue8m0 for DeepGEMM on Blackwell.")] = Rule.ieee,
-    dtype: DtypeOption = Dtype.stored,
+    rule: Annotated[
+        Literal["ieee", "triton", "te", "ue8m0"],
+        typer.Option(help="How scales are chosen (docs/numerics.md); ue8m0 for DeepGEMM on Blackwell."),
+    ] = "ieee",
+    dtype: Dtype = "stored",
     file_size: FileSize = 2,
     verify: Verify = False,
     threads: Threads = THREADS,
@@ -154,7 +141,7 @@ def hf_to_fp8(
 
     _work(
         lambda: run.hf_to_fp8(
-            source, rule=rule.value, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
+            source, rule=rule, dtype=_torch(dtype), file_bytes=_bytes(file_size), family=_family(family)
         ),
         out,
         threads,
@@ -172,18 +159,16 @@ def _family(path: str) -> Family | None:
     return load_family(path, "--family") if path else None
 
 
-def _torch(dtype: Dtype):
+def _torch(dtype: str) -> Any:
     import torch
 
-    return None if dtype is Dtype.stored else getattr(torch, dtype.value)
+    return None if dtype == "stored" else getattr(torch, dtype)
 
 
 def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool) -> None:
     """Plan and run a conversion. What the system refuses of its input is said in one sentence, as of its output."""
     import torch
-    from rich.console import Console
 
-    from slimx.commands.convert_progress import Bar
     from slimx.convert.work import convert
 
     torch.set_num_threads(1)  # files are written by threads of our own
@@ -203,3 +188,31 @@ def _work(plan: Callable[[], Conversion], out: Path, threads: int, verify: bool)
         highlight=False,
         soft_wrap=True,
     )
+
+
+class Bar:
+    """A `slimx.convert.work.Progress` on a console; silent where that is no terminal."""
+
+    def __init__(self, console: Console):
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        what = TextColumn("{task.description}")
+        self._progress = Progress(what, *columns, console=console, disable=not console.is_terminal)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def start(self, what: str, total: int, done: int) -> None:
+        """Begin; what an earlier try has done counts as done, not as fast."""
+        self._task = self._progress.add_task(what, total=total)
+        if done:
+            self._progress.update(self._task, completed=done)
+            self._progress.reset(self._task, completed=done)
+
+    def advance(self, nbytes: int) -> None:
+        if self._task is not None:
+            self._progress.advance(self._task, nbytes)

@@ -15,7 +15,7 @@ from slimx.data.batch import make_rows
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.numerics.rows import first_difference
-from slimx.observability.live.terminal import visible
+from slimx.observability.live.safe_text import visible
 from slimx.orchestration.run import Run
 from slimx.orchestration.session import run_session
 

@@ -22,8 +22,8 @@ from slimx.durable import replace_synced
 from slimx.errors import Preempted, SlimxError
 from slimx.models.families import configured_model
 from slimx.observability.live.run_lock import held
+from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
-from slimx.observability.live.terminal import plain
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.prepare import Sources, check_sources

@@ -24,7 +24,7 @@ from slimx.config.sections.critic import Critic, critic_trainer
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Eval, Rollout
-from slimx.config.sections.run import Cluster, Model, Numerics, Run, Track
+from slimx.config.sections.run import Cluster, Model, Numerics, RunSection, Track
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
@@ -33,7 +33,7 @@ from slimx.errors import SlimxError
 class Config(Section):
     """One run."""
 
-    run: Run
+    run: RunSection
     model: Model
     numerics: Numerics = Numerics()
     cluster: Cluster = Cluster()

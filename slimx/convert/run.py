@@ -158,7 +158,11 @@ def _open(source: Path, family: Family | None) -> tuple[ModelSpec, CheckpointRea
     least = read_model(source, family=family)
     most = _with_prediction(source, least.family.mtp_layers(least.hf), family)
     # Published checkpoints leave out layers of multi-token prediction that their config declares.
-    spec = most if reader.names & (most.table.checkpoint().keys() - least.table.checkpoint().keys()) else least
+    spec = (
+        most
+        if reader.names & (most.table.checkpoint_shapes().keys() - least.table.checkpoint_shapes().keys())
+        else least
+    )
     reader.check(spec.table, quantised=True)
     reader.check_copies(spec.table)
     return spec, reader

@@ -18,7 +18,7 @@ from slimx.errors import SlimxError
 
 
 @dataclass(kw_only=True, slots=True)
-class Row:
+class TrainingRow:
     """One trajectory, aligned with the tokens it predicts; n = L - 1."""
 
     tokens: np.ndarray
@@ -27,7 +27,7 @@ class Row:
     """int64 [n]: what it predicts."""
     loss_weight: np.ndarray
     """float32 [n]: 0 where not trained; sums to 1 over the whole update where the loss is a mean of tokens
-    (`slimx.data.weights`)."""
+    (`slimx.data.loss_weights`)."""
     advantages: np.ndarray
     """float32 [n]."""
     rollout_logprobs: np.ndarray
@@ -106,7 +106,7 @@ class TrainBatch:
     imbalance: float
     """Predicted time over that of perfect balance, minus 1: what data-parallel ranks wait for the slowest."""
 
-    def unpack(self, results: Sequence[Sequence[np.ndarray]], rows: Sequence[Row]) -> list[np.ndarray]:
+    def unpack(self, results: Sequence[Sequence[np.ndarray]], rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """Per-token results of all micro-batches, `results[d][m]` [T, ...], back in the order of the rows that were
         packed: one [n, ...] each."""
         found: dict[int, np.ndarray] = {}
@@ -124,7 +124,7 @@ def make_rows(
     weights: Sequence[np.ndarray],
     *,
     taught: bool = False,
-) -> list[Row]:
+) -> list[TrainingRow]:
     """Align trajectories with the tokens they predict. `advantages`: of each trajectory one number for all its
     positions, or one for each, [L-1]. `taught`: with the log-probs of the teacher that an engine serves.
 
@@ -133,7 +133,7 @@ def make_rows(
     for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
         tokens = trajectory.token_ids.astype(np.int64)
         rows.append(
-            Row(
+            TrainingRow(
                 tokens=tokens[:-1],
                 labels=tokens[1:],
                 loss_weight=weight,

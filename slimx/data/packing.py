@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slimx.data.balance import balance, greedy_with_room
-from slimx.data.batch import MicroBatch, Row, TrainBatch
+from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
 from slimx.data.support import Support
 from slimx.errors import SlimxError
 
@@ -20,7 +20,7 @@ Split = list[list[list[int]]]
 
 
 def pack(
-    rows: Sequence[Row],
+    rows: Sequence[TrainingRow],
     *,
     data_size: int,
     max_tokens: int,
@@ -116,7 +116,7 @@ def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
 
 
 def lay_out(
-    rows: Sequence[Row], split: Split, *, multiple_of: int = 1, sequence_multiple: int = 1
+    rows: Sequence[TrainingRow], split: Split, *, multiple_of: int = 1, sequence_multiple: int = 1
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each rank (see `pack`)."""
     multiple_of = lcm(multiple_of, sequence_multiple)
@@ -161,7 +161,9 @@ def padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pack_rows(all_rows: Sequence[Row], numbers: list[int], multiple_of: int, sequence_multiple: int) -> MicroBatch:
+def _pack_rows(
+    all_rows: Sequence[TrainingRow], numbers: list[int], multiple_of: int, sequence_multiple: int
+) -> MicroBatch:
     """One micro-batch of rows `numbers`; without any it is `multiple_of` tokens of padding."""
     rows = [all_rows[number] for number in numbers]
     lengths = [padded(len(row), sequence_multiple) for row in rows]
@@ -212,7 +214,7 @@ def _pack_rows(all_rows: Sequence[Row], numbers: list[int], multiple_of: int, se
     )
 
 
-def _joined_support(rows: Sequence[Row], lengths: Sequence[int]) -> Support | None:
+def _joined_support(rows: Sequence[TrainingRow], lengths: Sequence[int]) -> Support | None:
     """The rows' supports at their places; rows without one, and padding, are not restricted."""
     if all(row.support is None for row in rows):
         return None

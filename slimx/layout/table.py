@@ -122,7 +122,7 @@ class Table:
                     for expert in range(self.experts if row.per_expert and not row.stacked else 1):
                         yield Entry(row, layer, expert)
 
-    def checkpoint(self) -> dict[str, tuple[int, ...]]:
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the checkpoint that the rows hold, in order, stacks as a whole."""
         out: dict[str, tuple[int, ...]] = {}
         for source, shape in self.sources().items():

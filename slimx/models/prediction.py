@@ -41,7 +41,7 @@ def table_with_prediction(
         experts=experts,
         mtp_layers=mtp,
         aliases=aliases,
-        frozen={**unbuilt.checkpoint(), **frozen},
+        frozen={**unbuilt.checkpoint_shapes(), **frozen},
     )
 
 

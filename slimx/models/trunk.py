@@ -25,7 +25,7 @@ def read_trunk(config: Config) -> ModelSpec:
     )
     unused = {name: shape for row in table.rows if row.name == OUTPUT_LAYER for name, shape in row.sources}
     aliases = {name: original for name, original in table.aliases.items() if original not in unused}
-    shapes = table.checkpoint()
+    shapes = table.checkpoint_shapes()
     unused |= {name: shapes[original] for name, original in table.aliases.items() if original in unused}
     return replace(
         spec,

@@ -14,15 +14,15 @@ from itertools import islice
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import Row, TrainBatch, make_rows
+from slimx.data.batch import TrainBatch, TrainingRow, make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Group
-from slimx.data.weights import loss_weights
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import sequence_flops
 
-Packer = Callable[[Sequence[Row]], TrainBatch]
+Packer = Callable[[Sequence[TrainingRow]], TrainBatch]
 
 
 def make_packer(config: Config, spec: ModelSpec, sizes: Sizes) -> Packer:
@@ -50,7 +50,7 @@ def longest_trajectory(config: Config, spec: ModelSpec, *layouts: Sizes) -> int:
 
 def make_update_rows(
     config: Config, groups: Sequence[Group], advantages: Callable[[Sequence[Group]], Sequence[float | np.ndarray]]
-) -> list[list[Row]]:
+) -> list[list[TrainingRow]]:
     """The rows of one step's updates, in order; each group is in one of them, whole. `advantages`: of every trajectory
     of the step, group after group."""
     if config.algorithm.mask_stale_tokens:

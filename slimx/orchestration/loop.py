@@ -61,7 +61,7 @@ async def train(run: Run) -> None:
             with run.phase("sleep"):
                 await run.engines.sleep()
                 await run.trainers.reload()
-        if config.algorithm.waits:
+        if config.algorithm.needs_whole_step:
             with run.phase("values"):
                 metrics |= await run.watched(estimate_advantages(run, batch.groups, rows))
         with run.phase("prepare"):

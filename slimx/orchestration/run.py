@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slimx.algorithms.advantages.estimate import all_advantages
-from slimx.data.batch import Row
+from slimx.data.batch import TrainingRow
 from slimx.data.prompts import PromptSource
 from slimx.data.records import Group
 from slimx.data.routes import check_routes
@@ -126,7 +126,7 @@ class Run:
 
     # Work -------------------------------------------------------------------------------------------------------------
 
-    def updates(self, groups: list[Group]) -> list[list[Row]]:
+    def updates(self, groups: list[Group]) -> list[list[TrainingRow]]:
         """The rows that one step's groups give, update by update; with a critic their advantages come later."""
         if self.routes is not None:
             check_routes([trajectory for group in groups for trajectory in group.trajectories], self.routes)

@@ -18,8 +18,8 @@ from slimx.errors import SlimxError
 from slimx.models.trunk import read_trunk
 from slimx.observability.live.activity import Activity
 from slimx.observability.live.run_lock import held
+from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
-from slimx.observability.live.terminal import plain
 from slimx.observability.report.report import write_report
 from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.lifetime.heap import settled_heap

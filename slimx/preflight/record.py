@@ -19,7 +19,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EngineGroup(Record):
+class PlannedGroup(Record):
     """One group of `rollout.engines`."""
 
     name: str
@@ -250,8 +250,8 @@ class PlanReport(Record):
     critic: Sizes | None = Field(None, description="PPO's critic; null: there is none")
     critic_own: bool = Field(False, description="whether it has ranks of its own beside the trainer's")
     critic_largest_rank: int = 0
-    engines: tuple[EngineGroup, ...] = Field((), description="of the policy")
-    frozen: tuple[EngineGroup, ...] = Field((), description="of other models, which nothing is published to")
+    engines: tuple[PlannedGroup, ...] = Field((), description="of the policy")
+    frozen: tuple[PlannedGroup, ...] = Field((), description="of other models, which nothing is published to")
     rank_map: RankMap | None = None
     trainer_memory: tuple[TrainerMemory, ...] = ()
     engine_memory: tuple[EngineMemory, ...] = ()

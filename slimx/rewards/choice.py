@@ -6,7 +6,7 @@ import re
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.rewards.context import Context, answer_of
+from slimx.rewards.shared.context import Context, answer_of
 
 LETTERS = "ABCDEFGHIJ"
 

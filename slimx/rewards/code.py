@@ -24,8 +24,8 @@ from slimx.data.records import Trajectory
 from slimx.environments.answers import last_program
 from slimx.environments.sandbox import Limits, Ran, Sandbox, in_thread
 from slimx.errors import SlimxError
-from slimx.rewards.context import Context
 from slimx.rewards.needs import checked_by
+from slimx.rewards.shared.context import Context
 
 UNFIT = 3
 """The judge's exit status for a test that cannot be run this way (`UNFIT` in sandboxed/judge.py)."""

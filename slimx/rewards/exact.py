@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slimx.data.records import Trajectory
-from slimx.rewards.context import Context, answer_of
+from slimx.rewards.shared.context import Context, answer_of
 
 
 async def reward(ctx: Context, trajectory: Trajectory) -> float:

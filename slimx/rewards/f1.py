@@ -7,7 +7,7 @@ import string
 from collections import Counter
 
 from slimx.data.records import Trajectory
-from slimx.rewards.context import Context, answer_of
+from slimx.rewards.shared.context import Context, answer_of
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.rewards.context import Context
-from slimx.rewards.http import post
+from slimx.rewards.shared.context import Context
+from slimx.rewards.shared.http import post
 
 TEMPLATE = """Question:
 {question}

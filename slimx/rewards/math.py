@@ -14,9 +14,9 @@ from sympy import I
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_process
-from slimx.rewards.notation import DELIMITED, expression, last_boxes, latex
+from slimx.rewards.shared.context import Context, answer_of
+from slimx.rewards.shared.notation import DELIMITED, expression, last_boxes, latex
 
 T = TypeVar("T")
 SECONDS = 5

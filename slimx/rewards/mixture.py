@@ -8,13 +8,13 @@ from typing import Any
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.errors import SlimxError
-from slimx.rewards.context import Context
+from slimx.rewards.shared.context import Context
 
 Hook = Callable[[Any, Trajectory], Awaitable[float | dict[str, float]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightedReward:
     """One reward of a mixture."""
 
     name: str
@@ -31,7 +31,7 @@ class Part:
 class Mixture:
     """A reward hook made of parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightedReward, ...]
 
     async def __call__(self, ctx: Context, trajectory: Trajectory) -> dict[str, float]:
         """By part (`name`, or `name/key` where its hook returns several numbers) what it adds to the reward.
@@ -46,7 +46,7 @@ class Mixture:
                 out[part.name] = part.weight * value
         return out
 
-    def _fitting(self, prompt: Prompt) -> list[Part]:
+    def _fitting(self, prompt: Prompt) -> list[WeightedReward]:
         fitting = [part for part in self.parts if part.fits(prompt)]
         if not fitting:
             raise SlimxError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.rewards.context import Context
+from slimx.rewards.shared.context import Context
 
 
 async def reward(ctx: Context, trajectory: Trajectory, *, limit: int, buffer: int) -> float:

@@ -7,8 +7,8 @@ from functools import cache
 
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
-from slimx.rewards.context import Context, answer_of
 from slimx.rewards.needs import needs_process
+from slimx.rewards.shared.context import Context, answer_of
 
 
 # An expression can take exponential time on a text, and `re` cannot be interrupted.

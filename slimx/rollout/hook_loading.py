@@ -17,7 +17,7 @@ from slimx.config.sections.reward import RewardPart
 from slimx.dotted import load_function
 from slimx.errors import SlimxError
 from slimx.rewards import needs
-from slimx.rewards.mixture import Mixture, Part
+from slimx.rewards.mixture import Mixture, WeightedReward
 from slimx.rollout.hooks import Generate, Keep, Reward
 
 
@@ -83,7 +83,7 @@ def load_reward(config: RewardConfig, run: slime.RunFacts) -> Reward | None:
     if config.parts:
         return Mixture(
             tuple(
-                Part(part.name, _load_reward(f"reward.parts.{number}", part, run), part.weight, part.where)
+                WeightedReward(part.name, _load_reward(f"reward.parts.{number}", part, run), part.weight, part.where)
                 for number, part in enumerate(config.parts)
             )
         )

@@ -19,8 +19,8 @@ from tests.gpu.alone import alone
 def run(dtype: str, out: Path, parallel: Any) -> None:
     from slimx.config.schema import Config
     from slimx.data.batch import make_rows
+    from slimx.data.loss_weights import loss_weights
     from slimx.data.packing import pack
-    from slimx.data.weights import loss_weights
     from slimx.models.families import read_model
     from slimx.trainer.trainer import PolicyTrainer
     from tests.gpu.trainer_cases import CASES, config, rollouts, write_model

@@ -150,7 +150,7 @@ def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int, dtype: torc
     (path / "config.json").write_text(json.dumps(hf))
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in read_model(path, mtp_layers=mtp).table.checkpoint().items():
+    for name, shape in read_model(path, mtp_layers=mtp).table.checkpoint_shapes().items():
         norm = "norm" in name and len(shape) == 1
         scale = 0.1 if len(shape) > 1 else 0.05
         tensors[name] = (torch.randn(shape, generator=generator) * scale + norm).to(dtype)

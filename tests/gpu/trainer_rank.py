@@ -23,8 +23,8 @@ def run(name: str, out: Path, parallel: Any) -> None:
 
     from slimx.algorithms.advantages.estimate import group_advantages
     from slimx.data.batch import make_rows
+    from slimx.data.loss_weights import loss_weights
     from slimx.data.packing import pack
-    from slimx.data.weights import loss_weights
     from slimx.models.families import read_model
     from slimx.trainer.checkpoint import files
     from slimx.trainer.trainer import PolicyTrainer

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import MicroBatch, Row, make_rows
+from slimx.data.batch import MicroBatch, TrainingRow, make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
-from slimx.data.weights import loss_weights
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import MAX_TOKENS, Rank, demonstrations
 
@@ -29,7 +29,7 @@ CLIP = 0.5
 """Some values move further than this from the old ones, some do not."""
 
 
-def critic_rows() -> list[Row]:
+def critic_rows() -> list[TrainingRow]:
     """The demonstrations, with old values and returns that no model said; those of a token depend on its sequence and
     place alone, so that all layouts train the same."""
     trajectories = demonstrations(0)
@@ -77,7 +77,7 @@ class CriticRank(Rank):
 
         return CriticTrainer(self.config(**trainer), self.parallel)
 
-    def packed(self, rows: list[Row]) -> list[MicroBatch]:
+    def packed(self, rows: list[TrainingRow]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches."""
         sizes = self.sizes
         batch = pack(

@@ -26,8 +26,8 @@ import numpy as np
 
 from slimx.config.schema import Config
 from slimx.data.batch import make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Span, Trajectory
-from slimx.data.weights import loss_weights
 from tests.integration.rank_start import enter, join, leave
 from tests.integration.saving import begin_save, finish_save
 

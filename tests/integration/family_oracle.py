@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Trajectory
-from slimx.data.weights import loss_weights
 from tests.integration.conftest import Weights
 from tests.integration.trainer_rank import demonstrations
 

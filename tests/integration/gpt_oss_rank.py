@@ -15,8 +15,8 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.data.batch import make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
-from slimx.data.weights import loss_weights
 from tests.integration import rank_start
 from tests.integration.gathering import write_tensors
 from tests.integration.saving import begin_save, finish_save

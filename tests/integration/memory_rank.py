@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import MicroBatch, Row
+from slimx.data.batch import MicroBatch, TrainingRow
 from slimx.data.packing import pack
 from slimx.layout.ranks import Sizes
 from tests.integration.rank_start import join, leave
@@ -62,7 +62,7 @@ def micro_batches(settings: Config, sizes: Sizes, data: int) -> list[MicroBatch]
     turns = np.arange(length * shape.topk).reshape(length, 1, shape.topk) % shape.experts
     routes = np.repeat(turns, shape.layers, axis=1).astype(np.uint8)
     rows = [
-        Row(
+        TrainingRow(
             tokens=random.integers(1, 120, length),
             labels=random.integers(1, 120, length),
             loss_weight=np.full(length, 1 / (length * count), np.float32),

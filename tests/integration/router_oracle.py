@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Trajectory
-from slimx.data.weights import loss_weights
 from tests.integration.conftest import Weights, perturbed
 from tests.integration.deepseek_v3_oracle import MODELS, Oracle
 from tests.integration.prediction_oracle import split_experts

@@ -92,7 +92,7 @@ def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
     """A checkpoint of random weights: norms around 1, the rest far from uniform."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(hf))
-    shapes = read_model(path, mtp_layers=mtp).table.checkpoint()
+    shapes = read_model(path, mtp_layers=mtp).table.checkpoint_shapes()
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 0.05)

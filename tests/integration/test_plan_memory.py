@@ -114,7 +114,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(hf))
         table = read_model(root / name, mtp_layers=hf.get("num_nextn_predict_layers", 0)).table
-        tensors = {key: 0.1 * torch.randn(shape, generator=generator) for key, shape in table.checkpoint().items()}
+        tensors = {
+            key: 0.1 * torch.randn(shape, generator=generator) for key, shape in table.checkpoint_shapes().items()
+        }
         save_file(tensors, root / name / "model.safetensors", metadata={"format": "pt"})
     return root
 

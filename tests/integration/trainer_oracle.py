@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory
-from slimx.data.weights import loss_weights
 from tests.integration.conftest import Weights
 from tests.integration.trainer_rank import VERSION
 

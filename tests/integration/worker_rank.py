@@ -12,8 +12,8 @@ from typing import Any
 
 from slimx.config.schema import Config
 from slimx.data.batch import make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
-from slimx.data.weights import loss_weights
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import read_model
 from slimx.reshard.plan.publication import export_plan

@@ -17,7 +17,7 @@ from slimx.adapters.slime.scene import current
 from slimx.data.tokens import load_tokenizer as load_from_directory
 from slimx.dotted import imported
 from slimx.errors import SlimxError
-from slimx.rewards import http
+from slimx.rewards.shared import http
 
 TIMEOUT_S = 120.0
 """For one request to a server that is not the run's."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from slimx.config.sections.algorithm import Algorithm
-from slimx.data.batch import Row
+from slimx.data.batch import TrainingRow
 
 
-def select_tokens(algorithm: Algorithm, rows: Sequence[Row], seed: Sequence[int]) -> dict[str, float]:
+def select_tokens(algorithm: Algorithm, rows: Sequence[TrainingRow], seed: Sequence[int]) -> dict[str, float]:
     """Give the rows of one update their `selected`; metrics.
 
     A trained token's covariance is (log p - mean log p)(A - mean A), with the means over all trained tokens of the

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from slimx.config.sections.algorithm import Algorithm
-from slimx.data.batch import Row
+from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 
 
 def assign_preferences(
     algorithm: Algorithm,
     groups: Sequence[Group],
-    rows: Sequence[Row],
+    rows: Sequence[TrainingRow],
     policy: Sequence[np.ndarray],
     reference: Sequence[np.ndarray],
 ) -> dict[str, float]:
@@ -68,6 +68,6 @@ def assign_preferences(
     return metrics
 
 
-def _log_ratio(row: Row, policy: np.ndarray, reference: np.ndarray) -> float:
+def _log_ratio(row: TrainingRow, policy: np.ndarray, reference: np.ndarray) -> float:
     trained = row.loss_weight > 0
     return float((policy[trained].astype(np.float64) - reference[trained]).sum())

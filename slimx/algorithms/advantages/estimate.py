@@ -13,7 +13,7 @@ from slimx.algorithms.advantages.group import gdpo, gradient_share, grpo, opo, r
 from slimx.algorithms.advantages.token_rewards import assign_advantages
 from slimx.algorithms.hooks import load_advantages
 from slimx.config.sections.algorithm import ADVANTAGES, TOKEN_REWARDS, Algorithm
-from slimx.data.batch import Row
+from slimx.data.batch import TrainingRow
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
@@ -87,7 +87,7 @@ def all_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> list[float 
 def finish_advantages(
     algorithm: Algorithm,
     groups: Sequence[Group],
-    updates: Sequence[Sequence[Row]],
+    updates: Sequence[Sequence[TrainingRow]],
     *,
     policy: Sequence[np.ndarray] | None = None,
     reference: Sequence[np.ndarray] | None = None,

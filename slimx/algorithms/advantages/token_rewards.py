@@ -10,12 +10,12 @@ import torch
 from slimx.algorithms.advantages.gae import explained_variance, gae, token_rewards, whiten
 from slimx.algorithms.losses.kl import ESTIMATORS
 from slimx.config.sections.algorithm import Algorithm
-from slimx.data.batch import Row
+from slimx.data.batch import TrainingRow
 
 
 def assign_advantages(
     algorithm: Algorithm,
-    rows: Sequence[Row],
+    rows: Sequence[TrainingRow],
     scores: Sequence[float],
     values: Sequence[np.ndarray] | None = None,
     reference: Sequence[np.ndarray] | None = None,

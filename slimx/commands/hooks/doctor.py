@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from slimx.commands.hooks.scripted_server import LOGPROB, VERDICT, ScriptedServer
-from slimx.commands.hooks.trial import Trial, Tried
+from slimx.commands.hooks.trial import HookTrial, Tried
 from slimx.config.schema import Config
 from slimx.data.codec import encode_groups
 from slimx.data.prompts import read_prompts
@@ -65,7 +65,7 @@ def examine_hooks(config: Config) -> Examined:
         return found
     with ScriptedServer(ModelShape.of(spec)) as server:
         try:
-            tried = Trial(config, hooks, spec, tokenizer, prompts[0], server).watch()
+            tried = HookTrial(config, hooks, spec, tokenizer, prompts[0], server).watch()
         except SlimxError as error:
             found.problems.append(str(error))
             return found

@@ -45,7 +45,7 @@ class Tried:
     seconds: float
 
 
-class Trial:
+class HookTrial:
     """The rollouts, in an event loop of a thread of their own."""
 
     def __init__(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slimx.config.rule import rule
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Run
+from slimx.config.sections.run import RunSection
 from slimx.config.sections.schedule import Schedule
 
 
@@ -21,6 +21,6 @@ def no_turns(rollout: Rollout, schedule: Schedule) -> Iterator[str]:
 
 
 @rule("replay.own_directory", about="rollout.replay")
-def another_run(rollout: Rollout, run: Run) -> Iterator[str]:
+def another_run(rollout: Rollout, run: RunSection) -> Iterator[str]:
     if rollout.replay is not None and Path(rollout.replay).resolve() == Path(run.dir).resolve():
         yield f"rollout.replay is run.dir itself ({run.dir}); choose another run.dir for what is trained again"

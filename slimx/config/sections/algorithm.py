@@ -253,7 +253,7 @@ class Algorithm(Section):
         return self.teacher is not None or self.teacher_engine is not None
 
     @property
-    def waits(self) -> bool:
+    def needs_whole_step(self) -> bool:
         """True if advantages, or the tokens that they are for, are known only from the whole step's rows."""
         return self.advantages in (*TOKEN_REWARDS, "dpo") or self.loss in ("clip_cov", "kl_cov")
 

@@ -12,7 +12,7 @@ from slimx.config.section import Amount, Count, Positive, Seconds, Section, Size
 from slimx.runtime.ports import LOOPBACK
 
 
-class Run(Section):
+class RunSection(Section):
     name: str = Field("run", description="name of the run in trackers and the report")
     dir: str = Field(description="directory that holds everything the run writes")
     seed: int = Field(1, ge=0, le=2**63 - 1, description="seed of prompt order, sampling and initialisation")

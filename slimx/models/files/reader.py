@@ -106,7 +106,7 @@ class CheckpointReader:
 
         `quantised`: tensors may be in fp8 with block scales beside them.
         """
-        expected = self._as_packed(table.checkpoint(), table.turned())
+        expected = self._as_packed(table.checkpoint_shapes(), table.turned())
         optional = {name: expected[original] for name, original in table.aliases.items()} | dict(table.frozen)
         for name, shape in {**expected, **optional}.items():
             if name not in self._where:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from slimx.observability.live.terminal import visible
+from slimx.observability.live.safe_text import visible
 
 SHOWN_STEPS = 12
 HEADER_EVERY = 20

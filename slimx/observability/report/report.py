@@ -18,7 +18,7 @@ from slimx.observability.report.page import POLICY, STYLE, page_template
 from slimx.observability.report.phase_charts import phase_charts
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
-from slimx.observability.tracking.samples import Comparison, Sample, compare
+from slimx.observability.tracking.samples import Comparison, RecordedSample, compare
 
 # plotly.js alone takes 4.8 MB of the 6 MB that a page may have: the runs share these bounds, which keep the rest small.
 CURVE_POINTS = 1200
@@ -152,7 +152,7 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
     }
 
 
-def _cell(sample: Sample | None, before: Sample | None) -> dict[str, str] | None:
+def _cell(sample: RecordedSample | None, before: RecordedSample | None) -> dict[str, str] | None:
     if sample is None:
         return None
     change = 0.0 if before is None else sample.reward - before.reward

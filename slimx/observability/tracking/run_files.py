@@ -16,7 +16,7 @@ from slimx.errors import SlimxError
 from slimx.observability.tracking.jsonl import load_records
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
-from slimx.observability.tracking.samples import Sample
+from slimx.observability.tracking.samples import RecordedSample
 
 T = TypeVar("T")
 FILES = ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "config.yaml", "summary.json")
@@ -29,7 +29,7 @@ class RunFiles:
     directory: Path
     steps: list[StepRecord] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[RecordedSample] = field(default_factory=list)
     config: str | None = None
     """The YAML text as it is."""
     summary: dict[str, Any] | None = None
@@ -73,7 +73,7 @@ def read_run(directory: Path) -> RunFiles:
         )
     run.steps = _records(run, "metrics.jsonl", StepRecord.from_json)
     run.phases = _records(run, "timeline.jsonl", Phase.from_json)
-    run.samples = _records(run, "samples.jsonl", Sample.from_json)
+    run.samples = _records(run, "samples.jsonl", RecordedSample.from_json)
     if "config.yaml" not in run.missing:
         run.config = (directory / "config.yaml").read_text(encoding="utf-8", errors="replace")
     if "summary.json" not in run.missing:

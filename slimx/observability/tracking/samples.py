@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(kw_only=True, slots=True)
-class Sample:
+class RecordedSample:
     """One rollout as text."""
 
     step: int
@@ -25,7 +25,7 @@ class Sample:
     """Held-out evaluation rather than training."""
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Sample:
+    def from_json(cls, record: Mapping[str, Any]) -> RecordedSample:
         """Raises KeyError, TypeError or ValueError where `record` is no sample."""
         return cls(
             step=int(record["step"]),
@@ -43,8 +43,8 @@ class Pair:
     """One prompt before and after; a side without a rollout is None."""
 
     prompt: str
-    before: Sample | None
-    after: Sample | None
+    before: RecordedSample | None
+    after: RecordedSample | None
 
     @property
     def answer(self) -> str:
@@ -70,7 +70,7 @@ class Comparison:
         return sum(pair.before is not None and pair.after is not None for pair in self.pairs)
 
 
-def compare(samples: Sequence[Sample]) -> Comparison | None:
+def compare(samples: Sequence[RecordedSample]) -> Comparison | None:
     """Pairs the rollouts of the first and the last recorded step by prompt, one per prompt; None if there are none.
 
     Held-out rollouts are preferred: their prompts come back at every evaluation, those of training rarely do.
@@ -78,7 +78,7 @@ def compare(samples: Sequence[Sample]) -> Comparison | None:
     chosen = [sample for sample in samples if sample.evaluation] or list(samples)
     if not chosen:
         return None
-    by_step: dict[int, dict[str, Sample]] = defaultdict(dict)
+    by_step: dict[int, dict[str, RecordedSample]] = defaultdict(dict)
     for sample in chosen:
         by_step[sample.step].setdefault(sample.prompt, sample)
     first, last = min(by_step), max(by_step)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from slimx.observability.live.terminal import one_line
+from slimx.observability.live.safe_text import one_line
 
 OWN = str(Path(__file__).parents[2])
 

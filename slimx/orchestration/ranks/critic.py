@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import Row
+from slimx.data.batch import TrainingRow
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.group import RankGroup
@@ -40,14 +40,14 @@ class CriticGroup:
         if self.own is not None:
             await self.own.stop()
 
-    async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+    async def values(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """Value at every position, one [n] per row."""
         rows = _bare(rows)
         batch = self.packer(rows)
         results = await self.ranks.call("critic_values", await self.ranks.sharded(batch.shards), "the critic's values")
         return batch.unpack(self.ranks.by_shard(results), rows)
 
-    async def train_step(self, updates: Sequence[Sequence[Row]], *, step: int) -> dict[str, float]:
+    async def train_step(self, updates: Sequence[Sequence[TrainingRow]], *, step: int) -> dict[str, float]:
         """One optimizer step per update on rows with `values` and `returns`; the metrics of them all."""
         batches = [self.packer(_bare(rows)) for rows in updates]
         shards = [list(shards) for shards in zip(*(batch.shards for batch in batches), strict=True)]
@@ -65,7 +65,7 @@ class CriticGroup:
         await self.ranks.call("critic_restore", arguments, f"loading the critic {path}")
 
 
-def _bare(rows: Sequence[Row]) -> list[Row]:
+def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Without what only a policy reads: the engine's experts (a critic has routers of its own), kept tokens, what a
     teacher said."""
     return [replace(row, routed_experts=None, support=None, teacher_logprobs=None) for row in rows]

@@ -20,7 +20,7 @@ from slimx.data.step_files import StepFiles
 from slimx.observability.live.table import LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.phases import Phase
-from slimx.observability.tracking.samples import Sample
+from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import Tracker, make_tracker
 from slimx.rollout.flow.rollouts import GroupOutcome
@@ -122,7 +122,7 @@ class Records:
         for group in groups[: self.config.track.samples]:
             trajectory = group.trajectories[0]
             response = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
-            sample = Sample(
+            sample = RecordedSample(
                 step=step,
                 prompt=_text(group.prompt),
                 answer=group.prompt.answer or "",

@@ -8,13 +8,15 @@ from typing import Literal
 import numpy as np
 
 from slimx.algorithms.advantages.estimate import finish_advantages
-from slimx.data.batch import Row
+from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.orchestration.run import Run
 from slimx.runtime.threads import in_thread
 
 
-async def estimate_advantages(run: Run, groups: Sequence[Group], updates: Sequence[Sequence[Row]]) -> dict[str, float]:
+async def estimate_advantages(
+    run: Run, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
+) -> dict[str, float]:
     """Let trainers and critic score a step's rows, and finish the advantages of these (`finish_advantages`)."""
     algorithm, rows = run.config.algorithm, [row for update in updates for row in update]
     pairs = algorithm.advantages == "dpo"
@@ -34,6 +36,6 @@ async def estimate_advantages(run: Run, groups: Sequence[Group], updates: Sequen
     )
 
 
-async def _logprobs(run: Run, rows: Sequence[Row], under: Literal["policy", "reference"]) -> list[np.ndarray]:
+async def _logprobs(run: Run, rows: Sequence[TrainingRow], under: Literal["policy", "reference"]) -> list[np.ndarray]:
     batch = run.packer(rows)
     return batch.unpack(await run.trainers.logprobs(batch, under=under), rows)

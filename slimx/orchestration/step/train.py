@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from slimx.data.batch import Row, TrainBatch
+from slimx.data.batch import TrainBatch, TrainingRow
 from slimx.orchestration.run import Run
 
 
-async def train_step(run: Run, rows: Sequence[Sequence[Row]], batches: list[TrainBatch]) -> dict[str, float]:
+async def train_step(run: Run, rows: Sequence[Sequence[TrainingRow]], batches: list[TrainBatch]) -> dict[str, float]:
     """One step of the policy and, if there is one, of the critic: at the same time where they have ranks of their own.
 
     `rows` and `batches` are the same updates. While the critic warms up the policy is only measured."""

@@ -13,9 +13,9 @@ from slimx.algorithms.inputs import LossInputs
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.losses.value_loss import ValueInputs, value_loss
 from slimx.config.schema import Config
-from slimx.data.batch import Row, make_rows
+from slimx.data.batch import TrainingRow, make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
-from slimx.data.weights import loss_weights
 from slimx.errors import SlimxError
 
 PROMPTS = 6
@@ -156,7 +156,7 @@ def _difference(random: np.random.Generator, count: int, deviation: float) -> np
     return np.where(outliers, OUTLIER, deviation) * random.normal(size=count)
 
 
-def _rows(config: Config, probe: Probe) -> list[Row]:
+def _rows(config: Config, probe: Probe) -> list[TrainingRow]:
     groups = [group.newest_only() for group in probe.groups] if config.algorithm.mask_stale_tokens else probe.groups
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     weights = loss_weights(trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens)

@@ -7,7 +7,7 @@ overlap (`slimx.reshard.publish`): bucket i + 1 is packed while bucket i travels
            | move, check 0 | move, check 1 | move, check 2 |
 
 What it leaves out: contention between links, and anything else that runs there. So its figures for machines that were
-not measured are told only while it is right about one that was: see `Trial`.
+not measured are told only while it is right about one that was: see `LinkTrial`.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def _shared(work: np.ndarray, cores: int | None) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LinkTrial:
     """The model against measured publications of one machine: pairs of predicted and measured seconds."""
 
     predicted: Sequence[float]

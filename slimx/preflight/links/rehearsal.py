@@ -21,7 +21,7 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
-from slimx.preflight.links.model import Links, Traffic, Trial, predict, traffic_of
+from slimx.preflight.links.model import Links, LinkTrial, Traffic, predict, traffic_of
 from slimx.reshard.kernels import cpu as kernel
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.pack.gather import Gatherer
@@ -138,7 +138,7 @@ class Rehearsal:
         return (await publisher.publish(0, trainer_step=0)).seconds["total"]
 
 
-def rehearse() -> Trial:
+def rehearse() -> LinkTrial:
     """The link model against this machine: rates of a small model, then a larger one published, in turn.
 
     About two seconds, on two threads."""
@@ -152,7 +152,7 @@ def rehearse() -> Trial:
         while len(measured) < FEWEST or (len(measured) < ROUNDS and time.monotonic() - began < LIMIT_S):
             predicted.append(predict(traffic, calibrate(small)).total)
             measured.append(asyncio.run(large.publish()))
-    return Trial(predicted, measured)
+    return LinkTrial(predicted, measured)
 
 
 def calibrate(rehearsal: Rehearsal) -> Links:

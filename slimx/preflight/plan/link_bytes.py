@@ -7,12 +7,12 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.preflight.hardware import Machine
 from slimx.preflight.links.model import wire_bytes
-from slimx.preflight.record import EngineGroup, LinkBytes, RankMap
+from slimx.preflight.record import LinkBytes, PlannedGroup, RankMap
 from slimx.reshard.plan.publication import PublicationPlan
 
 
 def link_bytes(
-    published: PublicationPlan, places: RankMap, groups: tuple[EngineGroup, ...], machine: Machine, config: Config
+    published: PublicationPlan, places: RankMap, groups: tuple[PlannedGroup, ...], machine: Machine, config: Config
 ) -> tuple[LinkBytes, ...]:
     """Bytes by kind of link. Between GPUs they go where the two ranks stand: within one GPU, over NVLink or over the
     network; `memory` takes them through host memory, `disk` through files, `gloo` over the network's sockets.

@@ -31,7 +31,7 @@ from slimx.preflight.memory.engine import engine_memory
 from slimx.preflight.memory.trainer import trainer_memory
 from slimx.preflight.plan.link_bytes import link_bytes
 from slimx.preflight.plan.rank_map import rank_map
-from slimx.preflight.record import EngineGroup, PlanReport, Prediction, PublicationFigures, RankMap, TrainerMemory
+from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap, TrainerMemory
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
@@ -69,8 +69,8 @@ def plan_report(config: Config) -> Planned:
     report = PlanReport(
         model=config.model.path,
         architecture=spec.hf["architectures"][0],
-        parameters=sum(math.prod(shape) for shape in spec.table.checkpoint().values()),
-        checkpoint_tensors=len(spec.table.checkpoint()),
+        parameters=sum(math.prod(shape) for shape in spec.table.checkpoint_shapes().values()),
+        checkpoint_tensors=len(spec.table.checkpoint_shapes()),
         device=device,
         gpu=machine.gpu.name if machine.gpu else None,
         gpu_memory=machine.memory,
@@ -146,8 +146,8 @@ def _of_layout(
     }
 
 
-def _group(group: Engines, sizes: EngineSizes) -> EngineGroup:
-    return EngineGroup(
+def _group(group: Engines, sizes: EngineSizes) -> PlannedGroup:
+    return PlannedGroup(
         name=group.name,
         count=group.servers,
         sizes=sizes,
@@ -157,7 +157,7 @@ def _group(group: Engines, sizes: EngineSizes) -> EngineGroup:
     )
 
 
-def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup, ...]) -> Traffic:
+def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
     """Groups may differ in size where they take Hugging Face names: every rank of every engine is counted."""
     traffic = traffic_of(
         published.plan,
@@ -170,7 +170,7 @@ def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup
 
 
 def _figures(
-    config: Config, published: PublicationPlan, sizes: Sizes, groups: tuple[EngineGroup, ...], seconds: float
+    config: Config, published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...], seconds: float
 ) -> PublicationFigures:
     plan = published.plan
     tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]

@@ -8,8 +8,8 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.preflight.links.model import Stages
 from slimx.preflight.record import (
     BatchPlan,
-    EngineGroup,
     EngineMemory,
+    PlannedGroup,
     PlanReport,
     Predicted,
     PublicationFigures,
@@ -228,7 +228,7 @@ def _trainer(sizes: Sizes) -> str:
     )
 
 
-def _engines(group: EngineGroup) -> str:
+def _engines(group: PlannedGroup) -> str:
     role = "" if group.role == "regular" else f" ({group.role})"
     where = " that run already" if group.external else f" over {group.nodes} nodes each" if group.nodes > 1 else ""
     return f"{group.name}{role}: {group.count} x {group.sizes.world} ranks{where}: {_engine(group.sizes)}"

@@ -13,14 +13,14 @@ from slimx.algorithms.advantages.dpo import assign_preferences
 from slimx.algorithms.advantages.estimate import all_advantages, finish_advantages, group_advantages
 from slimx.algorithms.advantages.group import gdpo, remax, rloo
 from slimx.config.sections.algorithm import Algorithm
-from slimx.data.batch import Row, make_rows
+from slimx.data.batch import TrainingRow, make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
-from slimx.data.weights import loss_weights
 from tests.refusals import refused
 from tests.unit.algorithms.advantage_stand import group, trajectory
 
 
-def rows_of(algorithm: Algorithm, groups: list[Group], aggregation: str = "token") -> list[Row]:
+def rows_of(algorithm: Algorithm, groups: list[Group], aggregation: str = "token") -> list[TrainingRow]:
     members = [t for g in groups for t in g.trajectories]
     return make_rows(members, all_advantages(algorithm, groups), loss_weights(members, aggregation))
 
@@ -298,7 +298,7 @@ def test_a_pair_by_hand_and_a_group_without_one():
 # Selection and weights ------------------------------------------------------------------------------------------------
 
 
-def covariance_rows() -> list[Row]:
+def covariance_rows() -> list[TrainingRow]:
     groups = [group(str(number), [0.0] * 4) for number in range(5)]
     rows, random = rows_of(Algorithm(name="dr_grpo"), groups), np.random.default_rng(2)
     for row in rows:

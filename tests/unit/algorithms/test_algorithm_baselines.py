@@ -8,8 +8,8 @@ import pytest
 
 from slimx.algorithms.advantages.estimate import all_advantages, group_advantages
 from slimx.config.sections.algorithm import Algorithm
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt
-from slimx.data.weights import loss_weights
 from tests.unit.algorithms.advantage_stand import group, trajectory
 
 

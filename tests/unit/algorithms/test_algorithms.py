@@ -18,9 +18,9 @@ from slimx.algorithms.losses.policy import policy_loss, sft_loss
 from slimx.algorithms.losses.surrogates import clip
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import pack
 from slimx.data.records import Group, Prompt, Span, Trajectory
-from slimx.data.weights import loss_weights
 
 # One GRPO batch by hand. Clip to [0.8, 1.3]; eps 0.5, so that a standard deviation of 0.5 divides by exactly 1.
 #

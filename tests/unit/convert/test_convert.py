@@ -226,7 +226,7 @@ class Elements:
     """How often each element of a checkpoint is taken."""
 
     def __init__(self, table: Table):
-        self.taken = {name: np.zeros(matrix(shape), np.int64) for name, shape in table.checkpoint().items()}
+        self.taken = {name: np.zeros(matrix(shape), np.int64) for name, shape in table.checkpoint_shapes().items()}
 
     def add(self, name: str, rect: Rect) -> None:
         rows, cols = rect.extent

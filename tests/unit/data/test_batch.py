@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from slimx.data.balance import balance
-from slimx.data.batch import MicroBatch, Row, make_rows
+from slimx.data.batch import MicroBatch, TrainingRow, make_rows
+from slimx.data.loss_weights import loss_weights
 from slimx.data.packing import distribute, pack, slowdown
 from slimx.data.records import Span, Trajectory
-from slimx.data.weights import loss_weights
 from tests.refusals import refused
 
 ARRAYS = ("tokens", "labels", "loss_weight", "advantages", "rollout_logprobs", "versions", "temperature")
@@ -121,11 +121,11 @@ def test_each_trajectory_keeps_its_own_advantage():
 # Packing --------------------------------------------------------------------------------------------------------------
 
 
-def numbered_row(number: int, length: int, *, routes: bool) -> Row:
+def numbered_row(number: int, length: int, *, routes: bool) -> TrainingRow:
     """A row whose every value tells its row and its position."""
     values = 1000 * (number + 1) + np.arange(length)
     experts = np.stack([values, values + 7], 1)[:, None].astype(np.uint16)
-    return Row(
+    return TrainingRow(
         tokens=values,
         labels=values + 1,
         loss_weight=values.astype(np.float32) / 2**20,

@@ -7,8 +7,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Trajectory
-from slimx.data.weights import loss_weights
 from tests.unit.data.trajectory_stand import trajectory
 
 

@@ -103,7 +103,7 @@ MODELS = {
 def checkpoint(model: Model) -> Tensors:
     """A checkpoint in which the elements are numbered from 1."""
     out, start = {}, 1
-    for name, shape in model.table.checkpoint().items():
+    for name, shape in model.table.checkpoint_shapes().items():
         out[name] = torch.arange(start, start + math.prod(shape)).view(shape)
         start += math.prod(shape)
     return out

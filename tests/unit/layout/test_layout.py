@@ -108,14 +108,14 @@ def uncovered(code: str, *place: int) -> Iterator[None]:
 
 
 def check(table: Table, sizes: Sizes = Sizes()) -> None:  # noqa: B008  (frozen)
-    check_coverage(table.checkpoint(), MegatronLayout(table, sizes).parts())
+    check_coverage(table.checkpoint_shapes(), MegatronLayout(table, sizes).parts())
 
 
 def test_a_tensor_that_two_rows_claim_is_refused_by_name():
     norm = "model.layers.{layer}.input_layernorm.weight"
     table = replace(QWEN, rows=(*QWEN.rows, Row("decoder.layers.{layer}.copy.weight", ((norm, (12,)),))))
     with refused("table.two_rows", about="model.layers.0.input_layernorm.weight"):
-        table.checkpoint()
+        table.checkpoint_shapes()
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_a_tensor_that_two_rows_claim_is_refused_by_name():
 def test_an_alias_must_repeat_a_tensor_and_be_none_itself(aliases: dict[str, str]):
     ((name, original),) = aliases.items()
     with refused("table.alias", about=name):
-        replace(QWEN, aliases=aliases).checkpoint()
+        replace(QWEN, aliases=aliases).checkpoint_shapes()
 
 
 def test_a_row_that_no_stage_holds_is_refused_by_name():
     parts = [part for part in MegatronLayout(QWEN, Sizes(pipeline=2)).parts() if min(part.ranks) > 0]
     with refused("table.coverage", about="weight table: model.embed_tokens.weight"):
-        check_coverage(QWEN.checkpoint(), parts)
+        check_coverage(QWEN.checkpoint_shapes(), parts)
 
 
 def test_a_part_that_two_ranks_hold_whole_though_it_is_split_is_refused_by_name():

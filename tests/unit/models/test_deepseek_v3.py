@@ -82,14 +82,14 @@ def size(shapes: Iterable[tuple[int, ...]]) -> float:
     ("hf", "billions"), [(V3, 671), (KIMI_K2, 1026), (MOONLIGHT, 16)], ids=["V3", "Kimi-K2", "Moonlight"]
 )
 def test_parameters_are_as_many_as_the_published_models_count(hf: dict[str, Any], billions: int):
-    assert round(size(weight_table(hf).checkpoint().values())) == billions
+    assert round(size(weight_table(hf).checkpoint_shapes().values())) == billions
 
 
 def test_the_prediction_layer_of_v3_is_built_or_frozen_and_nothing_of_it_is_lost():
     built, plain = weight_table(V3, 1), weight_table(V3)
-    without = plain.checkpoint()
+    without = plain.checkpoint_shapes()
     assert len(without) == 45395
-    added = {name: shape for name, shape in built.checkpoint().items() if name not in without}
+    added = {name: shape for name, shape in built.checkpoint_shapes().items() if name not in without}
     assert all(name.startswith("model.layers.61.") for name in added)
     assert plain.frozen.items() == added.items() | built.frozen.items()
     assert set(built.frozen) == {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(61)}
@@ -100,7 +100,7 @@ def test_the_prediction_layer_of_v3_is_built_or_frozen_and_nothing_of_it_is_lost
 
 def test_v3_has_the_685_billion_elements_of_its_page_with_prediction_layer_and_scales():
     table = weight_table(V3, 1)
-    shapes = table.checkpoint()
+    shapes = table.checkpoint_shapes()
     copies = [shapes[original] for original in table.aliases.values()]
     blocks = [
         tuple(-(-n // 128) for n in shapes[name])
@@ -162,7 +162,7 @@ GRID = [
 def test_every_layout_holds_every_element_once(hf: dict[str, Any], mtp: int):
     table = weight_table(hf, mtp)
     for sizes in GRID:
-        check_coverage(table.checkpoint(), MegatronLayout(table, sizes).parts())
+        check_coverage(table.checkpoint_shapes(), MegatronLayout(table, sizes).parts())
 
 
 def names_of(table: Table, sizes: Sizes, rank: int) -> set[str]:

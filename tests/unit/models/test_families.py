@@ -123,7 +123,7 @@ def run(directory: Path, **trainer: Any) -> Config:
 def test_parameters_are_as_many_as_the_published_models_count(tmp_path: Path, name: str):
     hf, billions = PUBLISHED[name]
     spec = read(tmp_path, hf)
-    shapes = spec.table.checkpoint()
+    shapes = spec.table.checkpoint_shapes()
     assert round(sum(map(math.prod, shapes.values())) / 1e9, 2) == billions and spec.experts == 0
     assert ("lm_head.weight" in shapes) == (not hf["tie_word_embeddings"])
     served = {name for entry in spec.engine_table().entries() for name in entry.sources}
@@ -259,7 +259,7 @@ def test_the_configuration_names_the_family(tmp_path: Path):
         configured_model(config)
     named = config.model_copy(update={"model": config.model.model_copy(update={"family": "examples.mixtral"})})
     spec = configured_model(named)
-    assert spec.experts == 8 and round(sum(map(math.prod, spec.table.checkpoint().values())) / 1e9, 1) == 46.7
+    assert spec.experts == 8 and round(sum(map(math.prod, spec.table.checkpoint_shapes().values())) / 1e9, 1) == 46.7
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     with refused("model.other_family", about="LlamaForCausalLM"):
         configured_model(named)

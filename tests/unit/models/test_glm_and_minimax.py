@@ -148,7 +148,7 @@ def read(directory: Path, hf: dict[str, Any], **how: Any) -> ModelSpec:
 def test_parameters_are_as_many_as_the_published_files_hold(tmp_path: Path, hf: dict[str, Any], count: float):
     """As Hugging Face counts them: layers of multi-token prediction with their copies of embedding and output."""
     table = read(tmp_path, hf).table
-    shapes = table.checkpoint()
+    shapes = table.checkpoint_shapes()
     repeated = [shapes[original] for original in table.aliases.values()]
     assert billions([*shapes.values(), *table.frozen.values(), *repeated]) == pytest.approx(count, abs=0.06)
 
@@ -161,14 +161,14 @@ def test_the_prediction_layer_of_glm_is_carried_over_or_built(tmp_path: Path):
     assert {"eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"} < names
     assert {"self_attn.q_proj.bias", "self_attn.k_norm.weight", "mlp.gate.e_score_correction_bias"} < names
     assert "mlp.experts.159.down_proj.weight" in names and "mlp.shared_experts.up_proj.weight" in names
-    assert not built.frozen and set(unbuilt.frozen) == set(built.checkpoint()) - set(unbuilt.checkpoint())
+    assert not built.frozen and set(unbuilt.frozen) == set(built.checkpoint_shapes()) - set(unbuilt.checkpoint_shapes())
 
 
 @pytest.mark.parametrize(("family", "hf"), PUBLISHED, ids=["4.5", "Air", "Flash", "M2"])
 def test_an_engine_takes_every_tensor_of_the_checkpoint(family: Any, hf: dict[str, Any]):
     table = family.engine_table(hf | {"num_hidden_layers": 4})
     taken = {name for part in EngineLayout(table, EngineSizes(tensor=4)).parts() for name in part.sources}
-    assert taken == set(family.weight_table(hf | {"num_hidden_layers": 4}).checkpoint())
+    assert taken == set(family.weight_table(hf | {"num_hidden_layers": 4}).checkpoint_shapes())
 
 
 def test_a_part_of_each_head_rotates_as_either_form_of_the_config_says():
@@ -308,7 +308,7 @@ def test_the_fp8_blocks_of_minimax_are_read(tmp_path: Path):
     table = read(tmp_path, hf).table
     codes = {name for entry in table.entries() if entry.row.quantised for name in entry.sources}
     stored: dict[str, torch.Tensor] = {}
-    for name, shape in table.checkpoint().items():
+    for name, shape in table.checkpoint_shapes().items():
         stored[name] = torch.randn(shape)
         if name in codes:
             stored[name] = stored[name].to(torch.float8_e4m3fn)
@@ -316,7 +316,7 @@ def test_the_fp8_blocks_of_minimax_are_read(tmp_path: Path):
     save_file(stored, tmp_path / "model.safetensors")
     reader = CheckpointReader(tmp_path)
     reader.check(table, quantised=True)
-    for name, shape in table.checkpoint().items():
+    for name, shape in table.checkpoint_shapes().items():
         rows, cols = matrix(shape)
         wanted = stored[name].float().view(rows, cols)
         if name in codes:

@@ -74,7 +74,7 @@ Tensors = dict[str, torch.Tensor]
 def whole() -> Tensors:
     """A checkpoint whose elements are numbered from 1."""
     out, start = {}, 1
-    for name, shape in TABLE.checkpoint().items():
+    for name, shape in TABLE.checkpoint_shapes().items():
         count = torch.Size(shape).numel()
         out[name] = torch.arange(start, start + count).view(shape)
         start += count
@@ -247,7 +247,7 @@ def test_mxfp4_is_dequantised_as_transformers_does_it_and_as_the_standard_says()
 def test_ranks_read_their_slices_of_an_mxfp4_checkpoint(tmp_path: Path, sizes):
     (tmp_path / "config.json").write_text(json.dumps({**HF, "quantization_config": {"quant_method": "mxfp4"}}))
     spec = read_model(tmp_path)
-    plain = {name: torch.randn(shape).bfloat16() for name, shape in spec.table.checkpoint().items()}
+    plain = {name: torch.randn(shape).bfloat16() for name, shape in spec.table.checkpoint_shapes().items()}
     tensors = packed(plain)
     save_file(tensors, tmp_path / "model.safetensors")
     reader = CheckpointReader(tmp_path)
@@ -305,7 +305,7 @@ def test_the_published_sizes_give_the_published_numbers_of_parameters():
     common |= {"num_attention_heads": 64, "num_key_value_heads": 8}
     for layers, experts, billions in ((24, 32, 20.9), (36, 128, 116.8)):
         table = gpt_oss.weight_table({**common, "num_hidden_layers": layers, "num_local_experts": experts})
-        count = sum(torch.Size(shape).numel() for shape in table.checkpoint().values())
+        count = sum(torch.Size(shape).numel() for shape in table.checkpoint_shapes().values())
         assert round(count / 1e9, 1) == billions
 
 
@@ -381,7 +381,7 @@ def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path:
     source.mkdir()
     hf = {**HF, **({"quantization_config": {"quant_method": "mxfp4"}} if quantised else {})}
     (source / "config.json").write_text(json.dumps(hf))
-    wanted = {name: torch.randn(shape).bfloat16() for name, shape in TABLE.checkpoint().items()}
+    wanted = {name: torch.randn(shape).bfloat16() for name, shape in TABLE.checkpoint_shapes().items()}
     tensors = packed(wanted) if quantised else wanted
     save_file(tensors, source / "model.safetensors")
     if quantised:

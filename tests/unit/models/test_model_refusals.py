@@ -68,7 +68,7 @@ def test_blocks_of_no_size_are_refused_with_the_file(tmp_path: Path, size: Any):
 
 def test_scales_of_fp8_are_refused_where_a_model_is_trained(tmp_path: Path):
     table = read_model(described(tmp_path)).table
-    tensors = {name: torch.zeros(shape) for name, shape in table.checkpoint().items()}
+    tensors = {name: torch.zeros(shape) for name, shape in table.checkpoint_shapes().items()}
     scales = "model.layers.0.self_attn.q_proj.weight_scale_inv"
     save_file(tensors | {scales: torch.ones(1, 1)}, tmp_path / "model.safetensors")
     with refused("checkpoint.fp8", about=scales):

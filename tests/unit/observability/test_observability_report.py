@@ -17,7 +17,7 @@ from slimx.observability.report.phase_charts import phase_charts
 from slimx.observability.report.report import write_report
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
-from slimx.observability.tracking.samples import Sample, compare
+from slimx.observability.tracking.samples import RecordedSample, compare
 from tests.refusals import refused
 
 START = 1_760_000_000.0
@@ -71,7 +71,7 @@ def grpo_run(directory: Path, steps: int = 60) -> Path:
             right = rng.random() < rate
             total = 14 + number * 3
             samples.append(
-                Sample(
+                RecordedSample(
                     step=step,
                     prompt=f"A baker sells {number + 4} loaves in the morning and {total - number - 4} in the "
                     "afternoon. How many loaves does she sell that day? Put the number after ####.",
@@ -161,8 +161,8 @@ def report(tmp_path_factory) -> str:
     return (root / "out" / "report.html").read_text(encoding="utf-8")
 
 
-def sample(step: int, prompt: str, response: str, reward: float, evaluation: bool = True) -> Sample:
-    return Sample(
+def sample(step: int, prompt: str, response: str, reward: float, evaluation: bool = True) -> RecordedSample:
+    return RecordedSample(
         step=step, prompt=prompt, answer="4", response=response, reward=reward, version=step, evaluation=evaluation
     )
 

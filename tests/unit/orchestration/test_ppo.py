@@ -13,7 +13,7 @@ import pytest
 from slimx.algorithms.advantages.token_rewards import assign_advantages
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
-from slimx.data.batch import MicroBatch, Row
+from slimx.data.batch import MicroBatch, TrainingRow
 from slimx.data.packing import pack
 from slimx.data.support import Support
 from slimx.layout.ranks import Sizes
@@ -22,12 +22,12 @@ from tests.refusals import invalid
 from tests.unit.algorithms.naive_gae import naive
 
 
-def row(number: int, length: int) -> Row:
+def row(number: int, length: int) -> TrainingRow:
     """Trained at about half of the positions, at least at one."""
     random = np.random.default_rng(number)
     mask = random.random(length) < 0.5
     mask[random.integers(length)] = True
-    return Row(
+    return TrainingRow(
         tokens=np.full(length, number + 1),
         labels=np.arange(length),
         loss_weight=mask.astype(np.float32) / 100,
@@ -39,7 +39,7 @@ def row(number: int, length: int) -> Row:
     )
 
 
-def rows() -> list[Row]:
+def rows() -> list[TrainingRow]:
     return [row(number, length) for number, length in enumerate((7, 3, 12, 1, 9, 5, 8))]
 
 

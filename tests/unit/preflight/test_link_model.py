@@ -15,8 +15,8 @@ from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.preflight.links.model import (
     STEPS,
     Links,
+    LinkTrial,
     Traffic,
-    Trial,
     gb300_nvlink,
     h100_infiniband,
     predict,
@@ -173,7 +173,7 @@ def test_with_hugging_face_names_every_engine_rank_takes_everything_and_trainers
     [((1.0, 1.0, 9.0), 0.0, True), ((0.5, 0.5, 1.0), 1.0, False), ((1.5,) * 3, -1 / 3, False)],
 )
 def test_the_model_holds_if_the_median_pair_is_within_a_quarter(measured, off, holds):
-    trial = Trial((1.0,) * 3, measured)
+    trial = LinkTrial((1.0,) * 3, measured)
     assert trial.off == pytest.approx(off) and trial.holds is holds
 
 

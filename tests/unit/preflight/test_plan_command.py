@@ -13,7 +13,7 @@ import yaml
 
 from slimx import cli
 from slimx.preflight.links import rehearsal
-from slimx.preflight.links.model import Trial
+from slimx.preflight.links.model import LinkTrial
 from slimx.preflight.plan import text as plan_text
 from slimx.preflight.record import PlanReport
 from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
@@ -226,7 +226,7 @@ print([name for name in ("torch", "ray", "sglang", "megatron", "transformers") i
 
 @pytest.mark.parametrize(("predicted", "shown"), [(1.2, True), (0.8, True), (1.3, False), (0.7, False)])
 def test_predictions_are_labelled_and_shown_only_while_the_model_is_right_here(plan, monkeypatch, predicted, shown):
-    monkeypatch.setattr(rehearsal, "rehearse", lambda: Trial([predicted] * 3, [1.0] * 3))
+    monkeypatch.setattr(rehearsal, "rehearse", lambda: LinkTrial([predicted] * 3, [1.0] * 3))
     code, text = plan(SHALLOW, *RUN_30B, "--predict")
     assert code == 0
     if shown:
@@ -239,7 +239,7 @@ def test_predictions_are_labelled_and_shown_only_while_the_model_is_right_here(p
 
 
 def test_a_cluster_that_is_too_small_is_told_instead_of_a_figure(plan, monkeypatch):
-    monkeypatch.setattr(rehearsal, "rehearse", lambda: Trial([1.0], [1.0]))
+    monkeypatch.setattr(rehearsal, "rehearse", lambda: LinkTrial([1.0], [1.0]))
     code, text = plan(DEEPSEEK_V3 | {"num_hidden_layers": 4}, *RUN_671B, "--predict")
     assert code == 0 and "192 ranks (128 trainers, 64 of engines) do not fit the 72 of GB300 NVL72" in text
 

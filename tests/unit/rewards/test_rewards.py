@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slimx.rewards import choice, f1, http, judge, math, overlong, pattern, remote
+from slimx.rewards import choice, f1, judge, math, overlong, pattern, remote
+from slimx.rewards.shared import http
 from tests.refusals import invalid, refused
 from tests.unit.rewards.reward_stand import context, hooks_of, judged, trajectory
 

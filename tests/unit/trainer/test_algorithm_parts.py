@@ -180,7 +180,7 @@ async def test_only_what_an_algorithm_wants_is_scored_and_reaches_its_own_rows(a
     run = SimpleNamespace(
         config=config, step=3, critic=None, trainers=trainers, packer=lambda r: pack(r, data_size=2, max_tokens=4)
     )
-    assert config.algorithm.waits
+    assert config.algorithm.needs_whole_step
     metrics = await estimate_advantages(run, groups, [rows])
     assert trainers.asked == asked
     policy, reference = ([sign * row.labels for row in rows] for sign in (-0.01, -0.02))

@@ -49,7 +49,7 @@ def write(directory: Path, seed: int) -> ModelSpec:
     (directory / "config.json").write_text(json.dumps(V3 | SMALL))
     spec = read_model(directory)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in spec.table.checkpoint().items()}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in spec.table.checkpoint_shapes().items()}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return spec
 
@@ -115,7 +115,7 @@ def test_an_error_within_a_switch_leaves_the_present_weights(models):
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_nothing_changes(models):
     weights, other = models
     before = values(weights)
-    shapes = weights.spec.table.checkpoint()
+    shapes = weights.spec.table.checkpoint_shapes()
     missing = sorted(shapes)[0]
     save_file({n: torch.zeros(s) for n, s in shapes.items() if n != missing}, other / "model.safetensors")
     with refused("checkpoint.missing", about=missing):

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from slimx import cli
+from slimx.observability.live.safe_text import one_line, plain, visible
 from slimx.observability.live.table import LiveTable
-from slimx.observability.live.terminal import one_line, plain, visible
 
 HOSTILE = "a\x1b[31mred\x1b]0;title\x07\x9b2J\x85\x7f\r\b\u202eevil\u2066\u200b\ufeff\ud800[bold]b[/bold]</script>\tc\n"
 
