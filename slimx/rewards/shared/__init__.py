@@ -1,1 +1,1 @@
-"""What several reward hooks need: the context that they read, requests to servers, spellings of mathematics."""
+"""Parts that several reward hooks share: the context that they read, requests to servers, spellings of mathematics."""
