@@ -26,6 +26,8 @@ from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families import read_model
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.packed import PackedBucket
 from slimx.runtime.ports import free_port
 from tests.integration import engine_families
 from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, publish
@@ -208,9 +210,18 @@ async def test_what_a_rank_does_not_hold_is_refused(stand: Stand) -> None:
 
 async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
     engine, first = stand.engine, manifest(20, "local", epoch=3)
+
+    async def stage(of: Manifest, packed: PackedBucket) -> None:
+        """Past the engine, which would refuse it before its ranks are asked."""
+        which = {"version": of.version, "epoch": of.membership_epoch, "bucket": 0}
+        await engine.control.ask("slimx.stage", which | {"ranks": packed.parts("local", 2)})
+
+    async def commit(version: int) -> None:
+        await engine.control.ask("slimx.commit", {"version": version})
+
     with Bucket(*stand.local(stand.weights)) as bucket:
         with pytest.raises(SlimxError, match="rank 0, slimx.stage: .* but no publication is open"):
-            await engine.control.stage(first, bucket.packed, 0)
+            await stage(first, bucket.packed)
         await engine.begin(first)
         for other, message in (
             (manifest(21, "local", epoch=3), "cannot begin while version 20 of actor .epoch 3. is open"),
@@ -219,14 +230,14 @@ async def test_one_publication_is_open_at_a_time(stand: Stand) -> None:
             with pytest.raises(SlimxError, match=message):
                 await engine.begin(other)
             with pytest.raises(SlimxError, match="came, but version 20 of actor .epoch 3. is open"):
-                await engine.control.stage(other, bucket.packed, 0)
+                await stage(other, bucket.packed)
         await engine.begin(manifest(21, "local", epoch=4))
         await engine.stage(bucket.packed, 0)
         with pytest.raises(SlimxError, match="version 21 .* cannot be committed before it is loaded and verified"):
-            await engine.control.commit(21)
+            await commit(21)
         await engine.abort()
         with pytest.raises(SlimxError, match="version 21 cannot be committed: no publication is open"):
-            await engine.control.commit(21)
+            await commit(21)
 
 
 async def test_a_part_of_the_weights_is_never_served(stand: Stand) -> None:

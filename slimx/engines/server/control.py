@@ -1,7 +1,7 @@
 """Control calls to one engine server: each has a deadline; errors name the URL, the status and the server's words.
 
-Calls go straight to the server (sglang-router does not forward them). Weights are staged and verified by the slimx
-plugin inside the server (`slimx/adapters/sglang/plugin.py`); this file is the other end of its protocol.
+Calls go straight to the server (sglang-router does not forward them). One method for each of SGLang's own endpoints,
+and `ask` for the actions of the slimx plugin inside the server (`slimx/adapters/sglang/plugin.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import slimx
 from slimx.engines.server.answers import Json, message_of, parse_body
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
-from slimx.reshard.manifest import Encoding, Manifest
-from slimx.reshard.packed import PackedBucket
 from slimx.runtime.process import ServerProcess
 
 PROTOCOL = 4
@@ -35,9 +33,6 @@ REFUSED = (401, 403)
 PORT_TAKEN = "error while attempting to bind on address"
 """Words of uvicorn in the server's log."""
 
-Forms = dict[str, str]
-"""Name of a tensor -> "dtype:d0,d1"."""
-Staging = Literal["model", "bucket"]
 PauseMode = Literal["retract", "in_place", "abort"]
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 
@@ -94,7 +89,7 @@ class EngineControl:
     async def attest(self) -> list[Json]:
         """The attestation of each rank, or a SlimxError: SGLang swallows plugin failures, so silence is a refusal."""
         try:
-            ranks = await self._ask("slimx.attest")
+            ranks = await self.ask("slimx.attest")
         except (DeadlineError, RanksUnheard):
             raise
         except SlimxError as error:
@@ -127,7 +122,7 @@ class EngineControl:
 
     async def trace(self, on: bool) -> dict[str, list[str]]:
         """Begin (`on`) or end noting digests of the residual stream; at the end the first rank's, by point."""
-        return (await self._ask("slimx.trace", {"on": on}))[0]
+        return (await self.ask("slimx.trace", {"on": on}))[0]
 
     async def server_info(self) -> Json:
         """The arguments that the server runs with, by the names of SGLang's ServerArgs, and more."""
@@ -172,124 +167,33 @@ class EngineControl:
 
     # Weights --------------------------------------------------------------------------------------------------------
 
-    async def inventory(self, encoding: Encoding = "hf") -> list[Forms]:
-        """Every tensor that a publication must bring: for "hf" one list for all ranks, for "local" one per rank."""
-        ranks = await self._ask("slimx.inventory", {"encoding": encoding})
-        for number, rank in enumerate(ranks):
-            if uncovered := rank["uncovered"]:
-                name, why = next(iter(uncovered.items()))
-                raise SlimxError(
-                    f"engine {self.name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
-                    f"first {name}: {why}; add a row to slimx/adapters/sglang/weights/layout.py",
-                    code="engine.uncovered",
-                    about=name,
-                )
-        if encoding == "local":
-            return [rank["forms"] for rank in ranks]
-        tensors: Forms = {}
-        for number, rank in enumerate(ranks):
-            for name, form in rank["forms"].items():
-                if tensors.setdefault(name, form) != form:
-                    raise SlimxError(
-                        f"engine {self.name}: ranks disagree on {name}: {tensors[name]}, but {form} on rank {number}",
-                        code="engine.ranks_differ",
-                        about=name,
-                    )
-        return [tensors]
-
-    async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
-        """Open a publication on every rank. `staging`: "model" copies once, "bucket" after each bucket."""
-        await self._ask("slimx.begin", {"manifest": manifest.to_json(), "staging": staging})
-
-    async def stage(
-        self, manifest: Manifest, packed: PackedBucket, bucket: int, ranks: int = 1, deadline_s: float | None = None
-    ) -> list[Json]:
-        """Have each of the engine's `ranks` map its part of a bucket and prove its bytes. Changes nothing of the model.
-
-        Answers: each rank's `status`. A wrong byte or an unknown tensor is an error, and ends the publication on the
-        rank that found it: abort it on the others.
-        """
-        argument = {
-            "version": manifest.version,
-            "epoch": manifest.membership_epoch,
-            "bucket": bucket,
-            "ranks": packed.parts(manifest.encoding, ranks),
-        }
-        return await self._ask("slimx.stage", argument, deadline_s)
-
-    async def abort_publication(self, deadline_s: float | None = None) -> None:
-        """End the open publication on every rank, if there is one. May be called at any time."""
-        await self._ask("slimx.abort", deadline_s=deadline_s)
-
-    async def status(self) -> list[Json]:
-        """By rank {open, version, staged, bytes, missing, first_missing, outcome: {loaded, error?}} of its receiver."""
-        return await self._ask("slimx.status")
-
-    async def check_staged(self) -> None:
-        """Refuse if a rank lacks a tensor of its model: the last look before the first copy."""
-        for number, rank in enumerate(await self.status()):
-            if rank["missing"]:
-                raise SlimxError(
-                    f"engine {self.name} rank {number}: {rank['missing']} tensors of the model are not staged, first "
-                    f"{rank['first_missing']}; stage every tensor before loading",
-                    code="engine.not_staged",
-                    about=rank["first_missing"],
-                )
-
-    async def open_update(self, deadline_s: float | None = None) -> None:
+    async def open_update(self) -> None:
         """Open SGLang's weight update, in which weights stand as loaders want them; `close_update` packs them again."""
         try:
-            await self._call("POST", "/begin_weight_update", {"selector": "target"}, deadline_s=deadline_s)
+            await self._call("POST", "/begin_weight_update", {"selector": "target"})
         except DeadlineError:
             raise
         except SlimxError:
             # A publisher that died after opening left its update open: close it, then ours must open.
-            await self.close_update(deadline_s)
-            await self._call("POST", "/begin_weight_update", {"selector": "target"}, deadline_s=deadline_s)
+            await self.close_update()
+            await self._call("POST", "/begin_weight_update", {"selector": "target"})
 
-    async def close_update(self, deadline_s: float | None = None) -> None:
-        await self._call("POST", "/end_weight_update", {}, deadline_s=deadline_s)
+    async def close_update(self) -> None:
+        await self._call("POST", "/end_weight_update", {})
 
-    async def load(self, ranks: int, deadline_s: float | None = None) -> None:
-        """Copy what is staged into the model of each of the engine's `ranks`. After an error the weights are mixed."""
+    async def copy_staged(self, ranks: int) -> None:
+        """Have SGLang copy what is staged into the model of each of `ranks`; their `status` tells how that ended."""
         update = {
             "serialized_named_tensors": [NO_TENSORS] * ranks,
             "load_format": RECEIVER,
             "flush_cache": False,
             "selector": "target",
         }
-        await self._call("POST", "/update_weights_from_tensor", update, deadline_s=deadline_s)
-        for number, rank in enumerate(await self.status()):
-            if error := rank["outcome"].get("error"):
-                raise SlimxError(
-                    f"engine {self.name} rank {number}: the copy ended after {rank['outcome']['loaded']} tensors: "
-                    f"{error}; publish again",
-                    code="engine.copy",
-                    about=self.name,
-                )
+        await self._call("POST", "/update_weights_from_tensor", update)
 
-    async def verify(self, deadline_s: float | None = None) -> Json:
-        """Prove on every rank that the model holds what was copied last.
-
-        Answer: {checked: tensors of the publication, differ: [names], missing: [names held but never copied],
-        derived: [names of tensors that the model computed from them]}, of all ranks together.
-        """
-        ranks = await self._ask("slimx.verify", deadline_s=deadline_s)
-        counts = [rank["tensors"] for rank in ranks]
-        if ranks[0]["encoding"] == "hf" and len(set(counts)) > 1:
-            raise SlimxError(
-                f"engine {self.name}: ranks got {counts} tensors of one publication; publish again",
-                code="engine.counts",
-                about=self.name,
-            )
-        lists = {
-            key: sorted({name for rank in ranks for name in rank[key]}) for key in ("differ", "missing", "derived")
-        }
-        return {"checked": counts[0] if ranks[0]["encoding"] == "hf" else sum(counts)} | lists
-
-    async def commit(self, version: int) -> None:
-        """Close the open publication on every rank; refused unless it is of `version` and verified there."""
-        await self._ask("slimx.commit", {"version": version})
+    async def status(self) -> list[Json]:
+        """By rank {open, version, staged, bytes, missing, first_missing, outcome: {loaded, error?}} of its receiver."""
+        return await self.ask("slimx.status")
 
     async def set_version(self, version: int) -> None:
         """Stamp the weights: tokens sampled from now on carry `version`. Running requests go on."""
@@ -297,7 +201,7 @@ class EngineControl:
 
     # Wire -----------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, action: str, argument: Json | None = None, deadline_s: float | None = None) -> list[Json]:
+    async def ask(self, action: str, argument: Json | None = None, deadline_s: float | None = None) -> list[Json]:
         """The answers of all ranks to one action of the plugin, in the order of ranks."""
         body = {"action": action, "selector": "target", "skip_tensor_list": [json.dumps(argument or {})]}
         answer = await self._call("POST", "/weights_checker", body, deadline_s=deadline_s)

@@ -17,16 +17,15 @@ from collections.abc import AsyncIterator
 from enum import StrEnum
 from pathlib import Path
 
-import psutil
-
-from slimx.engines.server.control import EngineControl, Forms, Json, PauseMode, Staging, Tag
-from slimx.engines.server.external import ForeignProcess, check_arguments, leave, take_over
+from slimx.engines.server.answers import Json
+from slimx.engines.server.attestation import attested
+from slimx.engines.server.control import EngineControl, PauseMode, Tag
+from slimx.engines.server.external import ForeignProcess, close_open
 from slimx.engines.server.spec import EngineSpec, server_argv, server_env
 from slimx.errors import DeadlineError, SlimxError
-from slimx.layout.ranks import EngineSizes
-from slimx.numerics.exact.contract import contract
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.packed import PackedBucket
+from slimx.reshard.parties import Staging
 from slimx.runtime.process import ServerProcess, SupervisedProcess
 
 
@@ -114,65 +113,14 @@ class Engine:
         self.require("wait_ready", State.STARTING)
         try:
             if self.spec.external and not self.spec.frozen:
-                await take_over(self.control)
+                await close_open(self.control, paused=True)
             await self.control.wait_ready(deadline_s, self.process)
             if not (self.spec.external and self.spec.frozen):
-                await self._attested()
+                self.attestation = await attested(self.control, self.spec, self.process)
         except BaseException:
             await self.stop()
             raise
         self.move(State.READY)
-
-    async def _attested(self) -> None:
-        self.attestation = await self.control.attest()
-        if self.spec.external:
-            await check_arguments(self.control, self.spec)
-        else:
-            self._check_own()
-            await self.control.check_guarded()
-        if (dtype := self.attestation[0]["dtype"]) != self.spec.dtype:
-            raise SlimxError(
-                f"engine {self.spec.name} computes in {dtype}, the configuration asks for {self.spec.dtype}",
-                code="engine.dtype",
-                about=self.spec.name,
-            )
-        self._check_numerics()
-        if (sizes := EngineSizes(**self.attestation[0]["sizes"])) != self.spec.sizes:
-            raise SlimxError(
-                f"engine {self.spec.name} runs as {sizes}, the configuration asks for {self.spec.sizes}",
-                code="engine.sizes",
-                about=self.spec.name,
-            )
-
-    def _check_numerics(self) -> None:
-        """Refuse a server whose ranks compute by another contract than the trainer does."""
-        leaves = self.spec.exact_leaves
-        wanted = None if leaves is None else contract(leaves=leaves, dtype=self.spec.dtype)
-        for number, rank in enumerate(self.attestation):
-            if (attested := rank["numerics"]) != wanted:
-                raise SlimxError(
-                    f"engine {self.spec.name} rank {number} computes by {_said(attested)}, the trainer by "
-                    f"{_said(wanted)}; start it with the --exact-leaves of the run, or set numerics.mode to what it "
-                    "has",
-                    code="engine.numerics",
-                    about=f"{self.spec.name} rank {number}",
-                )
-
-    def _check_own(self) -> None:
-        """Refuse the answer of somebody else's server, which may have taken the port before ours could listen on it.
-
-        Ranks on other machines are those that met this machine's at an address that nobody else was told.
-        """
-        family = {process.pid for process in psutil.Process(self.process.pid).children(recursive=True)}
-        here = self.spec.sizes.world // (self.spec.node.count if self.spec.node else 1)
-        for rank in self.attestation[:here]:
-            if rank["pid"] not in family:
-                raise SlimxError(
-                    f"engine {self.spec.name}: process {rank['pid']} answers at {self.spec.url}, which is not the one "
-                    f"that was started; another server has the port: start again (log {self.process.log_path})",
-                    code="engine.foreign",
-                    about=self.spec.url,
-                )
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the server with its whole process tree; DEAD afterwards. May be called in any state.
@@ -181,7 +129,7 @@ class Engine:
         """
         before, self.state = self.state, State.DEAD
         if self.spec.external and not self.spec.frozen and before is not State.DEAD:
-            await leave(self.control, paused=before is State.PAUSED)
+            await close_open(self.control, paused=before is State.PAUSED)
         await asyncio.to_thread(self.process.stop, grace_s)
 
     async def check_health(self, deadline_s: float) -> None:
@@ -251,11 +199,32 @@ class Engine:
         elif not self.asleep and self.state is State.ASLEEP:
             self.move(State.PAUSED)
 
-    # Publication ----------------------------------------------------------------------------------------------------
+    # Publication (the verbs of slimx.reshard.parties.Receiver) --------------------------------------------------------
 
-    async def inventory(self, encoding: Encoding = "hf") -> list[Forms]:
+    async def inventory(self, encoding: Encoding = "hf") -> list[dict[str, str]]:
         """Names and forms of all that a publication must bring: one list for "hf", one per rank for "local"."""
-        return await self.control.inventory(encoding)
+        name, ranks = self.spec.name, await self.control.ask("slimx.inventory", {"encoding": encoding})
+        for number, rank in enumerate(ranks):
+            if uncovered := rank["uncovered"]:
+                parameter, why = next(iter(uncovered.items()))
+                raise SlimxError(
+                    f"engine {name} rank {number} holds {len(uncovered)} parameters that slimx cannot publish, "
+                    f"first {parameter}: {why}; add a row to slimx/adapters/sglang/weights/layout.py",
+                    code="engine.uncovered",
+                    about=parameter,
+                )
+        if encoding == "local":
+            return [rank["forms"] for rank in ranks]
+        tensors: dict[str, str] = {}
+        for number, rank in enumerate(ranks):
+            for tensor, form in rank["forms"].items():
+                if tensors.setdefault(tensor, form) != form:
+                    raise SlimxError(
+                        f"engine {name}: ranks disagree on {tensor}: {tensors[tensor]}, but {form} on rank {number}",
+                        code="engine.ranks_differ",
+                        about=tensor,
+                    )
+        return [tensors]
 
     async def begin(self, manifest: Manifest, staging: Staging = "model") -> None:
         """Open a publication; refused while another of the same membership epoch is open. Nothing changes yet.
@@ -263,58 +232,91 @@ class Engine:
         `staging`: "model" for one load when everything is staged, "bucket" for a load after each bucket.
         """
         self.require("begin", State.READY, State.PAUSED, State.DIRTY)
-        await self.control.begin(manifest, staging)
+        await self.control.ask("slimx.begin", {"manifest": manifest.to_json(), "staging": staging})
         self.publication, self.staging = manifest, staging
 
-    async def stage(self, packed: PackedBucket, bucket: int, deadline_s: float | None = None) -> None:
-        """Bring one bucket into the server and prove its bytes. Allowed while it serves: the model is not touched.
-
-        An error ends the publication.
+    async def stage(self, packed: PackedBucket, bucket: int) -> None:
+        """Have each rank map its part of a bucket and prove its bytes. Allowed while it serves: the model is not
+        touched. An error, a wrong byte or an unknown tensor, ends the publication.
         """
         self.require("stage", State.READY, State.PAUSED, State.DIRTY)
         async with self._ending_on_error():
-            await self.control.stage(self._open("stage"), packed, bucket, self.spec.sizes.world, deadline_s)
+            manifest = self._open("stage")
+            argument = {
+                "version": manifest.version,
+                "epoch": manifest.membership_epoch,
+                "bucket": bucket,
+                "ranks": packed.parts(manifest.encoding, self.spec.sizes.world),
+            }
+            await self.control.ask("slimx.stage", argument)
 
     async def abort(self) -> None:
         """Give the publication up. Before the first copy nothing has changed; a DIRTY engine stays DIRTY."""
         self.publication = None
-        await self.control.abort_publication()
+        await self.control.ask("slimx.abort")
 
-    async def load(self, deadline_s: float | None = None) -> None:
+    async def load(self) -> None:
         """Copy all staged tensors in place. DIRTY from before the first copy, and an error ends the publication."""
         self.require("load", State.PAUSED, State.DIRTY)
         self._open("load")
         if self.staging == "model":
-            await self.control.check_staged()
+            await self._check_staged()
         self.move(State.DIRTY)
         self.version = None
         async with self._ending_on_error():
             if not self.updating:
-                await self.control.open_update(deadline_s)
+                await self.control.open_update()
                 self.updating = True
-            await self.control.load(self.spec.sizes.tensor, deadline_s)
+            await self.control.copy_staged(self.spec.sizes.tensor)
+            for number, rank in enumerate(await self.control.status()):
+                if error := rank["outcome"].get("error"):
+                    raise SlimxError(
+                        f"engine {self.spec.name} rank {number}: the copy ended after {rank['outcome']['loaded']} "
+                        f"tensors: {error}; publish again",
+                        code="engine.copy",
+                        about=self.spec.name,
+                    )
 
-    async def verify(self, deadline_s: float | None = None) -> Json:
+    async def _check_staged(self) -> None:
+        """Refuse if a rank lacks a tensor of its model: the last look before the first copy."""
+        for number, rank in enumerate(await self.control.status()):
+            if rank["missing"]:
+                raise SlimxError(
+                    f"engine {self.spec.name} rank {number}: {rank['missing']} tensors of the model are not staged, "
+                    f"first {rank['first_missing']}; stage every tensor before loading",
+                    code="engine.not_staged",
+                    about=rank["first_missing"],
+                )
+
+    async def verify(self) -> Json:
         """Prove that every rank holds all of what was copied last. DIRTY becomes PAUSED.
 
-        Answer: {checked: tensors, derived: [names of tensors that the model computed from them]}.
+        Answer: {checked: tensors, derived: [names of tensors that the model computed from them]}, of all ranks.
         """
         self.require("verify", State.READY, State.PAUSED, State.DIRTY)
         if self.updating:
-            await self.control.close_update(deadline_s)
+            await self.control.close_update()
             self.updating = False
-        answer = await self.control.verify(deadline_s)
-        if wrong := answer["differ"] or answer["missing"]:
-            how = "differ from the published ones" if answer["differ"] else "were never published"
+        ranks = await self.control.ask("slimx.verify")
+        counts = [rank["tensors"] for rank in ranks]
+        same_for_all = ranks[0]["encoding"] == "hf"
+        if same_for_all and len(set(counts)) > 1:
             raise SlimxError(
-                f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; "
-                "publish again or restart the engine",
-                code="engine.unverified",
-                about=wrong[0],
+                f"engine {self.spec.name}: ranks got {counts} tensors of one publication; publish again",
+                code="engine.counts",
+                about=self.spec.name,
             )
+        for key, how in (("differ", "differ from the published ones"), ("missing", "were never published")):
+            if wrong := _of_all(ranks, key):
+                raise SlimxError(
+                    f"engine {self.spec.name}: {len(wrong)} tensors {how}, first {wrong[0]}; "
+                    "publish again or restart the engine",
+                    code="engine.unverified",
+                    about=wrong[0],
+                )
         if self.state is State.DIRTY:
             self.move(State.PAUSED)
-        return {"checked": answer["checked"], "derived": answer["derived"]}
+        return {"checked": counts[0] if same_for_all else sum(counts), "derived": _of_all(ranks, "derived")}
 
     async def commit(self, version: int) -> None:
         """Close the publication, forget KV of older weights and stamp the verified weights; `resume` next.
@@ -323,7 +325,7 @@ class Engine:
         versions.
         """
         self.require("commit", State.PAUSED)
-        await self.control.commit(version)
+        await self.control.ask("slimx.commit", {"version": version})
         self.publication = None
         if self.pause_mode != "in_place" and "kv_cache" not in self.asleep:
             await self.control.flush_cache()
@@ -352,6 +354,6 @@ class Engine:
             raise
 
 
-def _said(numerics: Json | None) -> str:
-    """A contract of exact mode, or its absence, in words."""
-    return "no contract (numerics.mode fast)" if numerics is None else f"the exact contract {numerics}"
+def _of_all(ranks: list[Json], key: str) -> list[str]:
+    """The names that ranks list under `key`, each once."""
+    return sorted({name for rank in ranks for name in rank[key]})

@@ -11,7 +11,7 @@ from slimx.engines.server.spec import EngineSpec, policy_args
 from slimx.errors import SlimxError
 
 LEAVE_S = 5.0
-"""Seconds for each of the calls by which a server is left."""
+"""Seconds for each of the calls by which a server is taken over or left."""
 
 
 class ForeignProcess:
@@ -36,14 +36,6 @@ class ForeignProcess:
     def stop(self, grace_s: float = 10.0) -> None: ...
 
 
-async def take_over(control: EngineControl) -> None:
-    """End what an earlier run left open, so that the server answers: a publication, a pause."""
-    with contextlib.suppress(SlimxError):
-        await control.abort_publication(LEAVE_S)
-    with contextlib.suppress(SlimxError):
-        await control.resume(LEAVE_S)
-
-
 async def check_arguments(control: EngineControl, spec: EngineSpec) -> None:
     """Refuse a server of the policy that was started without what slimx needs of it."""
     info = await control.server_info()
@@ -66,10 +58,11 @@ async def check_arguments(control: EngineControl, spec: EngineSpec) -> None:
         )
 
 
-async def leave(control: EngineControl, *, paused: bool) -> None:
-    """Leave the server without a publication of ours and, if its weights are whole (`paused`), generating again."""
+async def close_open(control: EngineControl, *, paused: bool) -> None:
+    """End the publication that is open there and, if it is `paused` with whole weights, have the server generate: what
+    an earlier run left is ended before it is used, and what is ours when it is left. It need not answer."""
     with contextlib.suppress(SlimxError):
-        await control.abort_publication(LEAVE_S)
+        await control.ask("slimx.abort", deadline_s=LEAVE_S)
     if paused:
         with contextlib.suppress(SlimxError):
             await control.resume(LEAVE_S)

@@ -163,6 +163,13 @@ async def ranks(answer: Answer, places: list[tuple[int, int]]) -> AsyncIterator[
         await runner.cleanup()
 
 
+def engine_at(url: str, tmp_path: Path, state: State = State.PAUSED) -> Engine:
+    """An engine of two ranks whose server is the one at `url`."""
+    engine = Engine(EngineSpec("e", "/m", "float32", "cpu", 1, sizes=EngineSizes(tensor=2)), tmp_path / "log")
+    engine.control, engine.state = EngineControl(url, "e"), state
+    return engine
+
+
 async def test_every_rank_answers_once_in_order() -> None:
     # With DP-attention each scheduler brings the answers of all ranks.
     async with ranks(lambda action, _, rank: {"of": rank}, [(1, 11), (0, 10), (1, 11), (0, 10)]) as (url, _):
@@ -186,7 +193,7 @@ async def test_an_error_names_its_rank() -> None:
             await EngineControl(url, "e").status()
 
 
-async def test_inventories_are_one_list_of_names_or_one_of_parameters_per_rank() -> None:
+async def test_inventories_are_one_list_of_names_or_one_of_parameters_per_rank(tmp_path: Path) -> None:
     def answer(action: str, argument: dict, rank: int) -> dict:
         hf = {"norm": "float32:4", f"expert.{rank}": "float32:2,2"}
         forms = hf if argument["encoding"] == "hf" else {"w": f"float32:{rank}"}
@@ -194,17 +201,17 @@ async def test_inventories_are_one_list_of_names_or_one_of_parameters_per_rank()
 
     spoilt: dict[int, dict] = {}
     async with ranks(answer, [(0, 10), (1, 11)]) as (url, _):
-        control = EngineControl(url, "e")
-        assert await control.inventory("local") == [{"w": "float32:0"}, {"w": "float32:1"}]
+        engine = engine_at(url, tmp_path)
+        assert await engine.inventory("local") == [{"w": "float32:0"}, {"w": "float32:1"}]
         union = {"norm": "float32:4", "expert.0": "float32:2,2", "expert.1": "float32:2,2"}
-        assert await control.inventory() == [union]
+        assert await engine.inventory() == [union]
         spoilt[1] = {"forms": {"norm": "float32:5"}}
         with refused("engine.ranks_differ", about="norm"):
-            await control.inventory()
-        assert len(await control.inventory("local")) == 2
+            await engine.inventory()
+        assert len(await engine.inventory("local")) == 2
         spoilt[1] = {"uncovered": {"adapter": "no row"}}
         with refused("engine.uncovered", about="adapter"):
-            await control.inventory("hf")
+            await engine.inventory("hf")
 
 
 TENSOR = PackedTensor("w", "float32", (1,), 0, 4, 7)
@@ -214,32 +221,46 @@ def manifest(encoding: str) -> Manifest:
     return Manifest(policy="actor", version=3, encoding=encoding, trainer_step=1, membership_epoch=2)
 
 
-async def test_local_buckets_tell_each_rank_its_own_tensors() -> None:
+async def test_local_buckets_tell_each_rank_its_own_tensors(tmp_path: Path) -> None:
     seen: list[dict] = []
-    async with ranks(lambda action, argument, rank: seen.append(argument) or {}, [(0, 10), (1, 11)]) as (url, _):
-        await EngineControl(url).stage(manifest("local"), PackedBucket("/m", 4, ((), (TENSOR,))), 5)
-        await EngineControl(url).stage(manifest("hf"), PackedBucket("/m", 4, ((TENSOR,),)), 6)
+
+    def answer(action: str, argument: dict, rank: int) -> dict:
+        if action == "stage" and rank == 0:
+            seen.append(argument)
+        return {}
+
+    async with ranks(answer, [(0, 10), (1, 11)]) as (url, _):
+        engine = engine_at(url, tmp_path)
+        for encoding, targets, bucket in (("local", ((), (TENSOR,)), 5), ("hf", ((TENSOR,),), 6)):
+            await engine.begin(manifest(encoding))
+            await engine.stage(PackedBucket("/m", 4, targets), bucket)
     part = {"fd_path": "/m", "size": 4, "tensors": [TENSOR.to_json()]}
     own = {"0": part | {"tensors": []}, "1": part}
-    assert seen[0] == {"version": 3, "epoch": 2, "bucket": 5, "ranks": own}
-    assert seen[2] == {"version": 3, "epoch": 2, "bucket": 6, "ranks": {"all": part}}
+    assert seen == [
+        {"version": 3, "epoch": 2, "bucket": 5, "ranks": own},
+        {"version": 3, "epoch": 2, "bucket": 6, "ranks": {"all": part}},
+    ]
 
 
-async def test_ranks_verify_together() -> None:
+async def test_ranks_verify_together(tmp_path: Path) -> None:
     found: list[dict] = []
     answer = {"encoding": "hf", "tensors": 4, "differ": [], "missing": [], "derived": ["w_kc"]}
     async with ranks(lambda action, argument, rank: answer | found[rank], [(0, 10), (1, 11)]) as (url, _):
-        control = EngineControl(url, "e")
         for changes, checked in (({}, 4), ({"encoding": "local"}, 8)):
             found[:] = [changes, changes]
-            want = {"checked": checked, "differ": [], "missing": [], "derived": ["w_kc"]}
-            assert await control.verify() == want
-        found[:] = [{"differ": ["b"]}, {"differ": ["a", "b"], "missing": ["c"]}]
-        got = await control.verify()
-        assert (got["differ"], got["missing"]) == (["a", "b"], ["c"])
-        found[:] = [{}, {"tensors": 5}]
-        with refused("engine.counts", about="e"):
-            await control.verify()
+            engine = engine_at(url, tmp_path, State.DIRTY)
+            assert await engine.verify() == {"checked": checked, "derived": ["w_kc"]}
+            assert engine.state is State.PAUSED
+        for wrong, code, about in (
+            ([{"differ": ["b"]}, {"differ": ["a", "b"], "missing": ["c"]}], "engine.unverified", "a"),
+            ([{}, {"missing": ["c"]}], "engine.unverified", "c"),
+            ([{}, {"tensors": 5}], "engine.counts", "e"),
+        ):
+            found[:] = wrong
+            engine = engine_at(url, tmp_path, State.DIRTY)
+            with refused(code, about=about):
+                await engine.verify()
+            assert engine.state is State.DIRTY
 
 
 @pytest.mark.parametrize(
@@ -255,9 +276,7 @@ async def test_a_rank_that_fails_ends_the_publication_on_all(
         return {"missing": 0, "outcome": {"loaded": 1} | text}
 
     async with ranks(answer, [(0, 10), (1, 11)]) as (url, asked):
-        engine = Engine(EngineSpec("e", "/m", "float32", "cpu", 1, sizes=EngineSizes(tensor=2)), tmp_path / "log")
-        engine.control = EngineControl(url, "e")
-        engine.state = State.PAUSED
+        engine = engine_at(url, tmp_path)
         with refused("engine.not_open", about="stage"):
             await engine.stage(PackedBucket("/m", 4, ((TENSOR,),)), 0)
         await engine.begin(manifest("hf"))
@@ -271,8 +290,7 @@ async def test_a_rank_that_fails_ends_the_publication_on_all(
 async def test_weights_are_updated_in_one_session_per_publication(tmp_path: Path) -> None:
     verified = {"encoding": "hf", "tensors": 1, "differ": [], "missing": [], "derived": []}
     async with ranks(lambda *_: {"outcome": {}} | verified, [(0, 10), (1, 11)]) as (url, asked):
-        engine = Engine(EngineSpec("e", "/m", "float32", "cpu", 1, sizes=EngineSizes(tensor=2)), tmp_path / "log")
-        engine.control, engine.state = EngineControl(url, "e"), State.PAUSED
+        engine = engine_at(url, tmp_path)
         await engine.begin(manifest("hf"), "bucket")
         for number in range(2):
             await engine.stage(PackedBucket("/m", 4, ((TENSOR,),)), number)

@@ -23,6 +23,7 @@ from slimx.adapters.sglang.exact.numerics import ATTENTION, LINEAR, LOG_SOFTMAX,
 from slimx.config.rule import broken, rules_in
 from slimx.config.rules.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
+from slimx.engines.server.attestation import check_numerics
 from slimx.engines.server.control import PROTOCOL, EngineControl
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.launch import CPU_VARIABLES
@@ -230,19 +231,15 @@ def test_a_server_is_told_its_leaves_on_its_command_line() -> None:
     assert asked_leaves(["server.py", "--", "--exact-leaves", "4"]) is None, "an argument of SGLang's is not ours"
 
 
-def test_a_server_with_another_contract_is_refused(tmp_path: Path) -> None:
-    engine = Engine(SPEC, tmp_path / "log")
+def test_a_server_with_another_contract_is_refused() -> None:
     same = exact.contract(leaves=2, dtype="float32")
-    engine.attestation = [{"numerics": same}]
-    engine._check_numerics()
+    check_numerics([{"numerics": same}], SPEC)
     others = (exact.contract(leaves=4, dtype="float32"), same | {"version": 0}, None)
     for other in others:
-        engine.attestation = [{"numerics": same}, {"numerics": other}]
         with refused("engine.numerics", about="e rank 1"):
-            engine._check_numerics()
-    engine.spec, engine.attestation = replace(SPEC, exact_leaves=None), [{"numerics": same}]
+            check_numerics([{"numerics": same}, {"numerics": other}], SPEC)
     with refused("engine.numerics", about="e rank 0"):
-        engine._check_numerics()
+        check_numerics([{"numerics": same}], replace(SPEC, exact_leaves=None))
 
 
 def computing_by(method: str) -> torch.nn.Module:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -23,10 +23,10 @@ from slimx.adapters.sglang.weights.layout import hf_layout
 from slimx.adapters.sglang.weights.places import Destination, Layout, held_sums, local_layout, staged_sums, weights_of
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.parties import Staging
 from slimx.reshard.plan.precision import Rule
 
 Answer = dict[str, Any]
-Staging = Literal["model", "bucket"]
 
 ATTRIBUTE = "_slimx_receiver"
 RULES = ("none", *get_args(Rule))

@@ -1,0 +1,73 @@
+"""What a server must prove before the run uses it: that it is the one that was started, and computes as asked."""
+
+from __future__ import annotations
+
+import psutil
+
+from slimx.engines.server.answers import Json
+from slimx.engines.server.control import EngineControl
+from slimx.engines.server.external import check_arguments
+from slimx.engines.server.spec import EngineSpec
+from slimx.errors import SlimxError
+from slimx.layout.ranks import EngineSizes
+from slimx.numerics.exact.contract import contract
+from slimx.runtime.process import ServerProcess
+
+
+async def attested(control: EngineControl, spec: EngineSpec, process: ServerProcess) -> list[Json]:
+    """The attestation of each rank of a server that generates. Raises SlimxError unless it is what `spec` asks for."""
+    ranks = await control.attest()
+    if spec.external:
+        await check_arguments(control, spec)
+    else:
+        _check_own(ranks, spec, process)
+        await control.check_guarded()
+    if (dtype := ranks[0]["dtype"]) != spec.dtype:
+        raise SlimxError(
+            f"engine {spec.name} computes in {dtype}, the configuration asks for {spec.dtype}",
+            code="engine.dtype",
+            about=spec.name,
+        )
+    check_numerics(ranks, spec)
+    if (sizes := EngineSizes(**ranks[0]["sizes"])) != spec.sizes:
+        raise SlimxError(
+            f"engine {spec.name} runs as {sizes}, the configuration asks for {spec.sizes}",
+            code="engine.sizes",
+            about=spec.name,
+        )
+    return ranks
+
+
+def check_numerics(ranks: list[Json], spec: EngineSpec) -> None:
+    """Refuse a server whose ranks compute by another contract than the trainer does."""
+    wanted = None if spec.exact_leaves is None else contract(leaves=spec.exact_leaves, dtype=spec.dtype)
+    for number, rank in enumerate(ranks):
+        if (told := rank["numerics"]) != wanted:
+            raise SlimxError(
+                f"engine {spec.name} rank {number} computes by {_said(told)}, the trainer by {_said(wanted)}; start it "
+                "with the --exact-leaves of the run, or set numerics.mode to what it has",
+                code="engine.numerics",
+                about=f"{spec.name} rank {number}",
+            )
+
+
+def _check_own(ranks: list[Json], spec: EngineSpec, process: ServerProcess) -> None:
+    """Refuse the answer of somebody else's server, which may have taken the port before ours could listen on it.
+
+    Ranks on other machines are those that met this machine's at an address that nobody else was told.
+    """
+    family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    here = spec.sizes.world // (spec.node.count if spec.node else 1)
+    for rank in ranks[:here]:
+        if rank["pid"] not in family:
+            raise SlimxError(
+                f"engine {spec.name}: process {rank['pid']} answers at {spec.url}, which is not the one that was "
+                f"started; another server has the port: start again (log {process.log_path})",
+                code="engine.foreign",
+                about=spec.url,
+            )
+
+
+def _said(numerics: Json | None) -> str:
+    """A contract of exact mode, or its absence, in words."""
+    return "no contract (numerics.mode fast)" if numerics is None else f"the exact contract {numerics}"
