@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installe
 from reshard_layer import Job, Pieces, Shards, checksums, straightforward  # noqa: E402
 
 from slimx.reshard.kernels import cpu as kernel  # noqa: E402
-from slimx.reshard.kernels.cpu import OP, RULE  # noqa: E402
+from slimx.reshard.kernels.record import OP, RULE  # noqa: E402
 from tests import reshard_reference as reference  # noqa: E402
 
 JOBS = [

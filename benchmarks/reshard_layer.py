@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, RULE
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, EXPERT = 2048, 32, 4, 128, 768
 """Hidden size, attention heads, query groups, dimensions of a head, and of an expert's inner layer."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from slimx.errors import SlimxError
 from slimx.trainer.device.gpu import check_health
-from slimx.trainer.device.nvml import GpuQueries, NvmlGpu
+from slimx.trainer.device.nvml import NvmlGpu
 
 GIB = 2**30
 XIDS = frozenset({48, 62, 64, 74, 79, 95, 119, 120, 140, 143})
@@ -60,7 +60,7 @@ class Places:
 
 
 def examine_node(
-    wanted: Wanted, gpus: Callable[[], list[GpuQueries]] | None = None, places: Places | None = None
+    wanted: Wanted, gpus: Callable[[], list[NvmlGpu]] | None = None, places: Places | None = None
 ) -> tuple[list[str], list[str]]:
     """Examine the node: what makes it unfit, and what is only worth knowing; each one sentence."""
     places, problems, notes = places or Places(), [], []
@@ -82,7 +82,7 @@ def examine_node(
     return problems, notes
 
 
-def all_gpus() -> list[GpuQueries]:
+def all_gpus() -> list[NvmlGpu]:
     """Every GPU that NVML shows. Raises SlimxError if there is no NVML."""
     import pynvml
 

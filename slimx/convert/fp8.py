@@ -18,8 +18,7 @@ from slimx.models.files import block_fp8
 from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, scales_shape
 from slimx.reshard.kernels import blocks
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.cpu import NONFINITE, OP, PIECE, RULE
-from slimx.reshard.kernels.record import element_bytes
+from slimx.reshard.kernels.record import NONFINITE, OP, PIECE, RULE, element_bytes
 from slimx.reshard.plan.precision import Quantisation, Rule
 
 

@@ -12,7 +12,6 @@ and their processes sleep.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ import signal
 import threading
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -28,7 +28,7 @@ from slimx.data.records import Prompt
 from slimx.dotted import imported
 from slimx.environments.base import Environment, Step
 from slimx.errors import DeadlineError, SlimxError
-from slimx.runtime.exchange import exchange
+from slimx.runtime.exchange import exchange, reply
 from slimx.runtime.process import kill_descendants
 from slimx.runtime.threads import in_thread
 
@@ -187,23 +187,19 @@ def _serve(connection: Connection, lifeline: Connection, path: str, options: dic
     _end_with(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt ends
     world: Environment | None = None
+
+    def call(name: str, arguments: tuple[Any, ...]) -> Any:
+        nonlocal world
+        world = world or imported(KEY, path)(**options)
+        return runner.run(_awaited(getattr(world, name)(*arguments)))
+
     with asyncio.Runner() as runner:
         while True:
             try:
                 name, arguments = connection.recv()
             except EOFError:
                 return
-            answer: tuple[bool, Any]
-            try:
-                world = world or imported(KEY, path)(**options)
-                answer = True, runner.run(_awaited(getattr(world, name)(*arguments)))
-            except Exception as error:
-                answer = False, f"{type(error).__name__}: {error}"
-            try:
-                connection.send(answer)
-            except Exception as error:  # of many kinds: whatever pickling its answer raises
-                with contextlib.suppress(OSError):
-                    connection.send((False, f"{type(error).__name__}: its answer cannot be sent ({error})"))
+            reply(connection, partial(call, name, arguments))
             if name == "close":
                 return
 

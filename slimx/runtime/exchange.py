@@ -1,9 +1,10 @@
-"""One question and its answer over a pipe to another process, within a deadline."""
+"""Questions and answers over a pipe between two processes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,3 +32,16 @@ def exchange(connection: Connection, message: Any, seconds: float, kill: Callabl
         raise
     finally:
         timer.cancel()
+
+
+def reply(connection: Connection, work: Callable[[], Any]) -> None:
+    """Answer a question: send (True, what `work` returned), or (False, what it raised, in words)."""
+    try:
+        answer = True, work()
+    except Exception as error:
+        answer = False, f"{type(error).__name__}: {error}"
+    try:
+        connection.send(answer)
+    except Exception as error:  # of many kinds: whatever pickling its answer raises
+        with suppress(OSError):
+            connection.send((False, f"{type(error).__name__}: its answer cannot be sent ({error})"))

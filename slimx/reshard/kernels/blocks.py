@@ -9,8 +9,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.cpu import OP, PIECE, RULE
-from slimx.reshard.kernels.record import element_bytes
+from slimx.reshard.kernels.record import OP, PIECE, RULE, element_bytes
 
 _CODES = torch.float8_e4m3fn, torch.uint8
 

@@ -17,7 +17,6 @@ from slimx.errors import SlimxError
 from slimx.library import load_library
 from slimx.reshard.kernels.record import (
     NONFINITE,
-    OP,
     PIECE,
     RULE,
     check_destinations,
@@ -26,25 +25,6 @@ from slimx.reshard.kernels.record import (
     check_sums,
     rectangle,
 )
-
-__all__ = [
-    "ABI",
-    "LIBRARY",
-    "NONFINITE",
-    "OP",
-    "PIECE",
-    "RULE",
-    "checksum_rects",
-    "checksum_tensor",
-    "isas",
-    "load",
-    "pack",
-    "pack_checked",
-    "rectangle",
-    "refuse_nonfinite",
-    "seeds",
-    "triton_scales",
-]
 
 LIBRARY = Path(__file__).parents[2] / "_lib" / "libslimx_cpu.so"
 ABI = 2
@@ -56,7 +36,7 @@ TRITON_SCALES = Path(__file__).with_name("triton_scales.npy")
 _ISAS = {"best": 0, "scalar": 1, "avx2": 2, "avx512": 3}
 _BF16_AMAX = 0x7F80
 """Finite magnitudes that a bf16 has."""
-_NO_MEMORY, _NO_SUCH_ISA, _NO_TRITON_SCALES = 1, 2, 3
+_NO_MEMORY, _NO_SUCH_ISA = 1, 2
 
 
 def seeds(nbytes: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -241,10 +221,6 @@ def _raise_for(status: int, isa: str) -> None:
             "the reshard kernel found no memory for its list of tiles: pack fewer pieces at a time",
             code="kernel.memory",
             about="tiles",
-        )
-    if status == _NO_TRITON_SCALES:
-        raise SlimxError(
-            "the reshard kernel was given no table for the rule triton: pass one", code="kernel.table", about="triton"
         )
     if status:
         raise SlimxError(

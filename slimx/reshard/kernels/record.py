@@ -43,6 +43,8 @@ class RULE(IntEnum):
     MXFP8 = 5
 
 
+Problem = tuple[str, np.ndarray, str]
+"""Code of a refusal, the pieces that have the problem, bool [n], and what such a piece does, in words."""
 NONFINITE = 1
 """The bit of a tensor's flags that says: an element is infinite or not a number."""
 
@@ -75,24 +77,19 @@ PIECE = np.dtype(
 )
 assert PIECE.itemsize == 128, "SlimxPiece in csrc/reshard.h"
 
+QUANTISES, DEQUANTISES = (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8), (OP.DEQUANTISE_FP8, OP.DEQUANTISE_MXFP8)
 _FORMS = {
-    (OP.COPY_CHECKED, 2, 2),
-    (OP.COPY_CHECKED, 4, 4),
+    *((OP.COPY_CHECKED, size, size) for size in (2, 4)),
     (OP.FP32_TO_BF16, 4, 2),
     (OP.BF16_TO_FP32, 2, 4),
-    (OP.QUANTISE_FP8, 2, 1),
-    (OP.QUANTISE_FP8, 4, 1),
-    (OP.QUANTISE_MXFP8, 2, 1),
-    (OP.QUANTISE_MXFP8, 4, 1),
-    (OP.DEQUANTISE_FP8, 1, 2),
-    (OP.DEQUANTISE_FP8, 1, 4),
-    (OP.DEQUANTISE_MXFP8, 1, 2),
-    (OP.DEQUANTISE_MXFP8, 1, 4),
+    *((op, wide, 1) for op in QUANTISES for wide in (2, 4)),
+    *((op, 1, wide) for op in DEQUANTISES for wide in (2, 4)),
 }
 """(op, bytes of a source element, of a destination element); COPY takes any size."""
-_RULES = {(op, RULE.NONE) for op in OP if op not in (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8)} | {
-    (OP.QUANTISE_MXFP8, RULE.MXFP8),
+_RULES = {
+    *((op, RULE.NONE) for op in OP if op not in QUANTISES),
     *((OP.QUANTISE_FP8, rule) for rule in (RULE.IEEE, RULE.TRITON, RULE.TE, RULE.UE8M0)),
+    (OP.QUANTISE_MXFP8, RULE.MXFP8),
 }
 
 
@@ -165,99 +162,76 @@ def check_sources(pieces: np.ndarray, sums: np.ndarray) -> None:
     rows, cols, tensor = pieces["rows"], pieces["cols"], pieces["tensor"]
     item = pieces["item"].astype(np.int64)
     some = (rows > 0) & (cols > 0)
-    _refuse(pieces, (rows < 0) | (cols < 0) | (pieces["src_ld"] < 0), "has a negative extent", code="kernel.extent")
-    _refuse(pieces, item == 0, "has elements of 0 bytes", code="kernel.item")
-    _refuse(
-        pieces, (tensor < 0) | (tensor >= len(sums)), f"names a tensor outside the {len(sums)} sums", code="kernel.sum"
-    )
-    _refuse(pieces, some & (pieces["src"] == 0), "has no source address", code="kernel.source")
     _refuse(
         pieces,
-        some & (cols > 1) & (pieces["src_step"] < item),
-        "has source elements that overlap",
-        code="kernel.source_overlap",
+        ("kernel.extent", (rows < 0) | (cols < 0) | (pieces["src_ld"] < 0), "has a negative extent"),
+        ("kernel.item", item == 0, "has elements of 0 bytes"),
+        ("kernel.sum", (tensor < 0) | (tensor >= len(sums)), f"names a tensor outside the {len(sums)} sums"),
+        ("kernel.source", some & (pieces["src"] == 0), "has no source address"),
+        ("kernel.source_overlap", some & (cols > 1) & (pieces["src_step"] < item), "has source elements that overlap"),
+        ("kernel.reserved", pieces["reserved"] != 0, "has a reserved field that is not 0"),
     )
-    _refuse(pieces, pieces["reserved"] != 0, "has a reserved field that is not 0", code="kernel.reserved")
 
 
 def check_sums(pieces: np.ndarray) -> None:
     """Raises SlimxError where the bytes of a source, as they are, do not fit the rows of its tensor."""
-    long = (pieces["rows"] > 1) & (pieces["pos_ld"] // np.maximum(pieces["item"], 1) < pieces["cols"])
-    _refuse(pieces, long, "has rows longer than its tensor's", code="kernel.rows")
+    _refuse(pieces, _too_long(pieces, "item"))
 
 
 def check_ops(pieces: np.ndarray, sums: np.ndarray) -> None:
     """Raises SlimxError for an op that does not exist in this form, or lacks its blocks or its scales."""
     op, rule, item, out = (pieces[name].astype(np.int64) for name in ("op", "rule", "item", "out"))
     forms = np.isin(op << 16 | item << 8 | out, [o << 16 | i << 8 | d for o, i, d in _FORMS])
-    _refuse(
-        pieces,
-        ~(forms | ((op == OP.COPY) & (item == out))),
-        "has an op that does not exist for its element sizes",
-        code="kernel.form",
-    )
-    _refuse(
-        pieces,
-        ~np.isin(op << 8 | rule, [o << 8 | r for o, r in _RULES]),
-        "has a rule that its op does not know",
-        code="kernel.rule",
-    )
+    forms |= (op == OP.COPY) & (item == out)
+    rules = np.isin(op << 8 | rule, [o << 8 | r for o, r in _RULES])
     high, wide, blocks = pieces["block_rows"], pieces["block_cols"], op >= OP.QUANTISE_FP8
-    _refuse(
-        pieces,
-        np.where(blocks, (high < 1) | (wide < 1), (high != 0) | (wide != 0)),
-        "has blocks its op cannot use",
-        code="kernel.blocks",
-    )
+    no_blocks = np.where(blocks, (high < 1) | (wide < 1), (high != 0) | (wide != 0))
     mx = scale_bytes(pieces) == 1
-    _refuse(
-        pieces, mx & ((high != 1) | (wide != 32)), "is MXFP8 with blocks other than 1 x 32", code="kernel.mxfp8_blocks"
-    )
-    quantises = np.isin(op, (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8))
-    target = pieces["scale_tensor"]
-    _refuse(
-        pieces,
-        np.where(quantises, (target < 0) | (target >= len(sums)), target != -1),
-        f"names scales outside the {len(sums)} sums, or has none to write",
-        code="kernel.scale_sum",
-    )
-    _refuse(
-        pieces,
-        (rule == RULE.TRITON) & (item == 4),
-        "quantises fp32 by the rule triton, which is defined for bf16",
-        code="kernel.triton_item",
-    )
+    quantises, target = np.isin(op, QUANTISES), pieces["scale_tensor"]
+    no_sum = np.where(quantises, (target < 0) | (target >= len(sums)), target != -1)
+    triton_fp32 = (rule == RULE.TRITON) & (item == 4)
     reads = (blocks & ~quantises) & (pieces["rows"] > 0) & (pieces["cols"] > 0)
-    _refuse(pieces, reads & (pieces["scale"] == 0), "has no address of its scales", code="kernel.scale_source")
-    _check_alignment(pieces, op, item, out)
+    unaligned = (op != OP.COPY) & _unaligned(pieces, item, out)
+    _refuse(
+        pieces,
+        ("kernel.form", ~forms, "has an op that does not exist for its element sizes"),
+        ("kernel.rule", ~rules, "has a rule that its op does not know"),
+        ("kernel.blocks", no_blocks, "has blocks its op cannot use"),
+        ("kernel.mxfp8_blocks", mx & ((high != 1) | (wide != 32)), "is MXFP8 with blocks other than 1 x 32"),
+        ("kernel.scale_sum", no_sum, f"names scales outside the {len(sums)} sums, or has none to write"),
+        ("kernel.triton_item", triton_fp32, "quantises fp32 by the rule triton, which is defined for bf16"),
+        ("kernel.scale_source", reads & (pieces["scale"] == 0), "has no address of its scales"),
+        ("kernel.alignment", unaligned, "is not aligned to its elements or scales"),
+    )
 
 
-def _check_alignment(pieces: np.ndarray, op: np.ndarray, item: np.ndarray, out: np.ndarray) -> None:
+def _unaligned(pieces: np.ndarray, item: np.ndarray, out: np.ndarray) -> np.ndarray:
     def odd(fields: tuple[str, ...], size: np.ndarray) -> np.ndarray:
-        joined = np.zeros(len(pieces), dtype=np.uint64)
-        for field in fields:
-            joined |= pieces[field].astype(np.uint64)
+        joined = np.bitwise_or.reduce([pieces[field].astype(np.uint64) for field in fields])
         return joined & (np.maximum(size, 1) - 1).astype(np.uint64) != 0
 
-    typed = op != OP.COPY
     wrong = odd(("src", "src_ld", "src_step"), item) | odd(("dst", "dst_ld", "pos", "pos_ld"), out)
-    wrong |= odd(("scale", "scale_ld", "scale_pos", "scale_pos_ld"), scale_bytes(pieces))
-    _refuse(pieces, typed & wrong, "is not aligned to its elements or scales", code="kernel.alignment")
+    return wrong | odd(("scale", "scale_ld", "scale_pos", "scale_pos_ld"), scale_bytes(pieces))
+
+
+def _too_long(pieces: np.ndarray, size: str) -> Problem:
+    """Pieces of more columns than fit between two rows of their tensor, whose elements have pieces[`size`] bytes."""
+    fit = pieces["pos_ld"] // np.maximum(pieces[size].astype(np.int64), 1)
+    return "kernel.rows", (pieces["rows"] > 1) & (fit < pieces["cols"]), "has rows longer than its tensor's"
 
 
 def check_destinations(pieces: np.ndarray, nbytes: int) -> None:
     """Raises SlimxError for a piece that would write outside a bucket of `nbytes`, or twice in one place."""
     out = pieces["out"].astype(np.int64)
-    long = (pieces["rows"] > 1) & (pieces["pos_ld"] // np.maximum(out, 1) < pieces["cols"])
-    _refuse(pieces, long, "has rows longer than its tensor's", code="kernel.rows")
+    _refuse(pieces, _too_long(pieces, "out"))
     _check_room(pieces, ("dst", "dst_ld"), pieces["rows"], pieces["cols"], out, nbytes)
-    quantises = np.isin(pieces["op"], (OP.QUANTISE_FP8, OP.QUANTISE_MXFP8)) & (pieces["cols"] > 0)
+    quantises = np.isin(pieces["op"], QUANTISES) & (pieces["cols"] > 0)
     down, across = (
         np.where(quantises, -(-pieces[extent] // np.maximum(pieces[block], 1)), 0)
         for extent, block in (("rows", "block_rows"), ("cols", "block_cols"))
     )
     long = (down > 1) & (pieces["scale_pos_ld"] < across * scale_bytes(pieces))
-    _refuse(pieces, long, "has rows of scales longer than their tensor's", code="kernel.scale_rows")
+    _refuse(pieces, ("kernel.scale_rows", long, "has rows of scales longer than their tensor's"))
     _check_room(pieces, ("scale", "scale_ld"), down, across, scale_bytes(pieces), nbytes)
 
 
@@ -269,27 +243,25 @@ def _check_room(
     room = nbytes - np.minimum(first, nbytes + 1).astype(np.int64)
     too_wide = cols > room // np.maximum(size, 1)
     width = np.where(too_wide, 0, cols) * size
-    _refuse(
-        pieces,
-        (rows > 1) & (cols > 0) & ~too_wide & (ld < width),
-        "has rows that overlap in the bucket",
-        code="kernel.overlap",
-    )
     outside = too_wide | (rows - 1 > (room - width) // np.maximum(ld, 1))
     _refuse(
-        pieces, (rows > 0) & (cols > 0) & outside, f"ends outside the bucket of {nbytes} bytes", code="kernel.outside"
+        pieces,
+        ("kernel.overlap", (rows > 1) & (cols > 0) & ~too_wide & (ld < width), "has rows that overlap in the bucket"),
+        ("kernel.outside", (rows > 0) & (cols > 0) & outside, f"ends outside the bucket of {nbytes} bytes"),
     )
 
 
-def _refuse(pieces: np.ndarray, bad: np.ndarray, what: str, *, code: str) -> None:
-    if bad.any():
-        k = int(np.flatnonzero(bad)[0])
-        p = pieces[k]
-        op = OP(p["op"]).name if p["op"] in OP.__members__.values() else f"op {p['op']}"
-        raise SlimxError(
-            f"piece {k} of {len(pieces)} {what} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements of "
-            f"{p['item']} bytes, bucket offset {p['dst']}, rows {p['dst_ld']} bytes apart): correct the plan that "
-            "made it",
-            code=code,
-            about=str(k),
-        )
+def _refuse(pieces: np.ndarray, *problems: Problem) -> None:
+    """Raises SlimxError naming the first piece that has the first of `problems` that any piece has."""
+    for code, bad, what in problems:
+        if bad.any():
+            k = int(np.flatnonzero(bad)[0])
+            p = pieces[k]
+            op = OP(p["op"]).name if p["op"] in OP.__members__.values() else f"op {p['op']}"
+            raise SlimxError(
+                f"piece {k} of {len(pieces)} {what} ({op}, tensor {p['tensor']}, {p['rows']} x {p['cols']} elements of "
+                f"{p['item']} bytes, bucket offset {p['dst']}, rows {p['dst_ld']} bytes apart): correct the plan that "
+                "made it",
+                code=code,
+                about=str(k),
+            )

@@ -9,7 +9,7 @@ import torch
 
 from slimx.errors import SlimxError
 from slimx.layout.parts import matrix
-from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, RULE
 from slimx.reshard.plan.copy_plan import Bucket, Plan
 from slimx.reshard.plan.precision import ITEMSIZE
 

@@ -18,7 +18,7 @@ import queue
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,7 +30,7 @@ from slimx.errors import DeadlineError, SlimxError
 from slimx.rollout.flow.reward_pool import RewardPool, Verdict, named, verdicts
 from slimx.rollout.hook_loading import in_process, load_reward, name_of
 from slimx.rollout.hooks import Reward, RewardContext
-from slimx.runtime.exchange import exchange
+from slimx.runtime.exchange import exchange, reply
 from slimx.runtime.process import end_with_parent, kill_descendants
 
 BEGIN_S = 120.0
@@ -222,15 +222,7 @@ def _serve(connection: Connection, driver: int) -> None:
             connection.recv()
         except EOFError:
             return
-        answer: tuple[bool, Any]
-        try:
-            answer = True, _judge(*call)
-        except Exception as error:
-            answer = False, f"{type(error).__name__}: {error}"
-        try:
-            connection.send(answer)
-        except Exception as error:  # of many kinds: whatever pickling its answer raises
-            connection.send((False, f"{type(error).__name__}: its answer cannot be sent ({error})"))
+        reply(connection, partial(_judge, *call))
 
 
 def _judge(hook: tuple[str, str], tokenizer_path: str, ctx: RewardContext, judged: Trajectory | Group) -> Any:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 
 from slimx.errors import SlimxError
-from slimx.trainer.device.nvml import GpuQueries
+from slimx.trainer.device.nvml import NvmlGpu
 
 MIB = 2**20
 
 
-def check_health(gpu: GpuQueries) -> tuple[str, ...]:
+def check_health(gpu: NvmlGpu) -> tuple[str, ...]:
     """Check that a GPU is fit for a run: raises SlimxError for broken memory, returns warnings of what slows it."""
     pending, failed = gpu.remapped_rows()
     if failed:
@@ -38,7 +38,7 @@ def check_health(gpu: GpuQueries) -> tuple[str, ...]:
     return (f"{gpu.uuid} runs below its clocks: {', '.join(reasons)}",) if reasons else ()
 
 
-def refuse_xids(gpu: GpuQueries) -> None:
+def refuse_xids(gpu: NvmlGpu) -> None:
     """Raises SlimxError if the driver has reported a critical error."""
     if xids := gpu.xids():
         numbers = ", ".join(map(str, xids))
@@ -50,7 +50,7 @@ def refuse_xids(gpu: GpuQueries) -> None:
 
 
 def set_affinity(
-    gpu: GpuQueries,
+    gpu: NvmlGpu,
     allowed: set[int] | None = None,
     apply: Callable[[int, set[int]], None] = os.sched_setaffinity,
 ) -> set[int]:
@@ -69,7 +69,7 @@ def set_affinity(
 class MemoryGuard:
     """Refuses to train with less than a margin of free memory on the GPU."""
 
-    def __init__(self, gpu: GpuQueries, margin: int, *, free_caches: Callable[[], None]):
+    def __init__(self, gpu: NvmlGpu, margin: int, *, free_caches: Callable[[], None]):
         """`margin`: bytes that must be free; 0: no check. `free_caches`: gives back what the allocator holds unused."""
         self.gpu, self.margin, self.free_caches = gpu, margin, free_caches
         self.freed = 0

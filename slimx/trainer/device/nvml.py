@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from slimx.errors import SlimxError
 
@@ -20,40 +21,8 @@ class Process:
     name: str
 
 
-class GpuQueries(Protocol):
-    """The questions that slimx asks of a GPU; tests answer with faults that no real part has on demand."""
-
-    uuid: str
-
-    def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
-        ...
-
-    def processes(self) -> list[Process]: ...
-
-    def cpus(self) -> set[int]:
-        """CPUs of the GPU's NUMA node."""
-        ...
-
-    def uncorrected_errors(self) -> int:
-        """Memory errors since the driver was loaded that ECC could not repair; 0 where ECC is off."""
-        ...
-
-    def remapped_rows(self) -> tuple[bool, bool]:
-        """Two flags: rows wait for a reset to be remapped; a remapping failed."""
-        ...
-
-    def throttled(self) -> set[str]:
-        """Reasons that mean trouble and for which the clocks are lowered now."""
-        ...
-
-    def xids(self) -> list[int]:
-        """Critical errors (XID) that the driver reported since the last call; at the first call, since it was made."""
-        ...
-
-
 class NvmlGpu:
-    """Answers for one GPU by NVML. Raises SlimxError if the library or the GPU is not there."""
+    """One GPU, asked by NVML. Raises SlimxError if the library or the GPU is not there."""
 
     def __init__(self, uuid: str):
         import pynvml
@@ -72,64 +41,56 @@ class NvmlGpu:
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
 
     def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
         info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return int(info.free), int(info.total)
 
     def processes(self) -> list[Process]:
-        nvml = self._nvml
-        try:
-            found = nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        except nvml.NVMLError:
-            return []
+        """Processes with memory on it, as far as the driver tells."""
+        found = self._asked(self._nvml.nvmlDeviceGetComputeRunningProcesses, otherwise=[])
         return [Process(each.pid, each.usedGpuMemory, self._name(each.pid)) for each in found]
 
     def cpus(self) -> set[int]:
-        nvml = self._nvml
-        words = ((os.cpu_count() or 1) + 63) // 64
-        try:
-            mask = nvml.nvmlDeviceGetCpuAffinityWithinScope(self._handle, words, nvml.NVML_AFFINITY_SCOPE_NODE)
-        except nvml.NVMLError:
-            return set()
+        """CPUs of the GPU's NUMA node; empty if they cannot be told."""
+        words, scope = ((os.cpu_count() or 1) + 63) // 64, self._nvml.NVML_AFFINITY_SCOPE_NODE
+        mask = self._asked(self._nvml.nvmlDeviceGetCpuAffinityWithinScope, words, scope, otherwise=())
         return {64 * word + bit for word, bits in enumerate(mask) for bit in range(64) if bits >> bit & 1}
 
     def uncorrected_errors(self) -> int:
-        nvml = self._nvml
-        try:
-            return nvml.nvmlDeviceGetTotalEccErrors(
-                self._handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            )
-        except nvml.NVMLError:
-            return 0
+        """Memory errors since the driver was loaded that ECC could not repair; 0 where ECC is off."""
+        kind, since = self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, self._nvml.NVML_VOLATILE_ECC
+        return self._asked(self._nvml.nvmlDeviceGetTotalEccErrors, kind, since, otherwise=0)
 
     def remapped_rows(self) -> tuple[bool, bool]:
-        try:
-            _, _, pending, failed = self._nvml.nvmlDeviceGetRemappedRows(self._handle)
-        except self._nvml.NVMLError:
-            return False, False
-        return bool(pending), bool(failed)
+        """Two flags: rows wait for a reset to be remapped; a remapping failed."""
+        rows = self._asked(self._nvml.nvmlDeviceGetRemappedRows, otherwise=(0, 0, False, False))
+        return bool(rows[2]), bool(rows[3])
 
     def throttled(self) -> set[str]:
-        nvml = self._nvml
-        try:
-            now = nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
-        except nvml.NVMLError:
-            return set()
+        """Reasons that mean trouble and for which the clocks are lowered now."""
+        now = self._asked(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, otherwise=0)
         names = {
-            nvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
-            nvml.nvmlClocksEventReasonHwThermalSlowdown: "hardware thermal slowdown",
-            nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
-            nvml.nvmlClocksEventReasonSwThermalSlowdown: "thermal slowdown",
+            self._nvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
+            self._nvml.nvmlClocksEventReasonHwThermalSlowdown: "hardware thermal slowdown",
+            self._nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
+            self._nvml.nvmlClocksEventReasonSwThermalSlowdown: "thermal slowdown",
         }
         return {name for bit, name in names.items() if now & bit}
 
     def xids(self) -> list[int]:
+        """Critical errors (XID) that the driver reported since the last call; at the first call, since it was made."""
         out: list[int] = []
-        while self._events is not None:
-            try:
+        with suppress(self._nvml.NVMLError):  # a timeout: there is no more
+            while self._events is not None:
                 out.append(int(self._nvml.nvmlEventSetWait_v2(self._events, 0).eventData))
-            except self._nvml.NVMLError:  # a timeout: there is none
-                break
         return out
+
+    def _asked(self, question: Callable[..., Any], *arguments: Any, otherwise: Any) -> Any:
+        """The answer to one of NVML's questions about this GPU; `otherwise` where it has none."""
+        try:
+            return question(self._handle, *arguments)
+        except self._nvml.NVMLError:
+            return otherwise
 
     def _name(self, pid: int) -> str:
         try:

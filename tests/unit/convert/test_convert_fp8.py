@@ -18,7 +18,7 @@ from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.models.files.reader import CheckpointReader
 from slimx.reshard.kernels import blocks
-from slimx.reshard.kernels.cpu import RULE
+from slimx.reshard.kernels.record import RULE
 from tests import reshard_reference as reference
 from tests.checkpoint_stand import DEEPSEEK_V3, same, tensors_of, write_checkpoint
 from tests.refusals import refused

@@ -25,7 +25,6 @@ from slimx.config.rules.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
 from slimx.engines.server.attestation import check_numerics
 from slimx.engines.server.control import PROTOCOL, EngineControl
-from slimx.engines.server.engine import Engine
 from slimx.engines.server.launch import CPU_VARIABLES
 from slimx.engines.server.spec import EngineSpec, server_argv
 from slimx.layout.ranks import Sizes

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, RULE
 from tests import reshard_reference as reference
 
 FP8_RULES = [RULE.IEEE, RULE.TE, RULE.UE8M0, RULE.TRITON]

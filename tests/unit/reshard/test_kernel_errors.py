@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, RULE
 from tests.refusals import refused
 from tests.unit.reshard.kernel_stand import Tensor, plan
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.cpu import NONFINITE, OP, RULE
+from slimx.reshard.kernels.record import NONFINITE, OP, RULE
 from tests import reshard_reference as reference
 from tests.unit.reshard.kernel_stand import FP8_RULES, Tensor, all_bf16, bits, plan, some_triton_scales
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slimx.reshard.kernels import cpu as kernel
-from slimx.reshard.kernels.cpu import OP, PIECE, RULE
+from slimx.reshard.kernels.record import OP, PIECE, RULE
 from tests import reshard_reference as reference
 from tests.unit.reshard.kernel_stand import DTYPE, Plan, Tensor, plan, random_tensor, random_weights, some_triton_scales
 

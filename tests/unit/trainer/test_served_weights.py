@@ -11,7 +11,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import deepseek_v3
 from slimx.reshard.kernels import blocks
-from slimx.reshard.kernels.cpu import RULE
+from slimx.reshard.kernels.record import RULE
 from slimx.reshard.pack.served import ServedWeights
 from slimx.reshard.plan.precision import Quantisation
 from tests import reshard_reference as reference

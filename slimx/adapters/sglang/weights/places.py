@@ -16,8 +16,9 @@ from torch import nn
 
 from slimx.layout.maps import Rect
 from slimx.layout.parts import matrix
-from slimx.reshard.kernels.cpu import PIECE, rectangle, seeds
+from slimx.reshard.kernels.cpu import seeds
 from slimx.reshard.kernels.cuda import LONGEST
+from slimx.reshard.kernels.record import PIECE, rectangle
 from slimx.reshard.kernels.sums import sum_rects
 
 Parameters = Mapping[str, torch.Tensor]
