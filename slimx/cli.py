@@ -193,8 +193,8 @@ def _show_hooks(file: Path, config: Config) -> bool:
     print(f"{file}: hooks, tried on one prompt with scripted engines")
     for line in [*found.lines, *(f"  note     {note}" for note in found.notes)]:
         print(visible(line))
-    for sentence in found.problems:
-        print(f"  problem  {one_line(sentence)}")
+    for problem in found.problems:
+        print(f"  problem  {one_line(str(problem))}")
     return not found.problems
 
 

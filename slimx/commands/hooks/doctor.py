@@ -40,9 +40,9 @@ class Examined:
     """Findings about the hooks of a configuration."""
 
     lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[SlimxError] = field(default_factory=list)
     """Why a run would fail, or teach nothing; one sentence each."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[SlimxError] = field(default_factory=list)
 
 
 def examine_hooks(config: Config) -> Examined:
@@ -50,7 +50,8 @@ def examine_hooks(config: Config) -> Examined:
     found = Examined()
     hooks = _load(config, found)
     if found.problems:
-        found.notes.append("hooks were not tried, as not all could be loaded")
+        untried = "hooks were not tried, as not all could be loaded"
+        found.notes.append(SlimxError(untried, code="hooks.untried", about="hooks"))
         return found
     try:
         spec, tokenizer = configured_model(config), load_tokenizer(config.model.path)
@@ -61,13 +62,13 @@ def examine_hooks(config: Config) -> Examined:
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
     except SlimxError as error:
-        found.problems.append(str(error))
+        found.problems.append(error)
         return found
     with ScriptedServer(ModelShape.of(spec)) as server:
         try:
             tried = HookTrial(config, hooks, spec, tokenizer, prompts[0], server).watch()
         except SlimxError as error:
-            found.problems.append(str(error))
+            found.problems.append(error)
             return found
     _judge(config, hooks, spec, prompts[0], tried, found)
     return found
@@ -82,7 +83,7 @@ def _load(config: Config, found: Examined) -> Hooks:
         try:
             hook = load()
         except SlimxError as error:
-            found.problems.append(str(error))
+            found.problems.append(error)
             return None
         found.lines.append(f"  {key:<22} {path}")
         return hook
@@ -111,30 +112,38 @@ def _judge(config: Config, hooks: Hooks, spec: ModelSpec, prompt: Prompt, tried:
         return
     _limits(config, spec, trajectories, found)
     if not any(trajectory.loss_mask.any() for trajectory in trajectories):
-        found.problems.append(f"rollout.generate: {hook} trains no token; add_sampled with train=True")
+        sentence = f"rollout.generate: {hook} trains no token; add_sampled with train=True"
+        found.problems.append(SlimxError(sentence, code="hooks.untrained", about=hook))
     elif empty := [trajectory.id for trajectory in trajectories if not trajectory.loss_mask.any()]:
-        found.notes.append(f"trajectory {empty[0]} has no trained token: it counts in its group and teaches nothing")
+        sentence = f"trajectory {empty[0]} has no trained token: it counts in its group and teaches nothing"
+        found.notes.append(SlimxError(sentence, code="hooks.empty", about=empty[0]))
     if any(trajectory.loss_mask[trajectory.versions() < 0].any() for trajectory in trajectories) and tried[0].requests:
-        found.notes.append(
-            f"{hook} trains tokens that no engine sampled: their ratio to the rollout's policy is unknown"
-        )
+        sentence = f"{hook} trains tokens that no engine sampled: their ratio to the rollout's policy is unknown"
+        found.notes.append(SlimxError(sentence, code="hooks.unsampled", about=hook))
     held = min(each.held for each in tried)  # the first rollout may import and load besides
     if held > HELD_S:
         found.notes.append(
-            f"the event loop stood still for {held:.1f} s, and all rollouts share it: let {hook} await, or its "
-            "environment live in a process (environment_processes)"
+            SlimxError(
+                f"the event loop stood still for {held:.1f} s, and all rollouts share it: let {hook} await, or its "
+                "environment live in a process (environment_processes)",
+                code="hooks.holding",
+                about=hook,
+            )
         )
     if any(each.same_seed for each in tried):
-        found.notes.append(
+        sentence = (
             f"{hook} makes several requests with one turn number: the same seed gives the same words; count `turn` up"
         )
+        found.notes.append(SlimxError(sentence, code="hooks.one_seed", about=hook))
     try:
         encode_groups([group for _, group in whole])
     except SlimxError as error:
-        found.problems.append(f"rollout.generate: {hook} returns what no checkpoint can hold: {error}")
+        sentence = f"rollout.generate: {hook} returns what no checkpoint can hold: {error}"
+        found.problems.append(SlimxError(sentence, code="hooks.unsaveable", about=hook))
     rewards = [trajectory.reward for trajectory in trajectories]
     if config.reward.given and len(tried) > 1 and len(set(rewards)) == 1:
-        found.notes.append(f"the reward is {rewards[0]:g} whatever the engine says")
+        sentence = f"the reward is {rewards[0]:g} whatever the engine says"
+        found.notes.append(SlimxError(sentence, code="hooks.constant_reward", about="reward"))
     _keep(hooks, Group(id="0", prompt=prompt, trajectories=trajectories), found)
 
 
@@ -150,7 +159,8 @@ def _failures(tried: list[Tried], found: Examined) -> None:
         said = f"{reason} where the engine says {first.says}{many}: {' '.join(str(first.outcome.detail).split())}"
         if first.frozen:
             said += f" (frozen models were asked too, and said {VERDICT!r}: that may be why)"
-        (found.notes if first.frozen else found.problems).append(said)
+        told = found.notes if first.frozen else found.problems
+        told.append(SlimxError(said, code="hooks.failed", about=reason))
 
 
 def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], found: Examined) -> None:
@@ -159,8 +169,12 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fou
     prompt = max(trajectory.spans[0].stop for trajectory in trajectories)
     if prompt > limit:
         found.notes.append(
-            f"{hook} makes a prompt too long: {prompt} tokens, where those of the file may have {limit} "
-            "(rollout.max_prompt_tokens)"
+            SlimxError(
+                f"{hook} makes a prompt too long: {prompt} tokens, where those of the file may have {limit} "
+                "(rollout.max_prompt_tokens)",
+                code="hooks.long_prompt",
+                about=hook,
+            )
         )
     try:
         longest = longest_trajectory(config, spec, check_layout(config.trainer, spec))
@@ -169,8 +183,12 @@ def _limits(config: Config, spec: ModelSpec, trajectories: list[Trajectory], fou
     length = max(len(trajectory.token_ids) for trajectory in trajectories)
     if length > longest:
         found.problems.append(
-            f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; raise "
-            "trainer.max_tokens_per_microbatch or return several trajectories"
+            SlimxError(
+                f"rollout.generate: {hook} makes a trajectory of {length} tokens where {longest} can be trained; raise "
+                "trainer.max_tokens_per_microbatch or return several trajectories",
+                code="hooks.long_trajectory",
+                about=hook,
+            )
         )
 
 
@@ -180,10 +198,12 @@ def _keep(hooks: Hooks, group: Group, found: Examined) -> None:
     try:
         verdict = hooks.keep(group)
     except Exception as error:
-        found.problems.append(f"rollout.filter raised {type(error).__name__} on these rollouts as a group: {error}")
+        sentence = f"rollout.filter raised {type(error).__name__} on these rollouts as a group: {error}"
+        found.problems.append(SlimxError(sentence, code="hooks.filter_raised", about="rollout.filter"))
         return
     if not isinstance(verdict, bool | str | np.bool_):
-        found.problems.append(f"rollout.filter returned a {type(verdict).__name__}; return True, False or a reason")
+        sentence = f"rollout.filter returned a {type(verdict).__name__}; return True, False or a reason"
+        found.problems.append(SlimxError(sentence, code="hooks.filter_verdict", about="rollout.filter"))
         return
     said = f"dropped: {verdict}" if isinstance(verdict, str) else ("kept" if verdict else "dropped")
     found.lines.append(f"  these as one group: {said}")

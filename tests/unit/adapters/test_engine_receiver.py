@@ -271,7 +271,8 @@ def test_a_loader_that_fails_is_reported_and_ends_the_publication(model, receive
     receiver.begin(manifest=manifest())
     receiver.stage(**sent(weights).argument())
     model.load_weights = lambda named: next(iter(named)) and 1 / 0
-    assert outcome(model) == {"loaded": 0, "error": "ZeroDivisionError: division by zero"}
+    told = outcome(model)
+    assert told["loaded"] == 0 and told["error"].startswith("ZeroDivisionError: ")
     assert receiver.status()["open"] is None
     # Nothing vouches for what it holds now, not even an earlier publication.
     assert set(receiver.verify()["missing"]) == set(receiver.copied.layout.held)

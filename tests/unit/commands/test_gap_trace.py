@@ -10,6 +10,7 @@ from slimx.adapters.sglang.trace import Trace
 from slimx.commands.gap import describe
 from slimx.numerics.rows import OUTPUT, attention_point, first_difference, mlp_point, row_digests
 from slimx.trainer.step.trace import traced
+from tests.refusals import numbers
 
 POINTS = [point(layer) for layer in range(2) for point in (attention_point, mlp_point)] + [OUTPUT]
 
@@ -88,19 +89,11 @@ def test_both_sides_note_the_residual_stream_at_the_same_points() -> None:
     assert first_difference(noted, dict(rows)) is None
 
 
-def test_a_gap_is_said_in_words() -> None:
+def test_a_gap_is_told_with_its_numbers() -> None:
     figures = {"gap/tokens": 1010.0, "gap/mean": 1.9e-3, "gap/max": 0.15, "routes/differing": 20.0}
     lines = describe(figures | {"gap/tokens_above_1e-5": 200.0, "gap/tokens_other_routes": 50.0})
-    assert lines == [
-        "gap of 1,010 tokens between trainers and engines: mean 0.0019, largest 0.15",
-        "above 1e-5: 200 tokens (19.8%), of which 50 (25.0%) have other experts at or before them",
-        "tokens that the two sides send to other experts: 20",
-    ]
+    assert list(map(numbers, lines)) == [[1010, 0.0019, 0.15], [1e-5, 200, 19.8, 50, 25.0], [20]]
     none = {"gap/mean": 0.0, "gap/max": 0.0, "routes/differing": 0.0, "gap/tokens_above_1e-5": 0.0}
-    assert describe(figures | none)[:2] == [
-        "gap of 1,010 tokens between trainers and engines: mean 0, largest 0",
-        "above 1e-5: 0 tokens (0.0%)",
-    ]
-    assert describe(none | {"gap/tokens": 0.0}) == [
-        "no token was sampled by the present weights: there is nothing to compare"
-    ]
+    assert list(map(numbers, describe(figures | none)[:2])) == [[1010, 0, 0], [1e-5, 0, 0.0]]
+    (alone,) = describe(none | {"gap/tokens": 0.0})
+    assert not numbers(alone), "nothing was compared"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from slimx.commands.node_health import Places, Wanted, examine_node
 from slimx.errors import SlimxError
+from tests.refusals import numbers
 from tests.unit.trainer.fake_gpu import FakeGpu
 
 
@@ -30,36 +33,37 @@ def problems(wanted: Wanted, places: Places, *gpus: FakeGpu) -> list[str]:
 def test_a_sound_node_has_no_problem_and_a_slow_gpu_is_a_note(tmp_path, places):
     wanted = Wanted(gpus=2, disk_gib=0, shm_gib=0, paths=[tmp_path], clock=990.0)
     found, notes = examine_node(wanted, lambda: [FakeGpu(), FakeGpu(reasons={"power brake"})], places)
-    assert found == [] and notes == ["GPU-1234 runs below its clocks: power brake"]
+    (note,) = notes
+    assert found == [] and "GPU-1234" in note and "power brake" in note
 
 
 def test_a_missing_gpu_and_a_broken_one_are_told_together(places):
     found = problems(Wanted(gpus=3, disk_gib=0, shm_gib=0, paths=[]), places, FakeGpu(), FakeGpu(errors=2))
-    assert found[0].startswith("2 GPUs answer, the run wants 3")
-    assert "2 memory errors that ECC could not repair" in found[1] and len(found) == 2
+    missing, broken = found
+    assert numbers(missing) == [2, 3] and broken.startswith("GPU-1234: 2 ")
 
 
 def test_a_driver_that_does_not_answer_is_the_problem(places):
-    def silent() -> list:
-        raise SlimxError("NVML does not answer (Driver Not Loaded)")
+    problem = SlimxError("NVML does not answer (Driver Not Loaded)")
 
-    assert examine_node(Wanted(gpus=1, paths=[], shm_gib=0), silent, places)[0] == [
-        "NVML does not answer (Driver Not Loaded)"
-    ]
+    def silent() -> list:
+        raise problem
+
+    assert examine_node(Wanted(gpus=1, paths=[], shm_gib=0), silent, places)[0] == [str(problem)]
 
 
 def test_space_is_wanted_on_every_path_and_in_shared_memory(tmp_path, places):
     absent = tmp_path / "absent"
     found = problems(Wanted(disk_gib=1e9, shm_gib=0, paths=[tmp_path, absent]), places)
-    assert found[0].startswith(f"{tmp_path} has ") and "the run wants 1e+09" in found[0]
-    assert found[1] == f"{absent} cannot be looked at (No such file or directory); is its file system mounted?"
+    assert found[0].startswith(f"{tmp_path} has ") and numbers(found[0])[-1] == 1e9
+    assert found[1].startswith(f"{absent} ") and os.strerror(errno.ENOENT) in found[1]
     (short,) = problems(Wanted(disk_gib=0, shm_gib=1e9, paths=[]), places)
     assert short.startswith(f"{places.shm} has ")
 
 
 def test_a_clock_that_is_off_is_told_with_the_seconds(places):
     (found,) = problems(Wanted(disk_gib=0, shm_gib=0, paths=[], clock=900.0), places)
-    assert found.startswith("the clock is 100 s from the launcher's, more than 60")
+    assert numbers(found) == [100, 60]
 
 
 def test_adapters_are_there_and_have_an_active_port(places):
@@ -70,8 +74,8 @@ def test_adapters_are_there_and_have_an_active_port(places):
     down.mkdir(parents=True)
     (down / "state").write_text("1: DOWN\n")
     found = problems(Wanted(disk_gib=0, shm_gib=0, paths=[], hcas=["mlx5_0", "mlx5_1", "mlx5_2"]), places)
-    assert found[0].startswith("no port of mlx5_1 is active (1: DOWN)") and "mlx5_2 is not there" in found[1]
-    assert len(found) == 2
+    inactive, absent = found
+    assert "mlx5_1" in inactive and "1: DOWN" in inactive and str(places.infiniband / "mlx5_2") in absent
 
 
 def test_recent_errors_of_the_hardware_count_and_old_ones_or_those_of_programs_do_not(places):
@@ -84,4 +88,4 @@ def test_recent_errors_of_the_hardware_count_and_old_ones_or_those_of_programs_d
     text = "".join(f"4,{number},{at * 1_000_000},-;{line}\n" for number, (at, line) in enumerate(lines))
     places.kernel_log.write_text(text)
     (found,) = problems(Wanted(gpus=1, disk_gib=0, shm_gib=0, paths=[]), places, FakeGpu())
-    assert found.startswith("PCI:0000:3b:00: the kernel logged XID 79 2 minutes ago")
+    assert found.startswith("PCI:0000:3b:00: ") and numbers(found)[-2:] == [79, 2], "the XID, and minutes ago"

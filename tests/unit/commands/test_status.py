@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from slimx.observability.live import activity
 from slimx.observability.live.run_lock import held
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import RolloutContext
+from tests.refusals import numbers
 from tests.unit.rollout.rollout_stand import Stand, config_of
 
 ENGINE = {"name": "actor-0", "role": "regular", "frozen": False, "nodes": 2, "url": "http://h:1", "restarts": 1}
@@ -47,6 +47,12 @@ def status(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return out.out + out.err
 
 
+def told(text: str, *names: str) -> list[str]:
+    """The lines of the status that begin with these names."""
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    return [lines[name] for name in names]
+
+
 def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, monkeypatch, capsys):
     assert status(run, monkeypatch, capsys, "--saved") == "0\n"
     for name in ("iter_0000004", "iter_0000040", "iter_0000050.partial", "iter_0000060.damaged"):
@@ -61,9 +67,12 @@ def test_the_newest_checkpoint_is_told_by_directory_and_by_file(run, tmp_path, m
 def test_a_run_that_trains_is_told_with_its_engines(run, monkeypatch, capsys):
     with held(run):
         text = status(run, monkeypatch, capsys)
-    assert re.search(r"r: running, step 3 of 9, written \d+ s ago, last phase train", text)
+    head, *lines = text.splitlines()
+    assert head.split()[:3] == ["run", "r:", "running,"] and numbers(head)[:2] == [3, 9] and head.split()[-1] == "train"
     assert "reward/mean 0.3\n" in text
-    assert "actor-0 (regular): member at http://h:1, 2 machines, started again 1 times" in text
+    (engine,) = (line for line in lines if "actor-0" in line)
+    assert all(each in engine for each in ("regular", "member", "http://h:1"))
+    assert numbers(engine)[-2:] == [2, 1], "machines and restarts"
 
 
 def test_restarts_of_engines_and_routers_are_told_with_their_reasons_and_what_rollouts_wait_for(
@@ -80,16 +89,19 @@ def test_restarts_of_engines_and_routers_are_told_with_their_reasons_and_what_ro
     (run / "activity.json").write_text(json.dumps(doing | {"awaited": awaited}))
     with held(run):
         lines = status(run, monkeypatch, capsys).splitlines()
-    assert any("an engine (actor-0), which is started again, for 1 min 5 s" in line for line in lines)
+    (waiting,) = (line for line in lines if awaited["what"] in line)
+    assert numbers(waiting.partition(awaited["what"])[2])[:2] == [1, 5], "minutes and seconds"
     (at,) = [number for number, line in enumerate(lines) if line.startswith("engine   actor-0")]
     assert "it hangs" in lines[at + 1] and "no memory" in lines[at + 1] and "no memory" in lines[at + 2]
-    assert lines[at + 3] == "router   router: out at http://h:2" and "14 s" in lines[at + 4]
+    assert lines[at + 3].split()[:3] == ["router", "router:", "out"] and "http://h:2" in lines[at + 3]
+    assert "14 s" in lines[at + 4]
     assert run_status(run)["routers"] == [router]
 
 
 def test_a_run_that_ended_has_no_engines(run, monkeypatch, capsys):
     text = status(run, monkeypatch, capsys)
-    assert "not running, step 3 of 9" in text and "actor" not in text
+    head = text.splitlines()[0]
+    assert "not running" in head and numbers(head)[:2] == [3, 9] and "actor" not in text
 
 
 def test_a_run_that_has_written_nothing_yet_is_at_step_0(run):
@@ -125,19 +137,19 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
         with held(run):
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "generate", time.time() - 61)))
             text = status(run, monkeypatch, capsys)
-            assert re.search(r"step 4: generate for 1 min \d+ s", text) and "trainers wait for rollouts\n" in text
-            assert "engines  generate; 0 requests are out" in text
-            assert "rollouts 12 groups: 1 generated, 11 done\n" in text
-            who = f"group g1 of prompt {ticket.prompt.id}"
-            assert re.search(rf"{who}, for 1 min \d+ s: 1 of 2 rollouts done", text)
-            assert "begun by version 0, due at step 3" in text
+            now, trainers, engines, rollouts, oldest = told(text, "now", "trainers", "engines", "rollouts", "oldest")
+            assert "generate" in now and numbers(now)[:2] == [4, 1], "the step, and minutes in it"
+            assert trainers.endswith("wait for rollouts") and "generate" in engines and numbers(engines) == [0]
+            assert numbers(rollouts) == [12, 1, 11], "groups: all, generated and done"
+            about = oldest.partition(ticket.prompt.id)
+            assert "g1" in about[0] and numbers(about[2])[0] == 1 and numbers(about[2])[2:] == [1, 2, 0, 3]
             released.set()
             await waiting
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "train", time.time()) | {"written": 0}))
             text = status(run, monkeypatch, capsys)
-            assert "trainers train\n" in text and "last heard of" in text
-            assert "have nothing to do: all that the staleness bound lets them generate is done" in text
-            assert "rollouts 8 groups: 0 generated, 8 done, 4 more wait for the next version" in text
+            trainers, engines, rollouts = told(text, "trainers", "engines", "rollouts")
+            assert trainers.split()[1:] == ["train"] and "last heard of" in text
+            assert "staleness" in engines and numbers(rollouts) == [8, 0, 8, 4], "the last wait for a version"
 
 
 async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch):

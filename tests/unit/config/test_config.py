@@ -6,9 +6,11 @@ The refusals are met as a user meets them: through the command line, with its ex
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from slimx.config import load_config
 from slimx.errors import SlimxError
 from slimx.observability.live.run_lock import held
 from slimx.observability.tracking.run_files import read_config
+from tests.refusals import numbers
 from tools.quickstart.make_model import make_model
 
 PROMPT = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
@@ -71,9 +74,14 @@ class Command:
         self.monkeypatch.setattr(sys, "argv", ["slimx", "train", str(file), *overrides])
         cli.main()
 
-    def refuses(self, file: Path, *overrides: str) -> str:
-        """The sentence with which the run is refused."""
-        return str(self.problems(file, *overrides)[0])
+    def refuses(
+        self, file: Path, *overrides: str, code: str, about: str | None = None, named: Collection[str] = ()
+    ) -> str:
+        """The sentence with which the run is refused, which holds what is `named`."""
+        refusal, *_ = self.problems(file, *overrides)
+        assert refusal.code == code and refusal.about == (about or refusal.about)
+        assert all(each in str(refusal) for each in named), refusal
+        return str(refusal)
 
     def problems(self, file: Path, *overrides: str) -> tuple[SlimxError, ...]:
         """The refusal, and those that it joins."""
@@ -324,26 +332,51 @@ def test_a_layout_that_cannot_be_is_refused_with_its_key(command, file, override
 
 def test_a_rollout_that_a_microbatch_does_not_hold_is_told_how_many_tokens_it_needs(command, file):
     keys = ["rollout.max_prompt_tokens=60", "rollout.sampling.max_new_tokens=8", "trainer.max_tokens_per_microbatch=66"]
-    assert "67 at least" in command.refuses(file, *keys)
+    told = {"code": "batch.microbatch", "about": "trainer.max_tokens_per_microbatch"}
+    assert numbers(command.refuses(file, *keys, **told))[-1] == 67
     padded = ["trainer.context=2", "trainer.world_size=2"]
-    assert "68 at least" in command.refuses(file, *keys, *padded)
+    assert numbers(command.refuses(file, *keys, *padded, **told))[-1] == 68
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "code", "about", "named"),
     [
-        (["trainer.megatron.moe_capacity=2"], "trainer.megatron.moe_capacity is not a field of megatron-core's"),
-        (["trainer.megatron.moe_router_dtyp=fp32"], "did you mean moe_router_dtype?"),
+        (
+            ["trainer.megatron.moe_capacity=2"],
+            "trainer.megatron_field",
+            "trainer.megatron.moe_capacity",
+            "TransformerConfig",
+        ),
+        (
+            ["trainer.megatron.moe_router_dtyp=fp32"],
+            "trainer.megatron_field",
+            "trainer.megatron.moe_router_dtyp",
+            "moe_router_dtype?",
+        ),
         (
             ["trainer.recompute.granularity=selective", "trainer.recompute.modules=[mla_up_proj]"],
-            "megatron-core refuses this model or layout: mla_up_proj in recompute_modules is only supported with",
+            "trainer.megatron_core",
+            "{model}",
+            "mla_up_proj",
         ),
-        (["cluster.device=cpu", "trainer.attention=flash"], "trainer.attention=flash needs CUDA"),
-        (["cluster.device=cpu", "trainer.moe.dispatcher=flex"], "trainer.moe.dispatcher=flex (deepep) needs CUDA"),
+        (
+            ["cluster.device=cpu", "trainer.attention=flash"],
+            "trainer.no_cuda",
+            "trainer.attention",
+            "trainer.attention=auto",
+        ),
+        (
+            ["cluster.device=cpu", "trainer.moe.dispatcher=flex"],
+            "trainer.no_cuda",
+            "trainer.moe.dispatcher",
+            "trainer.moe.dispatcher=alltoall",
+        ),
     ],
 )
-def test_what_megatron_or_the_machine_cannot_run_is_refused_before_anything_starts(command, file, overrides, told):
-    assert told in command.refuses(file, *overrides)
+def test_what_megatron_or_the_machine_cannot_run_is_refused_before_anything_starts(
+    command, file, model, overrides, code, about, named
+):
+    command.refuses(file, *overrides, code=code, about=about.format(model=model), named=[named])
 
 
 # Checkpoint ---------------------------------------------------------------------------------------------------------
@@ -351,62 +384,66 @@ def test_what_megatron_or_the_machine_cannot_run_is_refused_before_anything_star
 
 @pytest.mark.parametrize("key", ["model.path", "trainer.load"])
 def test_a_missing_checkpoint_is_refused_by_its_path(command, file, key):
-    told = command.refuses(file, f"{key}=/no/such/model")
-    assert "/no/such/model" in told and "give a Hugging Face model directory" in told
+    code = {"model.path": "model.directory", "trainer.load": "checkpoint.none"}[key]
+    command.refuses(file, f"{key}=/no/such/model", code=code, about="/no/such/model")
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "code"),
     [
-        (lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]), "truncated"),
-        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
-        (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
-        (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
+        (
+            lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
+            "checkpoint.file",
+        ),
+        (lambda d: (d / "config.json").write_text("{"), "checkpoint.json"),
+        (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.missing"),
+        (lambda d: (d / "model.safetensors").unlink(), "checkpoint.none"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_by_its_path(command, file, model, tmp_path, damage, told):
+def test_a_damaged_checkpoint_is_refused_by_its_path(command, file, model, tmp_path, damage, code):
     copy = tmp_path / "damaged"
     shutil.copytree(model, copy)
     damage(copy)
-    sentence = command.refuses(file, f"model.path={copy}")
-    assert str(copy) in sentence and told in sentence
+    command.refuses(file, f"model.path={copy}", code=code, named=[str(copy)])
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "code", "about", "named"),
     [
-        ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
-        ({"hidden_size": 64}, "tensor model.embed_tokens.weight has shape [128, 128], its config.json wants [128, 64]"),
-        ({"architectures": ["BertForMaskedLM"]}, "architecture BertForMaskedLM is not supported"),
+        ({"num_hidden_layers": 3}, "checkpoint.missing", "model.layers.2.input_layernorm.weight", []),
+        ({"hidden_size": 64}, "checkpoint.shape", "model.embed_tokens.weight", ["[128, 128]", "[128, 64]"]),
+        ({"architectures": ["BertForMaskedLM"]}, "model.unknown", "BertForMaskedLM", ["Qwen3MoeForCausalLM"]),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_its_config_is_refused(command, file, model, tmp_path, change, told):
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
+    command, file, model, tmp_path, change, code, about, named
+):
     copy = tmp_path / "other"
     shutil.copytree(model, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))
-    assert told in command.refuses(file, f"model.path={copy}")
+    command.refuses(file, f"model.path={copy}", code=code, about=about, named=[str(copy), *named])
 
 
 # Hooks --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "code", "named"),
     [
-        ("rollout.generate=no_such_package.hook", "rollout.generate: no_such_package.hook cannot be imported"),
-        ("rollout.generate=hooks.generat", "rollout.generate: module hooks has no generat"),
-        ("rollout.generate=generate", "give a dotted path"),
-        ("rollout.generate=hooks.not_async", "must be async; write async def not_async(ctx, prompt)"),
-        ("rollout.generate=hooks.one_argument", "write async def one_argument(ctx, prompt)"),
-        ("reward.function=hooks.NUMBER", "reward.function: hooks.NUMBER is a int"),
-        ("rollout.filter=hooks.generate", "rollout.filter: hooks.generate"),
-        ("rollout.filter=hooks.async_keep", "must not be async; write def async_keep(group)"),
-        ("rollout.generate=broken.generate", "importing broken raised NameError"),
+        ("rollout.generate=no_such_package.hook", "dotted.import", "no_such_package.hook"),
+        ("rollout.generate=hooks.generat", "dotted.missing", "generat"),
+        ("rollout.generate=generate", "dotted.path", "'generate'"),
+        ("rollout.generate=hooks.not_async", "dotted.async", "async def not_async(ctx, prompt)"),
+        ("rollout.generate=hooks.one_argument", "dotted.signature", "async def one_argument(ctx, prompt)"),
+        ("reward.function=hooks.NUMBER", "dotted.callable", "async def NUMBER(ctx, trajectory)"),
+        ("rollout.filter=hooks.generate", "dotted.signature", "def generate(group)"),
+        ("rollout.filter=hooks.async_keep", "dotted.async", " def async_keep(group)"),
+        ("rollout.generate=broken.generate", "dotted.raised", "NameError"),
     ],
 )
 def test_a_hook_that_cannot_serve_is_refused_with_its_key_and_the_right_shape(
-    command, file, override, told, tmp_path, monkeypatch
+    command, file, override, code, named, tmp_path, monkeypatch
 ):
     (tmp_path / "hooks.py").write_text(
         "NUMBER = 5\n"
@@ -419,42 +456,47 @@ def test_a_hook_that_cannot_serve_is_refused_with_its_key_and_the_right_shape(
     for name in ("hooks", "broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    assert told in command.refuses(file, override)
+    command.refuses(file, override, code=code, about=override.partition("=")[0], named=[named])
 
 
 def test_a_key_that_sglang_does_not_know_is_refused(command, file):
-    told = command.refuses(file, "rollout.engines=[{sglang: {chunked_prefill_siez: 64}}]")
-    assert "rollout.engines.sglang.chunked_prefill_siez" in told and "did you mean chunked_prefill_size?" in told
+    command.refuses(
+        file,
+        "rollout.engines=[{sglang: {chunked_prefill_siez: 64}}]",
+        code="sglang.argument",
+        about="rollout.engines.sglang.chunked_prefill_siez",
+        named=["chunked_prefill_size?"],
+    )
 
 
 # Prompts ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "code", "named"),
     [
-        ('{"messages": [', "not a JSON object"),
-        ("[1]", "holds a list"),
-        ('{"mesages": []}', "unknown key 'mesages'"),
-        ('{"answer": "2"}', "neither messages nor token_ids"),
-        ('{"token_ids": ["a"]}', "wrong type"),
-        ('{"messages": [{"role": "user"}]}', "messages[0] lacks its role or content"),
+        ('{"messages": [', "prompts.line", "truncated"),
+        ("[1]", "prompts.line", "list"),
+        ('{"mesages": []}', "prompts.key", "'mesages'"),
+        ('{"answer": "2"}', "prompts.neither", "token_ids"),
+        ('{"token_ids": ["a"]}', "prompts.type", "token_ids[0]"),
+        ('{"messages": [{"role": "user"}]}', "prompts.message", "messages[0]"),
     ],
 )
 @pytest.mark.parametrize("key", ["rollout.prompts", "eval.prompts"])
-def test_a_malformed_prompt_line_is_refused_with_file_and_line(command, file, tmp_path, key, line, told):
+def test_a_malformed_prompt_line_is_refused_with_file_and_line(command, file, tmp_path, key, line, code, named):
     path = tmp_path / "bad.jsonl"
     path.write_text(f"{json.dumps(PROMPT)}\n\n{line}\n")
-    sentence = command.refuses(file, f"{key}={path}")
-    assert f"{path}, line 3: " in sentence and told in sentence
+    command.refuses(file, f"{key}={path}", code=code, named=[f"{path}, line 3: ", named])
 
 
 def test_a_prompt_file_that_does_not_exist_is_refused(command, file):
-    assert "/no/prompts.jsonl: cannot be read" in command.refuses(file, "rollout.prompts=/no/prompts.jsonl")
+    command.refuses(file, "rollout.prompts=/no/prompts.jsonl", code="prompts.unreadable", about="/no/prompts.jsonl")
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_its_id(command, file):
-    assert "has 6 tokens, the limit is 5" in command.refuses(file, "rollout.max_prompt_tokens=5")
+    sentence = command.refuses(file, "rollout.max_prompt_tokens=5", code="prompts.length", about="prompts:1")
+    assert numbers(sentence)[-2:] == [6, 5], "its tokens and the limit"
 
 
 # As a process -------------------------------------------------------------------------------------------------------
@@ -471,14 +513,14 @@ def slimx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_process_prints_the_sentence_alone_and_exits_with_2(file, name):
     done = slimx(name, file, "run.nmae=x")
     assert done.returncode == 2
-    assert done.stderr == f"slimx: {file}: unknown key run.nmae; did you mean run.name?\n"
+    assert re.fullmatch(rf"slimx: {file}: .*run\.nmae.*run\.name.*\n", done.stderr)
 
 
 @pytest.mark.costly
 def test_debug_adds_the_traceback(file):
     done = slimx("train", file, "run.nmae=x", "--debug")
     assert done.returncode != 0 and "Traceback" in done.stderr
-    assert done.stderr.rstrip().endswith("unknown key run.nmae; did you mean run.name?")
+    assert {"run.nmae", "run.name"} <= {*re.findall(r"run\.\w+", done.stderr.splitlines()[-1])}
 
 
 def test_load_config_raises_the_one_error_that_users_read(file):
@@ -489,7 +531,7 @@ def test_load_config_raises_the_one_error_that_users_read(file):
 def test_a_second_process_in_the_same_run_directory_is_refused(command, file, tmp_path):
     (tmp_path / "old").mkdir()
     with held(tmp_path / "old"):
-        assert "another process is training there" in command.refuses(file, f"run.dir={tmp_path}/old")
+        command.refuses(file, f"run.dir={tmp_path}/old", code="run.locked", about=f"{tmp_path}/old")
     with pytest.raises(Started):
         command.run(file, f"run.dir={tmp_path}/old")
 
@@ -500,17 +542,18 @@ def test_a_run_that_must_not_resume_starts_afresh_beside_an_old_checkpoint(comma
     (checkpoint / "slimx" / "manifest.json").write_text("{}")
     with pytest.raises(Started):
         command.run(file, f"run.dir={tmp_path}/old", "run.resume=never")
-    assert str(checkpoint / "slimx" / "run.json") in command.refuses(file, f"run.dir={tmp_path}/old")
+    state = str(checkpoint / "slimx" / "run.json")
+    command.refuses(file, f"run.dir={tmp_path}/old", code="checkpoint.damaged", about=state)
 
 
 @pytest.mark.parametrize(
-    ("critic", "told"),
+    ("critic", "code", "about"),
     [
-        ("{load: absent}", "absent: no model.safetensors"),
-        ("{placement: own, layout: {world_size: 16, data: 16}}", "cannot feed the critic's 16 data-parallel ranks"),
-        ("{placement: own, layout: {world_size: 3, tensor: 3}}", "critic.layout.tensor=3 does not divide"),
+        ("{load: absent}", "checkpoint.none", "absent"),
+        ("{placement: own, layout: {world_size: 16, data: 16}}", "batch.critic_ranks", "critic.layout.data"),
+        ("{placement: own, layout: {world_size: 3, tensor: 3}}", "critic.split", "critic.layout.tensor"),
     ],
 )
-def test_a_critic_that_cannot_start_is_refused_before_anything_does(command, file, critic, told):
+def test_a_critic_that_cannot_start_is_refused_before_anything_does(command, file, critic, code, about):
     small = ("rollout.prompts_per_step=2", "rollout.group_size=4")
-    assert told in command.refuses(file, "algorithm.name=ppo", f"critic={critic}", *small)
+    command.refuses(file, "algorithm.name=ppo", f"critic={critic}", *small, code=code, about=about)

@@ -30,7 +30,7 @@ from slimx.data.step_files import (
 )
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.rollout.hooks import RewardContext
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 from tests.unit.rollout.rollout_stand import Stand, config_of, one, the_tokenizer
 
 
@@ -179,12 +179,16 @@ def test_without_a_step_there_is_a_line_for_each(run):
 def test_a_step_shows_prompts_texts_rewards_with_parts_and_versions(run, groups):
     text = shown(run, "--step", 1)
     group = groups[1]
-    assert f"group {group.id}, prompt {group.prompt.id} (answer {group.prompt.answer!r}), 2 trajectories" in text
+    (head,) = (line for line in text.splitlines() if line.startswith(f"group {group.id}, "))
+    assert group.prompt.id in head and repr(group.prompt.answer) in head and numbers(head)[-2] == 2
     assert f"? user: {group.prompt.messages[0]['content']}" in text
     last = group.trajectories[1]
     answer = the_tokenizer().decode(last.sampled_ids()[:2].tolist())
     assert "version 3+4, 0 behind" in text and f"> {answer}" in text
-    assert f"reward {last.reward:.3f} (first {last.reward_parts['first']:.3f}, second 0.250)" in text
+    (line,) = (line for line in text.splitlines() if line.strip().startswith(last.id))
+    assert all(
+        part in line for part in (f"{last.reward:.3f}", f"first {last.reward_parts['first']:.3f}", "second 0.250")
+    )
 
 
 def test_json_has_every_token_and_choices_narrow_it(run, groups):
@@ -199,7 +203,8 @@ def test_json_has_every_token_and_choices_narrow_it(run, groups):
     found = json.loads(shown(run, "--step", 1, "--reward-below", 1, "--json"))
     assert [t["id"] for group in found["groups"] for t in group["trajectories"]] == low
     assert len(json.loads(shown(run, "--step", 1, "--limit", 1, "--json"))["groups"]) == 1
-    assert "2 more; --limit 0 shows all" in shown(run, "--step", 1, "--limit", 1)
+    *_, more = shown(run, "--step", 1, "--limit", 1).splitlines()
+    assert numbers(more)[0] == 2 and "--limit 0" in more
     assert "position" in shown(run, "--step", 1, "--tokens", "--limit", 1)
 
 
@@ -207,13 +212,15 @@ def test_the_buffer_is_what_the_newest_checkpoint_holds(run):
     found = json.loads(shown(run, "--buffer", "--json"))
     assert found["step"] == 2 and [ticket["number"] for ticket in found["waiting"]] == [4, 5, 6, 7]
     text = shown(run, "--buffer")
-    assert "iter_0000002, after step 2: 0 complete groups, 4 not complete" in text
-    assert "ticket 4, prompt" in text and "0 rollouts complete, 0 tokens sampled of others" in text
+    head, first, *_ = text.splitlines()
+    assert "iter_0000002" in head and numbers(head)[-3:] == [2, 0, 4], "the step; groups that are complete and are not"
+    assert "ticket 4, prompt" in first and numbers(first)[-2:] == [0, 0], "rollouts, and tokens of others"
 
 
 def test_dropped_groups_are_counted_by_reason(run):
     text = shown(run, "--dropped").splitlines()
-    assert text[0] == "2 groups were dropped" and "step 2, prompt p9, generate failed: no tool" in text
+    assert numbers(text[0]) == [2]
+    assert any(all(each in line for each in ("step 2", "p9", "generate failed", "no tool")) for line in text[1:])
     assert json.loads(shown(run, "--dropped", "--step", 1, "--json"))["reasons"] == {"filter: flat": 1}
 
 
@@ -243,4 +250,4 @@ def test_directories_without_a_run_or_without_rollouts_are_named(run, tmp_path):
         shown(tmp_path, "--buffer")
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / file_name(1)).write_bytes(b"{}\n")
-    assert "step-0000001.groups: does not start with the header" in shown(tmp_path)
+    assert [line for line in shown(tmp_path).splitlines() if "step-0000001.groups: " in line]

@@ -57,8 +57,9 @@ async def test_a_rollout_ends_after_its_turns_or_when_an_answer_is_cut_off():
 
 async def test_a_step_that_hangs_is_named_and_the_environment_is_closed():
     closed = Counting.closed
-    with pytest.raises(DeadlineError, match=r"waited 0 s for a step of rollout g0/0; it is held by .*Counting"):
+    with pytest.raises(DeadlineError) as caught:
         await play("46", turn_deadline=0.05, made_with={"hangs": True})
+    assert caught.value.awaited.endswith("g0/0") and "Counting" in caught.value.holder
     assert Counting.closed == closed + 1
 
 
@@ -90,7 +91,7 @@ async def test_the_python_tool_runs_the_last_program_and_an_answer_ends_it():
     step = await tool.step("```\nprint(0)\n```\nNo:\n```python\nprint(6 * 7)\n```")
     assert (step.text, step.done) == ("Output:\n42", False)
     assert "ZeroDivisionError" in (await tool.step("```python\n1/0\n```")).text
-    assert (await tool.step("```python\nwhile True: pass\n```")).text.endswith("(killed: over the limit of time)")
+    assert (await tool.step("```python\nwhile True: pass\n```")).text.endswith("limit of time)")
     end = await tool.step("The answer is 42")
     assert end.done and end.info == {"runs": 3}
 

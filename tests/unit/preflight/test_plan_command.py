@@ -16,6 +16,7 @@ from slimx.preflight.links import rehearsal
 from slimx.preflight.links.model import LinkTrial
 from slimx.preflight.plan import text as plan_text
 from slimx.preflight.record import PlanReport
+from tests.refusals import numbers
 from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
 
 SHALLOW = QWEN3_30B | {"num_hidden_layers": 2}
@@ -134,7 +135,8 @@ def test_fp8_halves_the_bytes_and_counts_the_quantised_tensors(plan):
 
 def test_what_slimx_cannot_write_in_place_falls_back_and_says_why(plan):
     code, text = plan(QWEN3_30B, RUN_30B[0], "rollout.engines=[{tensor: 4, sglang: {enable_eplb: true}}]")
-    assert code == 0 and "encoding hf: Hugging Face names, because rollout.engines.sglang.enable_eplb" in text
+    (line,) = (line for line in text.splitlines() if "encoding hf" in line)
+    assert code == 0 and "rollout.engines.sglang.enable_eplb" in line
 
 
 def test_engines_of_different_sizes_are_counted_rank_by_rank(plan):
@@ -155,7 +157,7 @@ def test_the_plan_is_for_gpus_unless_the_run_says_cpu(plan):
     engines = "rollout.engines=[{tensor: 8, expert: 8}]"
     assert (
         "encoding local" in plan(SHALLOW, engines)[1]
-        and "pads on the CPU" in plan(SHALLOW, engines, "cluster.device=cpu")[1]
+        and "encoding hf" in plan(SHALLOW, engines, "cluster.device=cpu")[1]
     )
 
 
@@ -229,11 +231,11 @@ def test_predictions_are_labelled_and_shown_only_while_the_model_is_right_here(p
     monkeypatch.setattr(rehearsal, "rehearse", lambda: LinkTrial([predicted] * 3, [1.0] * 3))
     code, text = plan(SHALLOW, *RUN_30B, "--predict")
     assert code == 0
+    (label,) = lines_of(text, "predicted")
     if shown:
-        assert "predicted   by the link model, not measured" in text and "H100" in text and "GB300" in text
+        assert "not measured" in label and "H100" in text and "GB300" in text
     else:
-        assert f"predicted   not shown: the model is off by {predicted - 1:+.0%} here" in text
-        assert "H100" not in text
+        assert f"{predicted - 1:+.0%}" in label and "H100" not in text
     values = json.loads(plan(SHALLOW, *RUN_30B, "--predict", "--json")[1])["predicted"]
     assert values["shown"] is shown and (values["publications"] is not None) is shown
 
@@ -241,7 +243,8 @@ def test_predictions_are_labelled_and_shown_only_while_the_model_is_right_here(p
 def test_a_cluster_that_is_too_small_is_told_instead_of_a_figure(plan, monkeypatch):
     monkeypatch.setattr(rehearsal, "rehearse", lambda: LinkTrial([1.0], [1.0]))
     code, text = plan(DEEPSEEK_V3 | {"num_hidden_layers": 4}, *RUN_671B, "--predict")
-    assert code == 0 and "192 ranks (128 trainers, 64 of engines) do not fit the 72 of GB300 NVL72" in text
+    (line,) = (line for line in text.splitlines() if "GB300 NVL72" in line)
+    assert code == 0 and numbers(line)[:4] == [192, 128, 64, 72], "ranks: all, trainers', engines', and the cluster's"
 
 
 def test_sizes_have_the_unit_that_fits():
@@ -253,7 +256,7 @@ def test_a_critic_is_split_and_counted_without_the_output_layer(plan):
     code, text = plan(SHALLOW, *RUN_30B, *ppo)
     assert code == 0, text
     line = next(line for line in text.splitlines() if line.startswith("critic"))
-    assert "2 ranks of its own: tensor 1 x pipeline 2 x data 1" in line
+    assert numbers(line)[0] == 2 and "tensor 1 x pipeline 2 x data 1" in line
     report = json.loads(plan(SHALLOW, *RUN_30B, *ppo, "--json")[1])
     vocabulary, norm = SHALLOW["vocab_size"] * SHALLOW["hidden_size"], SHALLOW["hidden_size"]
     layer = (report["parameters"] - 2 * vocabulary - norm) / 2
@@ -264,8 +267,8 @@ def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
     ppo = ("algorithm.name=ppo", "critic={placement: own, layout: {world_size: 3, expert: 3}}")
     code, text = plan(SHALLOW, *RUN_30B, *ppo)
     assert code == 2, text
-    assert "critic.layout.expert=3 does not divide the 128 experts" in text
-    assert text.rstrip().endswith("the nearest that does is critic.layout.expert=2")
+    assert "critic.layout.expert=3" in text and 128 in numbers(text), "the experts that 3 ranks cannot share"
+    assert text.split()[-1] == "critic.layout.expert=2", "the nearest that can be"
 
 
 # Memory, machines and suggestions -------------------------------------------------------------------------------------
@@ -289,7 +292,8 @@ def test_the_rank_map_says_what_each_rank_holds_and_where(plan):
     assert last["layers"] == list(range(24, 48)) and last["expert"] == 5 and last["experts"] == [80, 95]
     assert [engine["gpus"] for engine in places["engines"]] == [[16, 17, 18, 19], [20, 21, 22, 23], [24, 25, 26, 27]]
     text = plan(QWEN3_30B, layout)[1]
-    assert "stage 1: ranks 8-15, nodes 1, layers 24-47, experts 0-15, 16-31, 32-47, ... by EP rank" in text
+    (stage,) = (line for line in text.splitlines() if "stage 1: " in line)
+    assert all(each in stage for each in ("ranks 8-15", "nodes 1,", "layers 24-47", "experts 0-15, 16-31, 32-47, ..."))
 
 
 @pytest.mark.costly
@@ -297,9 +301,9 @@ def test_a_run_that_does_not_fit_is_refused_with_the_nearest_layout_that_does(pl
     code, text = plan(QWEN3_30B, *RUN_30B, H100)
     assert code == 2
     (refused,) = lines_of(text, "slimx: ")
-    assert "trainer rank 0 (stage 0) would need" in refused and "of a GPU's 79.6 GiB" in refused
+    assert "trainer rank 0" in refused and 79.6 in numbers(refused)
     (nearest,) = lines_of(text, "nearest")
-    assert "TP4 x EP8 x DP2, recompute" in nearest
+    assert "TP4 x EP8 x DP2, " in nearest
     overrides = text.splitlines()[text.splitlines().index(nearest) + 1].split()
     assert plan(QWEN3_30B, *RUN_30B, H100, *overrides)[0] == 0
     assert plan(QWEN3_30B, *RUN_30B, "cluster.gpu=h200")[0] == 0
@@ -363,8 +367,8 @@ def test_suggested_layouts_pass_the_plan(plan):
 def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
     ppo = ("algorithm.name=ppo", "critic={}", H100, FULL)
     code, text = plan(QWEN3_30B, *RUN_30B, *ppo)
-    assert code == 2 and "trainer and critic rank 0 (stage 0) would need" in text
     lines = text.splitlines()
+    assert code == 2 and any("trainer and critic rank 0" in line for line in lines)
     (nearest,) = (number for number, line in enumerate(lines) if line.startswith("nearest"))
     assert plan(QWEN3_30B, *RUN_30B, *ppo, *lines[nearest + 1].split())[0] == 0
 
@@ -372,9 +376,10 @@ def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
 def test_engines_that_do_not_fit_are_told_which_would(plan):
     engines = "rollout.engines=[{tensor: 1, expert: 1, sglang: {mem_fraction_static: 0.6}}]"
     code, text = plan(QWEN3_30B, RUN_30B[0], H100, FULL, engines)
-    assert code == 2 and "a rank of engine actor holds 56.9 GiB of weights" in text
+    (refused,) = lines_of(text, "slimx: ")
+    assert code == 2 and "engine actor" in refused and 56.9 in numbers(refused), "GiB of weights"
     (line,) = lines_of(text, "  engines   actor: count")
-    assert line.startswith("  engines   actor: count 1, tensor 2, expert 1, dp_attention 1, nodes 1:")
+    assert "count 1, tensor 2, expert 1, dp_attention 1, nodes 1:" in line
 
 
 def test_layouts_are_searched_for_a_named_gpu_only(plan):
@@ -390,8 +395,9 @@ def test_nodes_and_dispatchers_are_judged_by_the_machine(plan):
         "rollout.engines=[{tensor: 4, expert: 4}]",
     )
     assert code == 2
-    assert "needs 8 GPUs on 2 nodes of 4, and cluster.nodes is 1" in text
-    assert "flex_backend=deepep does not run on cluster.gpu=gb300" in text
+    (nodes,) = (line for line in text.splitlines() if "cluster.nodes" in line)
+    assert numbers(nodes) == [8, 2, 4, 1], "GPUs, nodes that they need, GPUs of one, and cluster.nodes"
+    assert any("flex_backend=deepep" in line and "cluster.gpu=gb300" in line for line in text.splitlines())
 
 
 def test_colocated_ranks_are_weighed_in_turns(plan):
@@ -414,7 +420,8 @@ def test_host_memory_is_counted_per_node(plan):
     offload = "trainer.optimizer.offload_fraction=1"
     fits, short = (plan(SHALLOW, *RUN_30B, H100, offload, f"cluster.host_memory_gib={gib}") for gib in (1000, 20))
     assert fits[0] == 0 and short[0] == 2
-    assert "8 trainer ranks keep" in short[1] and "cluster.host_memory_gib is 20.0" in short[1]
+    (refused,) = lines_of(short[1], "slimx: ")
+    assert "8 trainer ranks" in refused and "cluster.host_memory_gib" in refused and 20.0 in numbers(refused)
 
 
 def test_bytes_go_over_the_links_between_the_ranks(plan):

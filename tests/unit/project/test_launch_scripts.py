@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import numbers
+
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +88,7 @@ def test_a_named_interface_decides_and_is_told_to_nccl_and_gloo(tmp_path):
 
 def test_a_node_without_an_address_is_refused_with_what_to_set(tmp_path):
     done = bash("prepare_environment", FIRST=stub(tmp_path, "hostname", "127.0.1.1"))
-    assert done.returncode == 1 and "set SLIMX_ADDRESS or SLIMX_INTERFACE" in done.stderr
+    assert done.returncode == 1 and {"SLIMX_ADDRESS", "SLIMX_INTERFACE"} <= {*re.findall(r"SLIMX_\w+", done.stderr)}
 
 
 def test_an_nvlink_domain_is_told_to_nccl_and_to_ray(tmp_path):
@@ -114,7 +116,7 @@ def test_nodes_are_counted_by_what_ray_shows_as_active(tmp_path):
 def test_a_wait_ends_at_its_deadline_and_says_what_it_waited_for():
     began = time.monotonic()
     done = bash("await 1 'the moon' false || echo gave up")
-    assert done.stdout.strip() == "gave up" and "waited 1 s for the moon" in done.stderr
+    assert done.stdout.strip() == "gave up" and "the moon" in done.stderr and numbers(done.stderr)[-1] == 1
     assert time.monotonic() - began < 120
 
 
@@ -152,13 +154,13 @@ def test_one_node_runs_what_it_is_given_if_it_is_fit():
     refused = launch("single_node.sh", "absent.yaml")
     assert refused.returncode == 2 and "absent.yaml" in refused.stderr
     unfit = launch("single_node.sh", "absent.yaml", SLIMX_HEALTH="--hca none0")
-    assert unfit.returncode == 1 and "none0 is not there" in unfit.stdout and "absent" not in unfit.stderr
+    assert unfit.returncode == 1 and "none0" in unfit.stdout and "absent" not in unfit.stderr
 
 
 def test_a_node_without_a_first_node_gives_up_at_the_deadline_and_leaves_nothing(tmp_path):
     before = set(Path("/tmp").glob("slimx-ray.*"))
     done = launch("node.sh", "x.yaml", NODE_RANK="1", NODES="2", JOB_DIR=str(tmp_path), SLIMX_JOIN_S="1")
-    assert done.returncode == 1 and f"waited 1 s for the first node to write {tmp_path}/head" in done.stderr
+    assert done.returncode == 1 and f"{tmp_path}/head" in done.stderr and "1 s" in done.stderr
     assert set(Path("/tmp").glob("slimx-ray.*")) <= before
 
 
@@ -167,7 +169,8 @@ def test_a_node_without_a_first_node_gives_up_at_the_deadline_and_leaves_nothing
 def test_a_first_node_to_which_the_others_do_not_come_says_how_many_did_and_ends_its_ray(tmp_path):
     done = launch("node.sh", "x.yaml", NODE_RANK="0", NODES="2", JOB_DIR=str(tmp_path), SLIMX_JOIN_S="25")
     assert done.returncode == 1, done.stderr
-    assert "waited 25 s for 2 nodes in Ray at 127.0.0.2:" in done.stderr and "1 have come" in done.stderr
+    (told,) = (line for line in done.stderr.splitlines() if "127.0.0.2:" in line)
+    assert {25, 2, 1} <= {*numbers(told)}, "seconds, nodes that were waited for, and that came"
     assert (tmp_path / "over").read_text() == "1\n" and not (tmp_path / "token").exists()
     for process in Path("/proc").glob("[0-9]*"):
         try:

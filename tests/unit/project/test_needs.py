@@ -39,4 +39,4 @@ def test_a_missing_program_is_red_in_ci_and_named_elsewhere(tmp_path, ci, status
     )
     assert done.returncode == status
     assert outcome in done.stdout.splitlines()[-1]
-    assert "needs no-such-program, which is not on PATH: `make ci-deps` installs it" in done.stdout
+    assert "no-such-program" in done.stdout and "`make ci-deps`" in done.stdout

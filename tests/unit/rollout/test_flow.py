@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +23,7 @@ from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest, Pending
 from slimx.rollout.flow.progress import key_of
 from slimx.rollout.hooks import seed_of
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 from tests.unit.rollout.flow_stand import TURN_TOKENS, Flow, expected_tokens, kept, run_virtually
 from tests.unit.rollout.rollout_stand import config_of
 
@@ -264,8 +263,9 @@ def test_a_group_that_holds_a_batch_up_is_given_up_after_its_time_and_the_next_o
         flow = Flow(config, np.random.default_rng(1), PROMPTS)
         flow.engine.never = seed_of(seed_of(config.run.seed, 1, 0), 0)
         if patience is None:
-            with pytest.raises(DeadlineError, match=f"1 of {SIZE} groups of this step"):
+            with pytest.raises(DeadlineError) as caught:
                 await flow.manager.next_batch()
+            assert numbers(caught.value.awaited)[:2] == [1, SIZE], "groups that are not done, and all of the step"
             await flow.manager.stop()
             return
         waiting = asyncio.ensure_future(flow.manager.next_batch())
@@ -278,7 +278,7 @@ def test_a_group_that_holds_a_batch_up_is_given_up_after_its_time_and_the_next_o
         assert [group.id for group in batch.groups] == order[:SIZE]
         (given_up,) = [outcome for outcome in flow.dropped if outcome.reason == "straggler"]
         assert given_up.group.id == "g1" and not given_up.failed and batch.dropped["straggler"] == 1
-        assert re.match("1 of 2 rollouts were done .* schedule.straggler_deadline=100 s", given_up.detail)
+        assert numbers(given_up.detail)[:2] == [1, 2] and "schedule.straggler_deadline=100 " in given_up.detail
         assert flow.engine.out == 0, "its request is ended"
         await flow.manager.stop()
 
@@ -290,9 +290,7 @@ def test_an_abort_that_nobody_asked_for_fails_the_rollout():
         flow = Flow(one_step(), np.random.default_rng(1), PROMPTS)
         asyncio.get_running_loop().call_later(2, lambda: asyncio.ensure_future(flow.engine.abort()))
         batch = await flow.manager.next_batch()
-        assert batch.dropped["generate failed"] and any(
-            "aborted by the engine" in (o.detail or "") for o in flow.dropped
-        )
+        assert batch.dropped["generate failed"] and any("abort" in (o.detail or "") for o in flow.dropped)
         await flow.manager.stop()
 
     run_virtually(work())

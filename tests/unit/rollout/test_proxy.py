@@ -306,16 +306,16 @@ def test_the_synchronous_client_works_too():
 # What is refused ------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "several answers": ({"n": 2}, "unsupported_value", "n 2 is not supported"),
+    "several answers": ({"n": 2}, "unsupported_value", "n 2"),
     "penalties": ({"presence_penalty": 0.5}, "unsupported_value", "presence_penalty 0.5"),
     "biases": ({"logit_bias": {"5": 1}}, "unsupported_value", "logit_bias"),
     "grammars": ({"response_format": {"type": "json_object"}}, "unsupported_value", "response_format"),
     "forced tools": ({"tools": TOOLS, "tool_choice": "required"}, "unsupported_value", "tool_choice"),
     "alternatives": ({"logprobs": True, "top_logprobs": 3}, "unsupported_value", "top_logprobs 3"),
-    "unknown parameters": ({"extra_body": {"top_k": 4}}, "unsupported_parameter", "top_k is not supported"),
+    "unknown parameters": ({"extra_body": {"top_k": 4}}, "unsupported_parameter", "top_k"),
     "no messages": ({"messages": []}, "invalid_value", "must end with"),
     "nothing to answer": ({"messages": [*USER, {"role": "assistant", "content": "2"}]}, "invalid_value", "must end"),
-    "an unknown role": ({"messages": [{"role": "judge", "content": "x"}]}, "invalid_value", "messages[0] has no role"),
+    "an unknown role": ({"messages": [{"role": "judge", "content": "x"}]}, "invalid_value", "messages[0]"),
     "images": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
         "unsupported_value",
@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a conversation that is too long": (
         {"messages": [{"role": "user", "content": "x" * 200}]},
         "context_length_exceeded",
-        "maximum context length is 150 tokens",
+        "150 tokens",
     ),
 }
 
@@ -337,8 +337,9 @@ async def test_what_cannot_be_carried_out_is_refused_in_the_apis_own_shape_and_i
             with pytest.raises(openai.BadRequestError) as caught:
                 await ask(client, **{"messages": USER, **options})
             assert caught.value.code == code and text in str(caught.value), case
-        with pytest.raises(openai.NotFoundError, match="is not served here"):
+        with pytest.raises(openai.NotFoundError) as caught:
             await client.completions.create(model="m", prompt="x")
+        assert caught.value.code == "unknown_url"
         await said(client, USER)
 
     engine = Script("2")
@@ -503,8 +504,9 @@ async def test_a_stream_that_the_agent_leaves_ends_at_the_engine_and_is_no_part_
 
 async def test_a_parser_that_raises_is_told_to_the_agent():
     async def look(client: Any, prompt: Any) -> None:
-        with pytest.raises(openai.InternalServerError, match="tool_parser raised IndexError: 1"):
+        with pytest.raises(openai.InternalServerError) as caught:
             await said(client, USER, tools=TOOLS)
+        assert caught.value.code == "tool_parser_failed" and "IndexError: 1" in caught.value.message
         await said(client, USER)
 
     assert len(await rollout(Script("1", "2"), look, tool_parser="tests.unit.rollout.proxy_stand.fragile")) == 1
@@ -545,11 +547,13 @@ async def test_a_session_ends_with_its_rollout_and_others_cannot_reach_it():
         assert trained(found) == "2<end>"
         with pytest.raises(openai.APIConnectionError):
             await left["pending"]
-        with pytest.raises(openai.NotFoundError, match="does not exist, or has ended"):
+        with pytest.raises(openai.NotFoundError) as caught:
             await said(left["client"], USER)
+        assert caught.value.code == "session_not_found"
         other = str(left["client"].base_url).replace("/v1/", "x/v1/")
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
+        with pytest.raises(openai.NotFoundError) as caught:
             await said(client_of(other), USER)
+        assert caught.value.code == "session_not_found"
     finally:
         await left["client"].close()
         await proxy.stop()

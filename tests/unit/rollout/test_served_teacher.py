@@ -37,7 +37,7 @@ from slimx.rollout.client.teacher import Teacher, check_vocabulary, make_teacher
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
 ACTOR, TEACHER = {"name": "actor"}, {"name": "wise", "frozen": True, "model": "t"}
@@ -167,7 +167,7 @@ async def test_a_rollout_that_its_hook_sampled_otherwise_is_not_scored():
     teacher = FakeTeacher()
     outcome = await maker(teacher, cooler).make(prompts()[0], group_id="g", number=0)
     assert outcome.reason == "teacher failed" and not teacher.asked
-    assert "rollout g/0 was sampled at temperature 0.5 by its hook" in outcome.detail
+    assert "g/0" in outcome.detail and "temperature 0.5" in outcome.detail
 
 
 # To the trainers ------------------------------------------------------------------------------------------------------
@@ -185,8 +185,9 @@ def test_scores_reach_the_trainers_where_tokens_are_predicted_and_are_demanded_o
         given.teacher_logprobs = lost
         with refused("data.teacher_logprobs", about="g/0"):
             make_rows([given], [0.0], weights, taught=True)
-    with pytest.raises(ValueError, match="teacher_logprobs has 2 entries for 4 tokens"):
+    with pytest.raises(ValueError) as caught:
         trajectory([0, 1, 1, 1], teacher_logprobs=np.zeros(2, np.float32))
+    assert "teacher_logprobs" in str(caught.value) and numbers(caught.value)[-2:] == [2, 4]
 
 
 def test_its_term_is_looked_at_by_the_effect_check():
@@ -291,7 +292,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_the_token_that_differs(
     assert asked(own) == []
     (problem,) = asked(other)
     assert (problem.code, problem.about) == ("teacher.vocabulary", "algorithm.teacher_engine")
-    assert str(other) in str(problem) and "'7' is token None there and" in str(problem)
+    assert str(other) in str(problem) and "'7'" in str(problem) and "None" in str(problem)
 
 
 async def test_servers_that_run_already_are_asked_what_their_tokens_are(vocabularies):

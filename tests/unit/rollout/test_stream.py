@@ -221,10 +221,11 @@ async def test_one_deadline_covers_the_stream_and_its_continuations():
 
 async def test_what_a_server_refuses_is_told_as_it_says_it():
     server = Server()
-    server.events = [{"error": {"message": "the prompt is too long", "code": 400}}]
+    refusal = "the prompt is too long"
+    server.events = [{"error": {"message": refusal, "code": 400}}]
     async with client_of(server) as client, client.stream(GenerationRequest([1, 2], SAMPLING, 9)) as stream:
         with refused("request.refused", kind=AnswerError) as told:
             await anext(aiter(stream))
-        assert (told.value.status, told.value.message) == (400, "the prompt is too long")
+        assert (told.value.status, told.value.message) == (400, refusal)
         with refused("request.no_token"):
             _ = stream.completion

@@ -62,7 +62,7 @@ def test_gradients_accumulate_in_the_matrix_product_where_apex_is(device, packag
 def test_exact_mode_computes_its_own_layers_where_transformer_engine_is():
     backends = choose_backends(trainer(), device="cuda", packages={TE, FLASH}, exact=True)
     assert not backends.transformer_engine and backends.attention == "unfused"
-    assert backends.reasons[0] == "attention and layers: those of numerics.mode exact"
+    assert "numerics.mode exact" in backends.reasons[0]
 
 
 def test_a_flex_dispatcher_is_taken_where_its_library_is():
