@@ -16,7 +16,7 @@ from slimx.data.step_files import DIRECTORY, read_step, read_step_about, step_fi
 from slimx.data.tokens import load_tokenizer
 from slimx.errors import SlimxError
 from slimx.observability.tracking.jsonl import load_records
-from slimx.observability.tracking.run_files import read_config
+from slimx.observability.tracking.run_files import check_run, read_config
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.rollout.flow.tickets import SavedTicket
 
@@ -114,7 +114,7 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
 def buffer_of(directory: Path, choice: Choice) -> Json:
     """{checkpoint, step, version, waiting, hidden}. `waiting`: by ticket {number, prompt, group: None where that is not
     complete, and then complete_rollouts and sampled_tokens, those of unfinished rollouts, which are kept}."""
-    _check_run(directory)
+    check_run(directory)
     newest = Saves(directory / "checkpoints", keep=1).newest()
     if newest is None:
         raise SlimxError(
@@ -152,7 +152,7 @@ def buffer_of(directory: Path, choice: Choice) -> Json:
 
 def dropped_of(directory: Path, step: int | None) -> Json:
     """{reasons: {reason: groups}, dropped: [{step, prompt, reason, detail}], problems}, of all steps or one."""
-    _check_run(directory)
+    check_run(directory)
     file = directory / "dropped.jsonl"
     records, problems = load_records(file, dict) if file.exists() else ([], [])
     dropped = [record for record in records if step is None or record.get("step") == step]
@@ -223,17 +223,8 @@ def _hidden(found: Json) -> Iterator[str]:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def _check_run(directory: Path) -> None:
-    if not (directory / "config.yaml").is_file():
-        raise SlimxError(
-            f"{directory} holds no run (there is no config.yaml); name a run.dir",
-            code="run.none",
-            about=str(directory),
-        )
-
-
 def _files(directory: Path) -> dict[int, Path]:
-    _check_run(directory)
+    check_run(directory)
     if files := step_files(directory / DIRECTORY):
         return files
     raise SlimxError(
@@ -258,7 +249,7 @@ def _chosen(groups: Sequence[Group], choice: Choice) -> Iterator[Group]:
 
 def _decoder(directory: Path) -> Decode:
     """By the run's tokenizer; where it is not at its place any more, the ids themselves."""
-    config = read_config(directory / "config.yaml")
+    config = read_config(directory)
     try:
         tokenizer: Any = load_tokenizer(config["model"]["path"])
     except SlimxError:

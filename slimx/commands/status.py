@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slimx.errors import SlimxError
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_held
 from slimx.observability.tracking.run_files import read_config
@@ -19,12 +18,7 @@ def run_status(directory: Path) -> dict[str, Any]:
 
     `running` is whether a process trains there, `seconds_ago` when a step was last written. Raises SlimxError for a
     directory that holds no run."""
-    file = directory / "config.yaml"
-    if not file.exists():
-        raise SlimxError(
-            f"{directory} holds no run (there is no config.yaml); name a run.dir", code="run.none", about=str(directory)
-        )
-    config = read_config(file)
+    config = read_config(directory)
     metrics = directory / "metrics.jsonl"
     last = _last_line(metrics)
     engines = directory / "engines.json"

@@ -80,17 +80,12 @@ class TorchDistReader:
         for name, end in sorted(ends.items()):
             file = self.path / name
             if not file.is_file():
-                raise SlimxError(
-                    f"{file}: is missing, but .metadata names it; restore the file from its source",
-                    code="megatron.file",
-                    about=name,
-                )
+                raise self._damaged(name, "is missing, but .metadata names it")
             if (size := file.stat().st_size) < end:
-                raise SlimxError(
-                    f"{file}: is truncated: {size} bytes, .metadata wants {end}; restore the file from its source",
-                    code="megatron.file",
-                    about=name,
-                )
+                raise self._damaged(name, f"is truncated: {size} bytes, .metadata wants {end}")
+
+    def _damaged(self, file: str, what: str, code: str = "megatron.file") -> SlimxError:
+        return SlimxError(f"{self.path / file}: {what}; restore the file from its source", code=code, about=file)
 
     @property
     def names(self) -> Collection[str]:
@@ -162,20 +157,12 @@ class TorchDistReader:
                 found = self._load(piece)
             storage = found.untyped_storage()
             if tuple(found.shape) != piece.sizes:
-                raise SlimxError(
-                    f"{self.path / piece.file}: holds a tensor {list(found.shape)} where .metadata has "
-                    f"{list(piece.sizes)}; restore the file from its source",
-                    code="megatron.file",
-                    about=piece.file,
-                )
+                what = f"holds a tensor {list(found.shape)} where .metadata has {list(piece.sizes)}"
+                raise self._damaged(piece.file, what)
             start = piece.start + storage._checkpoint_offset + found.storage_offset() * found.itemsize
             if found.dtype != dtype:
-                raise SlimxError(
-                    f"{self.path / piece.file}: holds a tensor of {found.dtype} where .metadata has {dtype}; restore "
-                    "the file from its source",
-                    code="megatron.dtype",
-                    about=piece.file,
-                )
+                what = f"holds a tensor of {found.dtype} where .metadata has {dtype}"
+                raise self._damaged(piece.file, what, code="megatron.dtype")
             at = self._headers[piece] = (start, found.numel() * found.itemsize) if found.is_contiguous() else (-1, 0)
         start, size = at
         if start >= 0:
@@ -190,11 +177,7 @@ class TorchDistReader:
         # A damaged file raises nearly anything.
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
-            raise SlimxError(
-                f"{self.path / piece.file}: damaged at byte {piece.start} ({reason}); restore the file from its source",
-                code="megatron.file",
-                about=piece.file,
-            ) from error
+            raise self._damaged(piece.file, f"damaged at byte {piece.start} ({reason})") from error
 
 
 class _Pieces:

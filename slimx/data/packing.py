@@ -15,6 +15,16 @@ from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
 from slimx.data.support import Support
 from slimx.errors import SlimxError
 
+_ARRAYS: dict[str, tuple[type, float]] = {
+    "tokens": (np.int64, 0),
+    "labels": (np.int64, 0),
+    "loss_weight": (np.float32, 0),
+    "advantages": (np.float32, 0),
+    "rollout_logprobs": (np.float32, 0),
+    "versions": (np.int64, -1),
+}
+"""Arrays of a row, their dtype in a micro-batch, and what stands in its padding."""
+_OPTIONAL = ("values", "returns", "selected", "teacher_logprobs")
 Split = list[list[list[int]]]
 """`split[d][k]`: the rows of micro-batch k of data-parallel rank d."""
 
@@ -190,26 +200,17 @@ def _pack_rows(
         )
     routes = joined([row.routed_experts for row in rows], rows[0].routed_experts.dtype) if shapes else None
 
-    def optional(name: str) -> np.ndarray | None:
-        """An array that all rows of the batch have, or none of them."""
-        return None if getattr(all_rows[0], name) is None else joined([getattr(r, name) for r in rows], np.float32)
-
+    arrays = {name: joined([getattr(row, name) for row in rows], dtype, pad) for name, (dtype, pad) in _ARRAYS.items()}
+    for name in _OPTIONAL:  # an array that all rows of the batch have, or none of them
+        there = getattr(all_rows[0], name) is not None
+        arrays[name] = joined([getattr(row, name) for row in rows], np.float32) if there else None
     return MicroBatch(
-        tokens=joined([row.tokens for row in rows], np.int64),
-        labels=joined([row.labels for row in rows], np.int64),
-        loss_weight=joined([row.loss_weight for row in rows], np.float32),
-        advantages=joined([row.advantages for row in rows], np.float32),
-        rollout_logprobs=joined([row.rollout_logprobs for row in rows], np.float32),
-        versions=joined([row.versions for row in rows], np.int64, -1),
+        **arrays,
         temperature=joined([np.full(len(row), row.temperature) for row in rows], np.float32, 1),
         lengths=lengths,
         padding=joined([np.zeros(len(row), bool) for row in rows], bool, True),
         routed_experts=routes,
         rows=numbers,
-        values=optional("values"),
-        returns=optional("returns"),
-        selected=optional("selected"),
-        teacher_logprobs=optional("teacher_logprobs"),
         support=_joined_support(rows, lengths),
     )
 

@@ -108,20 +108,13 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name in ("loss_mask", "logprobs"):
-            if len(getattr(self, name)) != length:
+        wanted = {"loss_mask": length, "logprobs": length, "teacher_logprobs": length, "support": length}
+        for name, count in (wanted | {"routed_experts": length - 1}).items():
+            values = getattr(self, name)
+            if values is not None and len(values) != count:
                 raise ValueError(
-                    f"trajectory {self.id}: {name} has {len(getattr(self, name))} entries for {length} tokens"
+                    f"trajectory {self.id}: {name} has {len(values)} entries for {length} tokens, expected {count}"
                 )
-        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != length:
-            raise ValueError(
-                f"trajectory {self.id}: teacher_logprobs has {len(self.teacher_logprobs)} entries for {length} tokens"
-            )
-        if self.routed_experts is not None and len(self.routed_experts) != length - 1:
-            raise ValueError(
-                f"trajectory {self.id}: routed_experts has {len(self.routed_experts)} rows for {length} tokens, "
-                f"expected {length - 1}"
-            )
         if self.support is not None:
             self._check_support(self.support)
         position = 0
@@ -135,10 +128,6 @@ class Trajectory:
             raise ValueError(f"trajectory {self.id}: spans cover {position} of {length} tokens")
 
     def _check_support(self, support: Support) -> None:
-        if len(support) != len(self.token_ids):
-            raise ValueError(
-                f"trajectory {self.id}: support has {len(support)} positions for {len(self.token_ids)} tokens"
-            )
         missing = support.missing(self.token_ids)
         if len(missing):
             at = int(missing[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.layout.maps import Blocks, Concat
-from slimx.layout.table import Group, Row, Sources, Stage, padded_vocabulary
+from slimx.layout.table import Group, Row, Sources, padded_vocabulary
 from slimx.models.rows import Attention, Layer
 
 LAYER = "model.layers.{layer}."
@@ -90,11 +90,8 @@ def embedding(hf: dict[str, Any], group: Group = "attention") -> Row:
 
 
 def head(hf: dict[str, Any], *, tied: bool = False) -> tuple[Row, ...]:
-    """The last norm and the output layer; `tied`: SGLang uses the embedding itself, without a second copy."""
+    """The last norm and the output layer (`ParallelLMHead`); `tied`: SGLang uses the embedding itself, without a second
+    copy."""
     norm = Row("model.norm.weight", (("model.norm.weight", (hf["hidden_size"],)),), stage="last")
-    return (norm,) if tied else (norm, output(hf))
-
-
-def output(hf: dict[str, Any], stage: Stage = "last") -> Row:
-    """The output layer (`ParallelLMHead`)."""
-    return padded_vocabulary("lm_head.weight", hf["vocab_size"], hf["hidden_size"], stage=stage, group="tensor")
+    output = padded_vocabulary("lm_head.weight", hf["vocab_size"], hf["hidden_size"], stage="last", group="tensor")
+    return (norm,) if tied else (norm, output)

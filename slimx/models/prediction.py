@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slimx.layout.table import Row, Table
-from slimx.models.rows import Layer
+from slimx.models.rows import Layer, embedding, head
+from slimx.models.sigmoid_router import moe_rows
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:
@@ -17,19 +18,26 @@ def mtp_layers(hf: dict[str, Any]) -> int:
 
 def table_with_prediction(
     hf: dict[str, Any],
-    rows: tuple[Row, ...],
-    inside: Callable[[Layer], tuple[Row, ...]],
+    attention: Callable[[Layer], tuple[Row, ...]],
     *,
-    experts: int,
     mtp: int,
-    frozen: Mapping[str, tuple[int, ...]],
+    frozen: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Table:
-    """The table of a model with `rows` and `mtp` layers of multi-token prediction, whose decoder layer `inside` writes.
+    """The table of a model with this `attention`, dense first layers, experts behind DeepSeek-V3's router in the others
+    and `mtp` layers of multi-token prediction.
 
     Those that the checkpoint declares beyond `mtp` are frozen, beside `frozen`; embeddings and output layers of their
     own, which some checkpoints store, are aliases."""
-    layers, declared = hf["num_hidden_layers"], mtp_layers(hf)
-    predicting = _rows(Layer("mtp.layers.{layer}.", stage="mtp"), hf["hidden_size"], inside)
+    layers, dense, declared = hf["num_hidden_layers"], hf["first_k_dense_replace"], mtp_layers(hf)
+    experts = hf["n_routed_experts"]
+    rows = (
+        embedding(hf, mtp=mtp),
+        *attention(Layer()),
+        *(Layer(layers=range(dense)).dense(hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
+        *moe_rows(hf, Layer(layers=range(dense, layers))),
+        *head(hf),
+    )
+    predicting = _rows(hf, Layer("mtp.layers.{layer}.", stage="mtp"), attention)
     unbuilt = Table(predicting, layers=layers + mtp, experts=experts, mtp_layers=declared - mtp)
     aliases = {}
     for layer in range(layers, layers + declared):
@@ -41,16 +49,18 @@ def table_with_prediction(
         experts=experts,
         mtp_layers=mtp,
         aliases=aliases,
-        frozen={**unbuilt.checkpoint_shapes(), **frozen},
+        frozen={**unbuilt.checkpoint_shapes(), **(frozen or {})},
     )
 
 
-def _rows(at: Layer, hidden: int, inside: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
+def _rows(hf: dict[str, Any], at: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
     """Projection of (embedding, hidden state), a decoder layer, a norm."""
+    hidden, inside = hf["hidden_size"], Layer(at.here + "transformer_layer.", at.there, stage=at.stage)
     return (
         at.norm("enorm.weight", "enorm", hidden),
         at.norm("hnorm.weight", "hnorm", hidden),
         at.row("eh_proj.weight", [("eh_proj", (hidden, 2 * hidden))], axis=0),
-        *inside(Layer(at.here + "transformer_layer.", at.there, stage=at.stage)),
+        *attention(inside),
+        *moe_rows(hf, inside),
         at.norm("final_layernorm.weight", "shared_head.norm", hidden),
     )

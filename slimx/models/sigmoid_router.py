@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.errors import SlimxError
-from slimx.layout.table import Row
+from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
 from slimx.models.rows import Layer
 
@@ -35,16 +35,28 @@ def moe_rows(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
     return at.moe(**_sizes(hf), selection=True)
 
 
-def engine_moe_rows(hf: dict[str, Any], at: Layer, *, fused: bool, gate_dtype: str | None = None) -> tuple[Row, ...]:
-    """SGLang's rows of a MoE layer. `fused`: the shared expert stands after the routed ones in the same tensors;
-    `gate_dtype`: of the router's weight, where that is not the model's."""
+def engine_moe_table(
+    hf: dict[str, Any], attention: tuple[Row, ...], *, fused: bool, gate_dtype: str | None = None
+) -> Table:
+    """SGLang's layout of a model with these rows of `attention`, dense first layers, and such a router with its experts
+    in the others. `fused`: the shared expert stands after the routed ones in the same tensors; `gate_dtype`: of the
+    router's weight, where that is not the model's."""
     if fused and (shared := hf.get("n_shared_experts")) != 1:
         raise SlimxError(
             f"SGLang fuses one shared expert with the others, this model has {shared}; do not fuse them",
             code="model.fused_shared_experts",
             about="n_shared_experts",
         )
-    return engine_rows.moe(at, **_sizes(hf), fused=fused, selection=True, gate_dtype=gate_dtype)
+    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
+    first, rest = engine_rows.layer(range(dense)), engine_rows.layer(range(dense, layers))
+    rows = (
+        engine_rows.embedding(hf),
+        *attention,
+        *(engine_rows.swiglu(first, "mlp", hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
+        *engine_rows.moe(rest, **_sizes(hf), fused=fused, selection=True, gate_dtype=gate_dtype),
+        *engine_rows.head(hf),
+    )
+    return Table(rows, layers=layers, experts=hf["n_routed_experts"])
 
 
 def _sizes(hf: dict[str, Any]) -> dict[str, int]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slimx.config.schema import Config
+from slimx.config.sections.run import Model
 from slimx.models.families import ModelSpec, load_family, read_model
 
 OUTPUT_LAYER = "output_layer.weight"
 """Name of the output layer in every family's table: megatron-core's."""
 
 
-def read_trunk(config: Config) -> ModelSpec:
-    """The policy's model as `configured_model` reads it, without layers of multi-token prediction and output layer; a
+def read_trunk(model: Model) -> ModelSpec:
+    """The policy's `model` as `configured_model` reads it, without layers of multi-token prediction and output layer; a
     checkpoint may still hold their tensors."""
-    family = load_family(config.model.family) if config.model.family else None
-    spec = read_model(config.model.path, family=family)
+    family = load_family(model.family) if model.family else None
+    spec = read_model(model.path, family=family)
     table = spec.table
     rows = tuple(
         # The second copy of a tied embedding is the output layer.

@@ -174,7 +174,7 @@ async def _session(
         critic = None
         starting = [trainers.start()]
         if prepared.critic is not None:
-            packer = make_packer(config.as_critic(), read_trunk(config), prepared.critic)
+            packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(stopping(critic.stop, table.note))
             starting.append(critic.start())

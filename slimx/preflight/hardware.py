@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slimx.config.sections.run import Cluster
 
@@ -30,32 +30,23 @@ class Gpu:
     """Dense bf16, per second."""
 
 
+# NVIDIA H100 and H200 data sheets (SXM: NVLink 4 with 900 GB/s both ways, PCIe 5 x16 with 128 GB/s both ways, 989
+# TFLOP/s dense bf16); DGX H100 user guide (8 GPUs and 8 ConnectX-7 of 400 Gb/s per node). nvidia-smi: 81559 MiB and
+# 143771 MiB.
+_H100 = Gpu(
+    name="H100 SXM",
+    memory=81559 * 2**20,
+    per_node=8,
+    domain=8,
+    nvlink=450e9,
+    network=50e9,
+    host=64e9,
+    bandwidth=3.35e12,
+    flops=989e12,
+)
 GPUS = {
-    # NVIDIA H100 and H200 data sheets (SXM: NVLink 4 with 900 GB/s both ways, PCIe 5 x16 with 128 GB/s both ways, 989
-    # TFLOP/s dense bf16); DGX H100 user guide (8 GPUs and 8 ConnectX-7 of 400 Gb/s per node). nvidia-smi: 81559 MiB and
-    # 143771 MiB.
-    "h100": Gpu(
-        name="H100 SXM",
-        memory=81559 * 2**20,
-        per_node=8,
-        domain=8,
-        nvlink=450e9,
-        network=50e9,
-        host=64e9,
-        bandwidth=3.35e12,
-        flops=989e12,
-    ),
-    "h200": Gpu(
-        name="H200 SXM",
-        memory=143771 * 2**20,
-        per_node=8,
-        domain=8,
-        nvlink=450e9,
-        network=50e9,
-        host=64e9,
-        bandwidth=4.8e12,
-        flops=989e12,
-    ),
+    "h100": _H100,
+    "h200": replace(_H100, name="H200 SXM", memory=143771 * 2**20, bandwidth=4.8e12),
     # NVIDIA GB300 NVL72 product page: 72 GPUs in one NVLink 5 domain (1.8 TB/s both ways each), 4 GPUs per compute
     # tray, 279 GB of HBM3e each as sold (20 TB per rack), 8 TB/s, NVLink-C2C of 900 GB/s both ways per Grace (two
     # GPUs), ConnectX-8 of 800 Gb/s, 180 PFLOP/s dense bf16 per rack.

@@ -66,7 +66,7 @@ class CriticTrainer:
         """`config`: that of the run; `parallel`: the place of this rank among the critic's."""
         self.config, self.parallel = config.as_critic(), parallel
         trainer, critic = self.config.trainer, self.config.critic
-        spec = read_trunk(config)
+        spec = read_trunk(config.model)
         backends = choose_backends(trainer, device=parallel.device.type, packages=installed())
         self.chunks = build_model(spec, self.config, backends, device=parallel.device, kind=ValueModel)
         modules = [unwrap(chunk) for chunk in self.chunks]

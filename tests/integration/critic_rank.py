@@ -52,7 +52,7 @@ class CriticRank(Rank):
         from slimx.models.trunk import read_trunk
 
         self.family, self.job["model"] = family, self.job["models"][family]
-        self.spec = read_trunk(self.config())
+        self.spec = read_trunk(self.config().model)
 
     def config(self, *, algorithm: str = "ppo", **trainer: Any) -> Config:
         return Config.model_validate(

@@ -146,7 +146,7 @@ def test_a_plan_says_what_trainers_hold(name: str, models: Path, tmp_path: Path)
             .as_critic()
         )
         sizes = sizes_of(settings.trainer)
-        records = trainer_memory(settings, read_trunk(settings), sizes, "cpu", model="critic")
+        records = trainer_memory(settings, read_trunk(settings.model), sizes, "cpu", model="critic")
         for record in records:
             held = said[record.rank]["critics"][number]
             assert (record.weights, record.gradients, record.optimizer) == tuple(held.values()), (model, record)

@@ -31,37 +31,45 @@ Rejection = Callable[[torch.Tensor, torch.Tensor, SequenceSum], torch.Tensor]
 """(log w per token [T], trained bool [T], sums over sequences) -> bool [T]: trained tokens that do not count."""
 
 
-def correction(kind: Kind, *, level: Level, low: float, high: float) -> Correction:
-    """Importance weights by the rule `kind`, without a gradient.
+def correction(
+    log_gap: torch.Tensor,
+    trained: torch.Tensor,
+    sequence_sum: SequenceSum,
+    *,
+    kind: Kind,
+    level: Level,
+    low: float,
+    high: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance weights by the rule `kind`, without a gradient (`Correction`).
 
     `level`: whose w it is: each token's own, its sequence's (the product over trained tokens), or the geometric mean
     of them."""
-
-    def weights(
-        log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        log_weight = _log_weight(log_gap, trained, sequence_sum, level)
-        ratio, outside = bounded_ratio(log_weight), _outside(log_weight, low, high)
-        value = ratio.clamp(low, high) if kind == "truncate" else torch.where(outside, 0.0, ratio)
-        return value, trained & outside
-
-    return weights
+    log_weight = _log_weight(log_gap, trained, sequence_sum, level)
+    ratio, outside = bounded_ratio(log_weight), _outside(log_weight, low, high)
+    value = ratio.clamp(low, high) if kind == "truncate" else torch.where(outside, 0.0, ratio)
+    return value, trained & outside
 
 
-def rejection(*, level: Literal["none"] | Level, low: float, high: float, veto: float) -> Rejection:
-    """Rejection of tokens whose w, of the same levels as a correction's, lies outside [low, high], and of sequences
-    in which a single token's w is below `veto` (slime: 1e-4; 0: none)."""
-
-    def rejected(log_gap: torch.Tensor, trained: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
-        out = torch.zeros_like(trained)
-        if level != "none":
-            out = out | _outside(_log_weight(log_gap, trained, sequence_sum, level), low, high)
-        if veto:
-            below = trained & (log_gap.detach() < math.log(veto))
-            out = out | (sequence_sum(below.to(log_gap.dtype)) > 0)
-        return trained & out
-
-    return rejected
+def rejection(
+    log_gap: torch.Tensor,
+    trained: torch.Tensor,
+    sequence_sum: SequenceSum,
+    *,
+    level: Literal["none"] | Level,
+    low: float,
+    high: float,
+    veto: float,
+) -> torch.Tensor:
+    """Rejection (`Rejection`) of tokens whose w, of the same levels as a correction's, lies outside [low, high], and of
+    sequences in which a single token's w is below `veto` (slime: 1e-4; 0: none)."""
+    out = torch.zeros_like(trained)
+    if level != "none":
+        out = out | _outside(_log_weight(log_gap, trained, sequence_sum, level), low, high)
+    if veto:
+        below = trained & (log_gap.detach() < math.log(veto))
+        out = out | (sequence_sum(below.to(log_gap.dtype)) > 0)
+    return trained & out
 
 
 def off_policy_sequences(

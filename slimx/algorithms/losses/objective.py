@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from slimx.algorithms.hooks import load_loss
 from slimx.algorithms.inputs import Loss
 from slimx.algorithms.losses import surrogates
@@ -26,10 +28,8 @@ def make_loss(algorithm: Algorithm) -> Loss:
         kl_unbiased=algorithm.kl_unbiased,
         entropy_coef=algorithm.entropy_coef,
         teacher_coef=algorithm.teacher_coef,
-        correction=correction(weigh.kind, level=weigh.level, low=weigh.low, high=weigh.high) if weigh.active else None,
-        rejection=(
-            rejection(level=reject.level, low=reject.low, high=reject.high, veto=reject.veto) if reject.active else None
-        ),
+        correction=partial(correction, **dict(weigh)) if weigh.active else None,
+        rejection=partial(rejection, **dict(reject)) if reject.active else None,
         opsm_delta=algorithm.opsm_delta,
     )
 
@@ -37,21 +37,16 @@ def make_loss(algorithm: Algorithm) -> Loss:
 def make_surrogate(algorithm: Algorithm) -> Surrogate:
     """The objective that a configured algorithm's policy gradient maximises."""
     bounds = {"low": algorithm.clip_low, "high": algorithm.clip_high}
-    match algorithm.loss:
-        case "clip":
-            return surrogates.clip(**bounds, dual=algorithm.dual_clip)
-        case "gspo":
-            return surrogates.gspo(**bounds)
-        case "cispo":
-            return surrogates.cispo(**bounds)
-        case "topr":
-            return surrogates.topr()
-        case "sapo":
-            return surrogates.sapo(tau_positive=algorithm.sapo_tau_positive, tau_negative=algorithm.sapo_tau_negative)
-        case "clip_cov":
-            return surrogates.clip_cov(**bounds)
-        case "kl_cov":
-            return surrogates.kl_cov(coef=algorithm.cov_kl_coef)
-        case "plain":
-            return surrogates.plain()
-    raise AssertionError(f"no surrogate is called {algorithm.loss}")
+    own: dict[str, Surrogate] = {
+        "clip": partial(surrogates.clip, **bounds, dual=algorithm.dual_clip),
+        "gspo": partial(surrogates.gspo, **bounds),
+        "cispo": partial(surrogates.cispo, **bounds),
+        "topr": surrogates.topr,
+        "sapo": partial(
+            surrogates.sapo, tau_positive=algorithm.sapo_tau_positive, tau_negative=algorithm.sapo_tau_negative
+        ),
+        "clip_cov": partial(surrogates.clip_cov, **bounds),
+        "kl_cov": partial(surrogates.kl_cov, coef=algorithm.cov_kl_coef),
+        "plain": surrogates.plain,
+    }
+    return own[algorithm.loss]

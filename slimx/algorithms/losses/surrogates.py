@@ -1,9 +1,9 @@
 """Objectives that a policy gradient maximises, token by token: one function per published objective.
 
-Each constructor takes the objective's own numbers and returns a function of `LossTokens` that gives the objective [T],
-whose gradient is with respect to `logprobs`, and where it was held back [T]: there the token's gradient is not that of
-ratio x advantage. Objectives over whole sequences (GSPO, TOPR) need sums that no single rank may have, and get them
-without gradient; a term of value 0 carries it instead, so that every token adds its own part wherever it is.
+Each function takes `LossTokens` and the objective's own numbers, and gives the objective [T], whose gradient is with
+respect to `logprobs`, and where it was held back [T]: there the token's gradient is not that of ratio x advantage.
+Objectives over whole sequences (GSPO, TOPR) need sums that no single rank may have, and get them without gradient; a
+term of value 0 carries it instead, so that every token adds its own part wherever it is.
 """
 
 from __future__ import annotations
@@ -33,110 +33,80 @@ class LossTokens:
     sequence_sum: SequenceSum
 
 
-Surrogate = Callable[[LossTokens], tuple[torch.Tensor, torch.Tensor]]
+Objective = tuple[torch.Tensor, torch.Tensor]
+"""The objective [T], and bool [T]: where it was held back."""
+Surrogate = Callable[[LossTokens], Objective]
 
 
-def clip(*, low: float, high: float, dual: float | None = None) -> Surrogate:
+def clip(tokens: LossTokens, *, low: float, high: float, dual: float | None = None) -> Objective:
     """The clipped objective min(ratio A, clamp(ratio, 1 - low, 1 + high) A).
 
     The source is PPO (1707.06347); with `high` > `low` it is that of DAPO (2503.14476).
 
     `dual`: with a negative advantage the objective is at least `dual` x A, so that a ratio beyond `dual` pushes no
     further (dual-clip PPO, 1912.09729)."""
-
-    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        return _clipped(tokens.log_ratio, tokens.advantages, low, high, dual)
-
-    return objective
+    return _clipped(tokens.log_ratio, tokens.advantages, low, high, dual)
 
 
-def gspo(*, low: float, high: float) -> Surrogate:
+def gspo(tokens: LossTokens, *, low: float, high: float) -> Objective:
     """The clipped objective with one ratio per sequence, the geometric mean of its tokens' (GSPO, 2507.18071).
 
     In the form that the paper calls GSPO-token: the sequence's ratio is a number, multiplied by each token's
     policy / stop-gradient(policy) = 1. Value and gradient are GSPO's where all tokens of a sequence share their
     advantage and their weight; else each token's advantage counts for itself."""
-
-    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        constant = tokens.log_ratio.detach()
-        count = tokens.sequence_sum(tokens.trained.to(constant.dtype)).clamp(min=1)
-        mean = tokens.sequence_sum(constant) / count
-        return _clipped(mean + tokens.log_ratio - constant, tokens.advantages, low, high)
-
-    return objective
+    constant = tokens.log_ratio.detach()
+    count = tokens.sequence_sum(tokens.trained.to(constant.dtype)).clamp(min=1)
+    mean = tokens.sequence_sum(constant) / count
+    return _clipped(mean + tokens.log_ratio - constant, tokens.advantages, low, high)
 
 
-def cispo(*, low: float, high: float) -> Surrogate:
+def cispo(tokens: LossTokens, *, low: float, high: float) -> Objective:
     """A clipped weight, and no token without a gradient: stop-gradient(clamp(ratio, 1 - low, 1 + high)) A log policy
     (CISPO, MiniMax-M1, 2506.13585)."""
-
-    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        ratio = bounded_ratio(tokens.log_ratio.detach())
-        weight = ratio.clamp(1 - low, 1 + high)
-        return weight * tokens.advantages * tokens.logprobs, weight != ratio
-
-    return objective
+    ratio = bounded_ratio(tokens.log_ratio.detach())
+    weight = ratio.clamp(1 - low, 1 + high)
+    return weight * tokens.advantages * tokens.logprobs, weight != ratio
 
 
-def topr() -> Surrogate:
+def topr(tokens: LossTokens) -> Objective:
     """A log policy for positive advantages; for negative ones times the sequence's ratio, at most 1 (TOPR, 2503.14286):
     what was bad and has become unlikely is pushed no further."""
-
-    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = tokens.sequence_sum(tokens.log_ratio.detach())
-        negative = tokens.advantages < 0
-        weight = torch.where(negative, whole.clamp(max=0).exp(), 1.0)
-        return weight * tokens.advantages * tokens.logprobs, negative & (whole > 0)
-
-    return objective
+    whole = tokens.sequence_sum(tokens.log_ratio.detach())
+    negative = tokens.advantages < 0
+    weight = torch.where(negative, whole.clamp(max=0).exp(), 1.0)
+    return weight * tokens.advantages * tokens.logprobs, negative & (whole > 0)
 
 
-def sapo(*, tau_positive: float, tau_negative: float) -> Surrogate:
+def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> Objective:
     """(4 / tau) sigmoid(tau (ratio - 1)) A with a temperature per sign of A (SAPO, 2511.20347): the clip made smooth,
     with the gradient of ratio x A at ratio 1."""
-
-    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        positive = (tokens.advantages > 0).to(tokens.log_ratio.dtype)
-        tau = tau_negative + (tau_positive - tau_negative) * positive
-        ratio = bounded_ratio(tokens.log_ratio)
-        gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
-        return gate * tokens.advantages, torch.zeros_like(tokens.trained)
-
-    return objective
+    positive = (tokens.advantages > 0).to(tokens.log_ratio.dtype)
+    tau = tau_negative + (tau_positive - tau_negative) * positive
+    ratio = bounded_ratio(tokens.log_ratio)
+    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    return gate * tokens.advantages, torch.zeros_like(tokens.trained)
 
 
-def clip_cov(*, low: float, high: float) -> Surrogate:
+def clip_cov(tokens: LossTokens, *, low: float, high: float) -> Objective:
     """The clipped objective, and 0 at the selected tokens (Clip-Cov, 2505.22617)."""
-
-    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        value, held = _clipped(tokens.log_ratio, tokens.advantages, low, high)
-        return torch.where(tokens.selected, 0.0, value), held | tokens.selected
-
-    return objective
+    value, held = _clipped(tokens.log_ratio, tokens.advantages, low, high)
+    return torch.where(tokens.selected, 0.0, value), held | tokens.selected
 
 
-def kl_cov(*, coef: float) -> Surrogate:
+def kl_cov(tokens: LossTokens, *, coef: float) -> Objective:
     """The objective ratio A, minus `coef` |log ratio| at the selected tokens (KL-Cov, 2505.22617)."""
-
-    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        value = bounded_ratio(tokens.log_ratio) * tokens.advantages
-        return value - coef * torch.where(tokens.selected, tokens.log_ratio.abs(), 0.0), tokens.selected
-
-    return objective
+    value = bounded_ratio(tokens.log_ratio) * tokens.advantages
+    return value - coef * torch.where(tokens.selected, tokens.log_ratio.abs(), 0.0), tokens.selected
 
 
-def plain() -> Surrogate:
+def plain(tokens: LossTokens) -> Objective:
     """A log policy (REINFORCE): for advantages that say by themselves how far to go."""
-
-    def objective(tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        return tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.trained)
-
-    return objective
+    return tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.trained)
 
 
 def _clipped(
     log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Objective:
     ratio = bounded_ratio(log_ratio)
     free = ratio * advantages
     value = torch.minimum(free, ratio.clamp(1 - low, 1 + high) * advantages)

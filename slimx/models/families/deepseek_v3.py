@@ -7,6 +7,7 @@ checkpoint, and Megatron's MLA takes them apart in its activations: weights are 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from slimx.layout.table import Row, Table
@@ -14,8 +15,8 @@ from slimx.models.decoder import quantised_otherwise, rotary
 from slimx.models.families.deepseek_v3_engine import engine_table as engine_table
 from slimx.models.prediction import mtp_layers as mtp_layers
 from slimx.models.prediction import table_with_prediction
-from slimx.models.rows import Layer, embedding, head
-from slimx.models.sigmoid_router import moe_fields, moe_rows, unsupported_router
+from slimx.models.rows import Layer
+from slimx.models.sigmoid_router import moe_fields, unsupported_router
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
@@ -110,20 +111,9 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
     The constants that Kimi-K2 and Moonlight store with every layer are the table's `frozen` tensors, as are the layers
     of multi-token prediction that the checkpoint has beyond."""
-    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
-
-    def decoder(at: Layer) -> tuple[Row, ...]:
-        return *_attention(hf, at), *moe_rows(hf, at)
-
-    rows = (
-        embedding(hf, mtp=mtp),
-        *_attention(hf, Layer()),
-        *(Layer(layers=range(dense)).dense(hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
-        *moe_rows(hf, Layer(layers=range(dense, layers))),
-        *head(hf),
-    )
-    inverse = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": (hf["qk_rope_head_dim"] // 2,) for n in range(layers)}
-    return table_with_prediction(hf, rows, decoder, experts=hf["n_routed_experts"], mtp=mtp, frozen=inverse)
+    layers, size = hf["num_hidden_layers"], hf["qk_rope_head_dim"] // 2
+    inverse = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": (size,) for n in range(layers)}
+    return table_with_prediction(hf, partial(_attention, hf), mtp=mtp, frozen=inverse)
 
 
 def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:

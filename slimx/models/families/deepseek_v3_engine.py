@@ -1,5 +1,4 @@
-"""SGLang 0.5.23's layout of the tensors of a DeepSeek-V3 checkpoint (`sglang.srt.models.deepseek_v2`, and
-`deepseek_nextn` for the draft model of multi-token prediction)."""
+"""SGLang 0.5.23's layout of the tensors of a DeepSeek-V3 checkpoint (`sglang.srt.models.deepseek_v2`)."""
 
 from __future__ import annotations
 
@@ -9,41 +8,13 @@ from slimx.layout.maps import Concat
 from slimx.layout.table import Group, Row, Table
 from slimx.models import engine_rows
 from slimx.models.rows import Layer
-from slimx.models.sigmoid_router import engine_moe_rows
+from slimx.models.sigmoid_router import engine_moe_table
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False, gate_dtype: str | None = None) -> Table:
     """Layout of the target model. `fused_shared_experts`: the shared expert stands after the routed ones in the same
     tensors; `gate_dtype`: of the router's weight, where that is not the model's."""
-    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
-    first = engine_rows.layer(range(dense))
-    rows = (
-        engine_rows.embedding(hf),
-        *_attention(hf, engine_rows.layer()),
-        *(engine_rows.swiglu(first, "mlp", hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
-        *engine_moe_rows(
-            hf, engine_rows.layer(range(dense, layers)), fused=fused_shared_experts, gate_dtype=gate_dtype
-        ),
-        *engine_rows.head(hf),
-    )
-    return Table(rows, layers=layers, experts=hf["n_routed_experts"])
-
-
-def draft_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Layout of the draft model: the layer of multi-token prediction, with embedding and output of the target."""
-    hidden, there = hf["hidden_size"], f"model.layers.{hf['num_hidden_layers']}."
-    outer, inside = Layer("model.", there, stage="first"), Layer("model.decoder.", there, stage="first")
-    rows = (
-        engine_rows.embedding(hf),
-        engine_rows.same(outer, "enorm", hidden),
-        engine_rows.same(outer, "hnorm", hidden),
-        engine_rows.same(outer, "eh_proj", hidden, 2 * hidden),
-        *_attention(hf, inside),
-        *engine_moe_rows(hf, inside, fused=fused_shared_experts),
-        engine_rows.same(outer, "shared_head.norm", hidden),
-        engine_rows.output(hf, stage="first"),
-    )
-    return Table(rows, layers=1, experts=hf["n_routed_experts"])
+    return engine_moe_table(hf, _attention(hf, engine_rows.layer()), fused=fused_shared_experts, gate_dtype=gate_dtype)
 
 
 def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Table
 from slimx.models import decoder, engine_rows
 from slimx.models.prediction import mtp_layers as mtp_layers
 from slimx.models.prediction import table_with_prediction
-from slimx.models.rows import Attention, Layer, embedding, head
-from slimx.models.sigmoid_router import engine_moe_rows, moe_fields, moe_rows, unsupported_router
+from slimx.models.rows import Attention
+from slimx.models.sigmoid_router import engine_moe_table, moe_fields, unsupported_router
 
 ARCHITECTURE = "Glm4MoeForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
@@ -38,33 +38,13 @@ def unsupported(hf: dict[str, Any]) -> str | None:
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     """The trainer's layout of every checkpoint tensor, for a model with `mtp` layers of multi-token prediction."""
-    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
-
-    def inside(at: Layer) -> tuple[Row, ...]:
-        return *at.attention(_attention(hf)), *moe_rows(hf, at)
-
-    rows = (
-        embedding(hf, mtp=mtp),
-        *Layer().attention(_attention(hf)),
-        *(Layer(layers=range(dense)).dense(hf["hidden_size"], hf["intermediate_size"]) if dense else ()),
-        *moe_rows(hf, Layer(layers=range(dense, layers))),
-        *head(hf),
-    )
-    return table_with_prediction(hf, rows, inside, experts=hf["n_routed_experts"], mtp=mtp, frozen={})
+    return table_with_prediction(hf, lambda at: at.attention(_attention(hf)), mtp=mtp)
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
     """SGLang 0.5.23's layout of every checkpoint tensor (`sglang.srt.models.glm4_moe`); its router weighs in fp32."""
-    layers, dense, hidden = hf["num_hidden_layers"], hf["first_k_dense_replace"], hf["hidden_size"]
-    first, rest = engine_rows.layer(range(dense)), engine_rows.layer(range(dense, layers))
-    rows = (
-        engine_rows.embedding(hf),
-        *engine_rows.attention(engine_rows.layer(), _attention(hf)),
-        *(engine_rows.swiglu(first, "mlp", hidden, hf["intermediate_size"]) if dense else ()),
-        *engine_moe_rows(hf, rest, fused=fused_shared_experts, gate_dtype="float32"),
-        *engine_rows.head(hf),
-    )
-    return Table(rows, layers=layers, experts=hf["n_routed_experts"])
+    attention = engine_rows.attention(engine_rows.layer(), _attention(hf))
+    return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype="float32")
 
 
 def _attention(hf: dict[str, Any]) -> Attention:

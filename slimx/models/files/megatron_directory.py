@@ -58,27 +58,15 @@ def find_checkpoint(path: Path) -> Path:
     if tracker.is_file():
         said = tracker.read_text(errors="replace").strip()
         if said != "release" and _ITERATION.fullmatch(said) is None:
-            raise SlimxError(
-                f"{tracker}: says {said[:40]!r}, neither an iteration nor release; write one into it",
-                code="megatron.tracker",
-                about=str(tracker),
-            )
+            raise _unfit(tracker, "tracker", f"says {said[:40]!r}, neither an iteration nor release; write one into it")
         found = path / ("release" if said == "release" else iteration_name(int(said)))
         if not found.is_dir():
-            raise SlimxError(
-                f"{tracker}: names {found.name}, which is not there; write an iteration that is",
-                code="megatron.tracker",
-                about=str(tracker),
-            )
+            raise _unfit(tracker, "tracker", f"names {found.name}, which is not there; write an iteration that is")
     described = found / "metadata.json"
     if not described.is_file():
         old = any(found.glob("mp_rank_*"))
         problem = "Megatron-LM's old format (mp_rank_*)" if old else "no torch_dist checkpoint (no metadata.json)"
-        raise SlimxError(
-            f"{found}: {problem}; save it again with --ckpt-format torch_dist",
-            code="megatron.format",
-            about=str(found),
-        )
+        raise _unfit(found, "format", f"{problem}; save it again with --ckpt-format torch_dist")
     if (backend := read_object(described).get("sharded_backend")) != "torch_dist":
         raise SlimxError(
             f"{found}: its format is {str(backend)[:40]}; save it again with --ckpt-format torch_dist",
@@ -86,6 +74,10 @@ def find_checkpoint(path: Path) -> Path:
             about=str(described),
         )
     return found
+
+
+def _unfit(path: Path, code: str, what: str) -> SlimxError:
+    return SlimxError(f"{path}: {what}", code=f"megatron.{code}", about=str(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +114,21 @@ def check_fit(path: Path, table: Table, *, prediction: int = 0) -> Fit:
         known |= {place.key, *place.also}
         found = next((key for key in (place.key, *place.also) if key in shapes), None)
         if found is None:
-            raise SlimxError(
-                f"{path}: tensor {place.key} is missing; the checkpoint is not of this model",
-                code="megatron.missing",
-                about=place.key,
-            )
+            raise _wrong(path, place.key, "missing", "is missing; the checkpoint is not of this model")
         if found != place.key:
             keys[place.key] = found
         if shapes[found] != place.shape and not _padded(path, found, shapes[found], place.shape):
-            raise SlimxError(
-                f"{path}: tensor {found} has shape {list(shapes[found])}, the model wants {list(place.shape)}",
-                code="megatron.shape",
-                about=found,
-            )
+            shape = f"has shape {list(shapes[found])}, the model wants {list(place.shape)}"
+            raise _wrong(path, found, "shape", shape)
     unknown = sorted(key for key in shapes.keys() - known if not _beside(key, table.mtp_layers, prediction))
     if unknown:
-        raise SlimxError(
-            f"{path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors), and would be lost; "
-            "give the config.json of the model that was saved",
-            code="megatron.unknown",
-            about=unknown[0],
-        )
+        lost = f"has no place in the model ({len(unknown)} such tensors), and would be lost"
+        raise _wrong(path, unknown[0], "unknown", f"{lost}; give the config.json of the model that was saved")
     return Fit(path, per_layer, keys)
+
+
+def _wrong(path: Path, key: str, code: str, what: str) -> SlimxError:
+    return SlimxError(f"{path}: tensor {key} {what}", code=f"megatron.{code}", about=key)
 
 
 def _beside(key: str, first: int, stop: int) -> bool:

@@ -87,12 +87,12 @@ class CheckpointReader:
             raise self._unread(name, found)
         return _DTYPES[found]
 
+    def _wrong(self, name: str, code: str, what: str) -> SlimxError:
+        return SlimxError(f"{self.path}: tensor {name} {what}", code=f"checkpoint.{code}", about=name)
+
     def _unread(self, name: str, found: str) -> SlimxError:
-        return SlimxError(
-            f"{self.path}: tensor {name} is stored as {found}, which slimx does not read; store it as bf16 or fp32",
-            code="checkpoint.dtype",
-            about=name,
-        )
+        what = f"is stored as {found}, which slimx does not read; store it as bf16 or fp32"
+        return self._wrong(name, "dtype", what)
 
     def reopened(self) -> CheckpointReader:
         """The same directory with no file open: for another thread, or to let go of the memory that is mapped."""
@@ -112,19 +112,11 @@ class CheckpointReader:
             if name not in self._where:
                 if name in optional:
                     continue
-                raise SlimxError(
-                    f"{self.path}: tensor {name} is missing; the checkpoint does not fit its config.json",
-                    code="checkpoint.missing",
-                    about=name,
-                )
+                raise self._wrong(name, "missing", "is missing; the checkpoint does not fit its config.json")
             view = self._view(name)
             found = tuple(view.get_shape())
             if found != tuple(shape):
-                raise SlimxError(
-                    f"{self.path}: tensor {name} has shape {list(found)}, its config.json wants {list(shape)}",
-                    code="checkpoint.shape",
-                    about=name,
-                )
+                raise self._wrong(name, "shape", f"has shape {list(found)}, its config.json wants {list(shape)}")
             self._check_dtype(name, view.get_dtype(), found, quantised)
         scales = [name for name in self._where if name.endswith(SCALE_SUFFIX) and name not in optional]
         if scales and not quantised:
@@ -137,11 +129,7 @@ class CheckpointReader:
         known = {**expected, **optional}
         unknown = sorted(n for n in self._where if n not in known and n.removesuffix(SCALE_SUFFIX) not in known)
         if unknown:
-            raise SlimxError(
-                f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such tensors)",
-                code="checkpoint.unknown",
-                about=unknown[0],
-            )
+            raise self._wrong(unknown[0], "unknown", f"has no place in the model ({len(unknown)} such tensors)")
 
     def check_copies(self, table: Table) -> None:
         """Compare every tensor of the checkpoint that is said to repeat another (a tied output layer, those of layers
@@ -175,11 +163,7 @@ class CheckpointReader:
         elif name not in self._where_packed and (found == _FP8 or found not in _DTYPES):
             raise self._unread(name, found)
         elif name in self._where_packed and found != "U8":
-            raise SlimxError(
-                f"{self.path}: tensor {name} is stored as {found}, MXFP4 is U8; restore the file from its source",
-                code="checkpoint.dtype",
-                about=name,
-            )
+            raise self._wrong(name, "dtype", f"is stored as {found}, MXFP4 is U8; restore the file from its source")
 
     @cached_property
     def _where_packed(self) -> frozenset[str]:
@@ -197,12 +181,8 @@ class CheckpointReader:
             )
         wanted, found = scales_shape(shape, self._block), self.shape(scales)
         if found != wanted:
-            raise SlimxError(
-                f"{self.path}: tensor {scales} has shape {list(found)}, blocks of "
-                f"{self._block[0]} x {self._block[1]} want {list(wanted)}",
-                code="checkpoint.shape",
-                about=scales,
-            )
+            blocks = f"blocks of {self._block[0]} x {self._block[1]}"
+            raise self._wrong(scales, "shape", f"has shape {list(found)}, {blocks} want {list(wanted)}")
         if (kind := self._view(scales).get_dtype()) not in _SCALES:
             raise self._unread(scales, kind)
 

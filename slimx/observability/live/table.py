@@ -24,7 +24,7 @@ ETA_WINDOW_SECONDS = 4 * 3600.0
 MISSING = "-"
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Column:
     """One column of the table."""
 
@@ -43,41 +43,41 @@ class Column:
 
 
 RL_COLUMNS = (
-    Column(title="step", key="step", format=".0f"),
-    Column(title="reward", key="reward/mean", format=".3f"),
-    Column(title="loss", key="loss/policy", format=".4f"),
-    Column(title="KL", key="kl/reference", format=".1e"),
-    Column(title="gap", key="gap/mean", format=".1e"),
-    Column(title="stale", key="staleness/max", format=".0f"),
-    Column(title="tokens/s", key="perf/tokens_per_second", format=",.0f"),
-    Column(title="generate", key="time/generate", format=".1f"),
-    Column(title="train", key="time/train", format=".1f"),
-    Column(title="publish", key="time/publish", format=".1f"),
+    Column("step", "step", ".0f"),
+    Column("reward", "reward/mean", ".3f"),
+    Column("loss", "loss/policy", ".4f"),
+    Column("KL", "kl/reference", ".1e"),
+    Column("gap", "gap/mean", ".1e"),
+    Column("stale", "staleness/max", ".0f"),
+    Column("tokens/s", "perf/tokens_per_second", ",.0f"),
+    Column("generate", "time/generate", ".1f"),
+    Column("train", "time/train", ".1f"),
+    Column("publish", "time/publish", ".1f"),
 )
 
 GENERATE_COLUMNS = (
-    Column(title="step", key="step", format=".0f"),
-    Column(title="reward", key="reward/mean", format=".3f"),
-    Column(title="tokens", key="response/mean_tokens", format=".1f"),
-    Column(title="truncated", key="response/truncated", format=".2f"),
-    Column(title="dropped", key="dropped/total", format=".0f"),
-    Column(title="tokens/s", key="perf/tokens_per_second", format=",.0f"),
-    Column(title="seconds", key="time/step", format=".1f"),
+    Column("step", "step", ".0f"),
+    Column("reward", "reward/mean", ".3f"),
+    Column("tokens", "response/mean_tokens", ".1f"),
+    Column("truncated", "response/truncated", ".2f"),
+    Column("dropped", "dropped/total", ".0f"),
+    Column("tokens/s", "perf/tokens_per_second", ",.0f"),
+    Column("seconds", "time/step", ".1f"),
 )
 
 PPO_COLUMNS = (
     *RL_COLUMNS[:3],
-    Column(title="expl. var", key="value/explained_variance", format=".3f"),
+    Column("expl. var", "value/explained_variance", ".3f"),
     *RL_COLUMNS[3:],
 )
 
 SFT_COLUMNS = (
-    Column(title="step", key="step", format=".0f"),
-    Column(title="loss", key="loss/sft", format=".4f"),
-    Column(title="lr", key="optim/lr", format=".2e"),
-    Column(title="grad norm", key="optim/grad_norm", format=".3f"),
-    Column(title="tokens/s", key="perf/tokens_per_second", format=",.0f"),
-    Column(title="seconds", key="time/step", format=".1f"),
+    Column("step", "step", ".0f"),
+    Column("loss", "loss/sft", ".4f"),
+    Column("lr", "optim/lr", ".2e"),
+    Column("grad norm", "optim/grad_norm", ".3f"),
+    Column("tokens/s", "perf/tokens_per_second", ",.0f"),
+    Column("seconds", "time/step", ".1f"),
 )
 
 

@@ -14,7 +14,7 @@ from slimx.observability.tracking.metrics import StepRecord
 RUNNING_MEAN_STEPS = 10
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Series:
     """One metric of a panel."""
 
@@ -26,58 +26,31 @@ class Series:
     """Measured at some steps only: drawn with markers."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
 class Panel:
-    """One chart of curves."""
+    """One chart of curves. `log`: its axis; `thousands`: ticks such as 110k rather than 1.1e5."""
 
-    title: str
-    series: tuple[Series, ...]
-    log: bool = False
-    thousands: bool = False
-    """Ticks such as 110k rather than 1.1e5."""
+    def __init__(self, title: str, *series: Series, log: bool = False, thousands: bool = False):
+        self.title, self.series, self.log, self.thousands = title, series, log, thousands
 
 
 PANELS = (
     Panel(
-        title="Reward and held-out accuracy",
-        series=(
-            Series(key="reward/mean", label="sampled reward", running_mean=True),
-            Series(key="eval/accuracy", label="held-out accuracy", sparse=True),
-        ),
+        "Reward and held-out accuracy",
+        Series("reward/mean", "sampled reward", running_mean=True),
+        Series("eval/accuracy", "held-out accuracy", sparse=True),
     ),
+    Panel("Loss", Series("loss/policy", "policy"), Series("loss/sft", "supervised"), Series("value/loss", "critic")),
+    Panel("KL to the reference", Series("kl/reference", "KL")),
+    Panel("Log-prob gap, trainer to engine", Series("gap/mean", "mean"), Series("gap/max", "max"), log=True),
     Panel(
-        title="Loss",
-        series=(
-            Series(key="loss/policy", label="policy"),
-            Series(key="loss/sft", label="supervised"),
-            Series(key="value/loss", label="critic"),
-        ),
+        "Tokens with a gap above 1e-5",
+        Series("gap/tokens_above_1e-5", "all"),
+        Series("gap/tokens_other_routes", "explained by other routes"),
     ),
-    Panel(title="KL to the reference", series=(Series(key="kl/reference", label="KL"),)),
-    Panel(
-        title="Log-prob gap, trainer to engine",
-        series=(Series(key="gap/mean", label="mean"), Series(key="gap/max", label="max")),
-        log=True,
-    ),
-    Panel(
-        title="Tokens with a gap above 1e-5",
-        series=(
-            Series(key="gap/tokens_above_1e-5", label="all"),
-            Series(key="gap/tokens_other_routes", label="explained by other routes"),
-        ),
-    ),
-    Panel(
-        title="Gradient norm",
-        series=(Series(key="optim/grad_norm", label="norm"), Series(key="critic/grad_norm", label="critic")),
-    ),
-    Panel(
-        title="Learning rate", series=(Series(key="optim/lr", label="rate"), Series(key="critic/lr", label="critic"))
-    ),
-    Panel(
-        title="Staleness, versions",
-        series=(Series(key="staleness/mean", label="mean"), Series(key="staleness/max", label="max")),
-    ),
-    Panel(title="Tokens per second", series=(Series(key="perf/tokens_per_second", label="tokens/s"),), thousands=True),
+    Panel("Gradient norm", Series("optim/grad_norm", "norm"), Series("critic/grad_norm", "critic")),
+    Panel("Learning rate", Series("optim/lr", "rate"), Series("critic/lr", "critic")),
+    Panel("Staleness, versions", Series("staleness/mean", "mean"), Series("staleness/max", "max")),
+    Panel("Tokens per second", Series("perf/tokens_per_second", "tokens/s"), thousands=True),
 )
 
 

@@ -80,7 +80,7 @@ def load_records(path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[list
             if record is None:
                 raise ValueError("not a JSON object, or cut short")
             records.append(parse(record))
-        except (AttributeError, KeyError, TypeError, ValueError, SlimxError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError, SlimxError) as error:
             problems.append(f"{path.name} line {number} cannot be read ({type(error).__name__}: {error})")
     return records, problems
 

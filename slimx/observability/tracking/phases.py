@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 # Unix seconds as floats are good to about 0.2 us: a child may seem to end that much after its parent.
 TOLERANCE_SECONDS = 2e-6
@@ -25,19 +24,6 @@ class Phase:
     seconds: float
     detail: str = ""
     """Further information about the phase, such as why a restart was needed."""
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Phase:
-        """Raises KeyError, TypeError or ValueError where `record` is no phase."""
-        step = record["step"]
-        return cls(
-            name=str(record["name"]),
-            step=None if step is None else int(step),
-            track=str(record["track"]),
-            start=float(record["start"]),
-            seconds=float(record["seconds"]),
-            detail=str(record.get("detail", "")),
-        )
 
 
 @dataclass(kw_only=True, slots=True)

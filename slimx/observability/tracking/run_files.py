@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,9 +41,20 @@ class RunFiles:
     """One sentence for each thing that could not be read."""
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """The `config.yaml` of a run as plain values, with what this process's environment has for `${oc.env:...}`; where
-    it has nothing, with `${...}` itself. Raises SlimxError for a file that is damaged."""
+def check_run(directory: Path) -> None:
+    """Raise SlimxError for a directory that holds no run."""
+    if not (directory / "config.yaml").is_file():
+        raise SlimxError(
+            f"{directory} holds no run (there is no config.yaml); name a run.dir", code="run.none", about=str(directory)
+        )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The `config.yaml` of the run in `directory` as plain values, with what this process's environment has for
+    `${oc.env:...}`; where it has nothing, with `${...}` itself. Raises SlimxError without a run, or for a file that is
+    damaged."""
+    check_run(directory)
+    file = directory / "config.yaml"
     try:
         tree = OmegaConf.load(file)
     except (OSError, ValueError, YAMLError) as error:
@@ -72,8 +84,8 @@ def read_run(directory: Path) -> RunFiles:
             about=str(directory),
         )
     run.steps = _records(run, "metrics.jsonl", StepRecord.from_json)
-    run.phases = _records(run, "timeline.jsonl", Phase.from_json)
-    run.samples = _records(run, "samples.jsonl", RecordedSample.from_json)
+    run.phases = _records(run, "timeline.jsonl", partial(msgspec.convert, type=Phase))
+    run.samples = _records(run, "samples.jsonl", partial(msgspec.convert, type=RecordedSample))
     if "config.yaml" not in run.missing:
         run.config = (directory / "config.yaml").read_text(encoding="utf-8", errors="replace")
     if "summary.json" not in run.missing:

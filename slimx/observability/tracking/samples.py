@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(kw_only=True, slots=True)
@@ -15,27 +14,14 @@ class RecordedSample:
     step: int
     """Optimizer step at which it was recorded."""
     prompt: str
-    answer: str
-    """The answer that the verifier expects; empty where there is no such thing."""
+    answer: str | None
+    """The answer that the verifier expects; None or empty where there is no such thing."""
     response: str
     reward: float
     version: int
     """Weight version that sampled it."""
     evaluation: bool
     """Held-out evaluation rather than training."""
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> RecordedSample:
-        """Raises KeyError, TypeError or ValueError where `record` is no sample."""
-        return cls(
-            step=int(record["step"]),
-            prompt=str(record["prompt"]),
-            answer="" if record["answer"] is None else str(record["answer"]),
-            response=str(record["response"]),
-            reward=float(record["reward"]),
-            version=int(record["version"]),
-            evaluation=bool(record["evaluation"]),
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,7 +35,7 @@ class Pair:
     @property
     def answer(self) -> str:
         """The expected answer, from whichever side has a rollout."""
-        return next((side.answer for side in (self.before, self.after) if side is not None), "")
+        return next((side.answer for side in (self.before, self.after) if side is not None), None) or ""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,7 +25,7 @@ def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:
         "spec": spec,
         "sizes": sizes_of(config.trainer),
         "critic_view": view,
-        "critic_spec": None if view is None else read_trunk(config),
+        "critic_spec": None if view is None else read_trunk(config.model),
         "critic_sizes": None if view is None else sizes_of(view),
     }
 

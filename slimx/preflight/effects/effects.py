@@ -14,6 +14,7 @@ import numpy as np
 from slimx.config.rule import broken, refuse, rules_in
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import NEEDS, Algorithm, Correction, Rejection
+from slimx.config.sections.schedule import Schedule
 from slimx.models.families import configured_model
 from slimx.preflight.checks import routing
 from slimx.preflight.effects.probe import Probe, make_probe, policy_gradient, value_gradient
@@ -61,8 +62,8 @@ def _ratio_is_one(config: Config) -> str | None:
     return None
 
 
-def _values_are_old(config: Config) -> str | None:
-    if config.schedule.updates_per_step == 1:
+def _values_are_old(schedule: Schedule) -> str | None:
+    if schedule.updates_per_step == 1:
         return (
             "in a step's only update (schedule.updates_per_step=1) the values are the old ones, and nothing is clipped"
         )
@@ -150,7 +151,7 @@ def _value_effects(config: Config, probe: Probe) -> Iterator[Effect]:
         return
     critic = config.critic.model_copy(update={"value_clip": 0.0})
     share = _share(value_gradient(config, probe), value_gradient(config.model_copy(update={"critic": critic}), probe))
-    reason = None if share else _values_are_old(config)
+    reason = None if share else _values_are_old(config.schedule)
     chosen = config.critic.value_clip != type(config.critic).model_fields["value_clip"].default
     yield Effect("critic.value_clip", config.critic.value_clip, share, chosen, reason)
 

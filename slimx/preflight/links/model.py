@@ -66,18 +66,8 @@ def h100_infiniband() -> Links:
     slimx's goal, not a measurement; 20 us per message, 10 us per launch; 8 ms per call to all ranks, as Ray and an
     SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms).
     """
-    memory, network = 0.9 * 3.35e12, 0.9 * 400e9 / 8
-    return Links(
-        name="H100, 8 x 400 Gb/s InfiniBand per node",
-        pack=0.85 * memory / 2,
-        link=network,
-        check=0.85 * memory,
-        copy=memory / 2,
-        verify=0.85 * memory,
-        call=10e-6,
-        message=20e-6,
-        control=8e-3,
-    )
+    name = "H100, 8 x 400 Gb/s InfiniBand per node"
+    return _cluster(name, memory=0.9 * 3.35e12, link=0.9 * 400e9 / 8, message=20e-6)
 
 
 def gb300_nvlink() -> Links:
@@ -87,18 +77,23 @@ def gb300_nvlink() -> Links:
     per GPU (NVIDIA's GB300 NVL72 product page and enterprise reference architecture). Assumed: 80% of the 900 GB/s in
     one direction, 90% of the memory; the rest as in `h100_infiniband`.
     """
-    memory, network = 0.9 * 8e12, 0.8 * 900e9
+    name = "GB300 NVL72, one NVLink domain"
+    return _cluster(name, memory=0.9 * 8e12, link=0.8 * 900e9, message=10e-6, domain=72)
+
+
+def _cluster(name: str, *, memory: float, link: float, message: float, domain: int | None = None) -> Links:
+    """Ranks with a GPU each, whose `memory` reads and writes so many bytes per second together."""
     return Links(
-        name="GB300 NVL72, one NVLink domain",
+        name=name,
         pack=0.85 * memory / 2,
-        link=network,
+        link=link,
         check=0.85 * memory,
         copy=memory / 2,
         verify=0.85 * memory,
         call=10e-6,
-        message=10e-6,
+        message=message,
         control=8e-3,
-        domain=72,
+        domain=domain,
     )
 
 

@@ -14,7 +14,7 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
     """The batch of one step; figures of micro-batches are for rollouts that are all as long as they may be."""
     rollout, updates = config.rollout, config.schedule.updates_per_step
     rollouts = rollout.prompts_per_step * rollout.group_size
-    longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
+    longest = rollout.longest
     limit = config.trainer.max_tokens_per_microbatch
     # Of demonstrations nobody knows how long they are: one that fills a micro-batch.
     row = sizes.packed_length(longest - 1) if rollout.policy_engines else limit

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from slimx.config.schema import Config
 from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.trainer import OVERHEAD
 from slimx.preflight.record import ColocatedMemory, EngineMemory, TrainerMemory
 
 
 def colocated_memory(
-    config: Config, machine: Machine, trainers: tuple[TrainerMemory, ...], engines: tuple[EngineMemory, ...]
+    machine: Machine, trainers: tuple[TrainerMemory, ...], engines: tuple[EngineMemory, ...]
 ) -> ColocatedMemory | None:
-    """The fullest pair, in each of the three phases of a step; None where nothing is shared or the GPU is unknown.
+    """The fullest pair, in each of the three phases of a step; `engines`: those that share the trainers' GPUs. None
+    without any, or where the GPU is unknown.
 
     An engine that sleeps keeps what its process needs; its weights and KV cache leave."""
-    if not config.schedule.colocate or machine.memory is None or not engines:
+    if machine.memory is None or not engines:
         return None
     weights = max(engine.weights + engine.staged for engine in engines)
     generating = max(machine.memory if engine.static is None else engine.static for engine in engines)

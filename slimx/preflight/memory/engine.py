@@ -38,7 +38,7 @@ def engine_memory(
         tokens = room // per_token
     if group.max_total_tokens is not None:
         tokens = group.max_total_tokens if tokens is None else min(tokens, group.max_total_tokens)
-    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.rollout.longest
     if tokens is not None:
         concurrency = sizes.attention_data * (tokens // longest)
         limit = group.sglang.get("max_running_requests")

@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 
 from slimx.config.schema import Config
+from slimx.config.sections.run import Numerics
+from slimx.config.sections.trainer import Trainer
 from slimx.layout.patterns import select
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
@@ -52,7 +54,7 @@ def trainer_memory(
     critic's own); `publication`: bytes of buckets on the GPU of rank 0. `states`: as `stage_states` gives them for the
     same sizes, where they are known already; only their stages are looked at."""
     if states is None:
-        states = stage_states(config, holdings(config, spec), spec, sizes, model=model)
+        states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)
     microbatches = batch_plan(config, sizes).microbatches_per_update
     out = []
@@ -67,14 +69,13 @@ def trainer_memory(
     return tuple(out)
 
 
-def holdings(config: Config, spec: ModelSpec) -> Holdings:
+def holdings(trainer: Trainer, numerics: Numerics, spec: ModelSpec) -> Holdings:
     """Parameters of the model that ranks hold, with the configured dtype and `trainer.freeze`, under any layout."""
-    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
-    return Holdings(spec.table, config.numerics.dtype, frozen)
+    return Holdings(spec.table, numerics.dtype, select(spec.table, trainer.freeze, "trainer.freeze"))
 
 
 def stage_states(
-    config: Config,
+    trainer: Trainer,
     held: Holdings,
     spec: ModelSpec,
     sizes: Sizes,
@@ -90,17 +91,17 @@ def stage_states(
         head = _value_head(spec, sizes, stage) if model == "critic" else []
         first = stage * sizes.stage
         if quick:
-            state = state_bytes(held.runs(sizes, first) + head, config.trainer, sizes, first)
+            state = state_bytes(held.runs(sizes, first) + head, trainer, sizes, first)
             out.append(StageState(stage=stage, rank=first, state=state))
         else:
-            out.append(_fullest(held, config, sizes, stage, head))
+            out.append(_fullest(held, trainer, sizes, stage, head))
     return tuple(out)
 
 
 def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Setting:
     """A micro-batch that is full, of the longest rollouts; the kernels that `device` has."""
     limit = config.trainer.max_tokens_per_microbatch
-    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.rollout.longest
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel wants queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
     materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
@@ -124,7 +125,7 @@ def _value_head(spec: ModelSpec, sizes: Sizes, stage: int) -> list[ParameterRun]
     return [ParameterRun(name=f"value_head.{n}", elements=e, **alike) for n, e in (("weight", hidden), ("bias", 1))]
 
 
-def _fullest(held: Holdings, config: Config, sizes: Sizes, stage: int, head: list[ParameterRun]) -> StageState:
+def _fullest(held: Holdings, trainer: Trainer, sizes: Sizes, stage: int, head: list[ParameterRun]) -> StageState:
     """The rank of a stage with most state. Ranks differ in gaps of their shares and, frozen experts aside, in nothing
     else."""
     ranks = stage * sizes.stage + np.arange(sizes.stage)
@@ -132,7 +133,7 @@ def _fullest(held: Holdings, config: Config, sizes: Sizes, stage: int, head: lis
     found: dict[int, tuple[int, Buffers]] = {}
     for expert in range(sizes.expert) if held.frozen else (None,):
         alike = ranks if expert is None else ranks[own == expert]
-        buffers = Buffers(held.runs(sizes, int(alike[0])) + head, config.trainer, sizes)
+        buffers = Buffers(held.runs(sizes, int(alike[0])) + head, trainer, sizes)
         owned = buffers.owned(alike)
         found[int(alike[owned.argmax()])] = int(owned.max()), buffers
     rank = max(sorted(found), key=lambda rank: found[rank][0])

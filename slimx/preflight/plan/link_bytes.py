@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from slimx.config.schema import Config
 from slimx.preflight.hardware import Machine
 from slimx.preflight.links.model import wire_bytes
 from slimx.preflight.record import LinkBytes, PlannedGroup, RankMap
@@ -12,7 +11,7 @@ from slimx.reshard.plan.publication import PublicationPlan
 
 
 def link_bytes(
-    published: PublicationPlan, places: RankMap, groups: tuple[PlannedGroup, ...], machine: Machine, config: Config
+    published: PublicationPlan, places: RankMap, groups: tuple[PlannedGroup, ...], machine: Machine, transport: str
 ) -> tuple[LinkBytes, ...]:
     """Bytes by kind of link. Between GPUs they go where the two ranks stand: within one GPU, over NVLink or over the
     network; `memory` takes them through host memory, `disk` through files, `gloo` over the network's sockets.
@@ -22,10 +21,10 @@ def link_bytes(
     plan = published.plan
     wire = wire_bytes(plan)
     gpu = machine.gpu
-    if config.publish.transport in ("memory", "disk"):
+    if transport in ("memory", "disk"):
         total = int(wire.nbytes.sum()) * sum(group.count for group in groups)
         link, rate = ("host memory (PCIe)", gpu.host if gpu else None)
-        if config.publish.transport == "disk":
+        if transport == "disk":
             link, rate = "files", None
         busiest = int(wire.received(plan.targets).max())
         return (LinkBytes(link=link, nbytes=total, busiest=busiest, seconds=busiest / rate if rate else None),)
@@ -38,7 +37,7 @@ def link_bytes(
     for place in places.engines:
         gpus = np.array(place.gpus)
         network[1, gpus[: plan.targets]] += received
-        if config.publish.transport == "gloo":
+        if transport == "gloo":
             continue
         for joined in np.unique(gpus // domain):  # what NVLink, or the GPU itself, spares the network
             pairs = slice(*np.searchsorted(wire.sources, [joined * domain, (joined + 1) * domain]))
@@ -50,7 +49,7 @@ def link_bytes(
     rates = {
         "one GPU": gpu.bandwidth / 2 if gpu else None,
         "NVLink": gpu.nvlink if gpu else None,
-        "network": gpu.network if gpu and config.publish.transport != "gloo" else None,
+        "network": gpu.network if gpu and transport != "gloo" else None,
     }
     out = []
     for name, moved in traffic.items():

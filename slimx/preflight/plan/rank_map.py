@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.schedule import Schedule
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.models.families import ModelSpec
 from slimx.preflight.record import EnginePlace, RankMap, RankPlace
 
 
-def rank_map(config: Config, spec: ModelSpec, sizes: Sizes, critic: Sizes | None, *, per_node: int) -> RankMap:
+def rank_map(
+    rollout: Rollout, schedule: Schedule, spec: ModelSpec, sizes: Sizes, critic: Sizes | None, *, per_node: int
+) -> RankMap:
     """The map of a run; `critic`: sizes of a critic on ranks of its own, which follow the trainer's.
 
     Engines come last, or on the trainers' GPUs in turns with them (`schedule.colocate`). A server that fits a node does
@@ -19,8 +23,7 @@ def rank_map(config: Config, spec: ModelSpec, sizes: Sizes, critic: Sizes | None
     trainer = _places(spec, sizes, 0, per_node)
     own = _places(spec, critic, sizes.world, per_node) if critic is not None else ()
     apart = len(trainer) + len(own)
-    rollout = config.rollout
-    engines, at = _servers(rollout.policy_engines, 0 if config.schedule.colocate else apart, per_node)
+    engines, at = _servers(rollout.policy_engines, 0 if schedule.colocate else apart, per_node)
     frozen, at = _servers(rollout.frozen_engines, max(at, apart), per_node)
     gpus = max(apart, at)
     return RankMap(
@@ -62,13 +65,7 @@ def _places(spec: ModelSpec, sizes: Sizes, first: int, per_node: int) -> tuple[R
                 rank=rank,
                 node=node,
                 gpu=gpu,
-                tensor=place.tensor,
-                context=place.context,
-                data=place.data,
-                pipeline=place.pipeline,
-                expert=place.expert,
-                expert_tensor=place.expert_tensor,
-                expert_data=place.expert_data,
+                **asdict(place),
                 layers=layers[place.pipeline],
                 experts=(place.expert * experts, (place.expert + 1) * experts - 1) if experts else None,
             )

@@ -18,6 +18,7 @@ from typing import Any
 from slimx.config.rule import broken
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.publish import Publish
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes, Sizes, engine_sizes
 from slimx.models.families import ModelSpec, configured_model
@@ -87,13 +88,13 @@ def plan_report(config: Config) -> Planned:
     except SlimxError as error:
         problems.append(error)
     seconds = time.perf_counter() - began
-    figures = _figures(config, published, sizes, report.engines, seconds) if published else None
+    figures = _figures(config.publish, published, sizes, report.engines, seconds) if published else None
     own = None if critic is None else (facts["critic_spec"], critic)
     known = _of_layout(config, spec, sizes, own, device, machine, figures)
     places: RankMap = known["rank_map"]
     placed = facts | {"places": places} | {key: known[key] for key in ("trainer_memory", "engine_memory", "colocated")}
     told = broken(RULES, placed, before=facts)
-    links = link_bytes(published, places, report.engines, machine, config) if published else ()
+    links = link_bytes(published, places, report.engines, machine, config.publish.transport) if published else ()
     update = {
         **known,
         "publication": figures,
@@ -138,10 +139,10 @@ def _of_layout(
         "critic": critic[1] if critic else None,
         "critic_own": own is not None,
         "critic_largest_rank": max((record.parameters for record in critics), default=0),
-        "rank_map": rank_map(config, spec, sizes, own, per_node=machine.per_node),
+        "rank_map": rank_map(config.rollout, config.schedule, spec, sizes, own, per_node=machine.per_node),
         "trainer_memory": trainers + critics,
         "engine_memory": engines,
-        "colocated": colocated_memory(config, machine, trainers, engines),
+        "colocated": colocated_memory(machine, trainers, engines if config.schedule.colocate else ()),
         "batch": batch_plan(config, sizes),
     }
 
@@ -170,7 +171,7 @@ def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGrou
 
 
 def _figures(
-    config: Config, published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...], seconds: float
+    publish: Publish, published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...], seconds: float
 ) -> PublicationFigures:
     plan = published.plan
     tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
@@ -178,11 +179,11 @@ def _figures(
     sent = wire.sent(sizes.world) * sum(group.count for group in groups)
     received = wire.received(plan.targets)
     copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
-    publisher_bytes, staged_bytes = _memory(config, plan, int(received.max()))
+    publisher_bytes, staged_bytes = _memory(publish, plan, int(received.max()))
     return PublicationFigures(
         encoding=published.encoding,
         note=published.note,
-        rule=config.publish.quantise or "none",
+        rule=publish.quantise or "none",
         tensors=len(tensors),
         quantised=sum(tensor.scale_of >= 0 for tensor in tensors),
         buckets=plan.count,
@@ -192,7 +193,7 @@ def _figures(
         received=int(received.max()),
         sent_max=int(sent.max()),
         sent_mean=float(sent.mean()),
-        transport=config.publish.transport,
+        transport=publish.transport,
         publisher_bytes=publisher_bytes,
         staged_bytes=staged_bytes,
         plan_bytes=len(plan.to_bytes()),
@@ -200,16 +201,16 @@ def _figures(
     )
 
 
-def _memory(config: Config, plan: Plan, received: int) -> tuple[int, int]:
+def _memory(publish: Publish, plan: Plan, received: int) -> tuple[int, int]:
     """`publisher_bytes` and `staged_bytes` of PublicationFigures."""
     whole = [sum(target[number].size for target in plan.buckets) for number in range(plan.count)]
     part = max(bucket.size for target in plan.buckets for bucket in target)
-    options, two = config.publish, 2 * max(whole)
-    if not options.on_device:
-        given_back = options.staging == "bucket" or options.transport == "disk"
+    two = 2 * max(whole)
+    if not publish.on_device:
+        given_back = publish.staging == "bucket" or publish.transport == "disk"
         return (min(two, sum(whole)) if given_back else sum(whole)), 0
-    staged = received if options.staging == "model" else part
-    return min(two, sum(whole)), staged + (max(whole) if options.transport == "nccl" else 0)
+    staged = received if publish.staging == "model" else part
+    return min(two, sum(whole)), staged + (max(whole) if publish.transport == "nccl" else 0)
 
 
 def predictions(planned: Planned) -> tuple[Prediction, ...]:

@@ -46,7 +46,7 @@ def splits(config: Config, spec: ModelSpec, machine: Machine, world: int) -> Ite
 
 def _contexts(config: Config, ranks: int) -> list[int]:
     """The configured size, and those that leave each rank a sequence worth splitting."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.rollout.longest
     worth = [n for n in powers_of_two(ranks, 64) if n == 1 or longest >= n * SPLIT_TOKENS]
     return sorted({*worth, *(n for n in [config.trainer.context] if ranks % n == 0)})
 

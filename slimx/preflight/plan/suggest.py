@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import log2
 from typing import Any, NamedTuple
 
@@ -126,12 +127,12 @@ class Search:
             engine_memory(config, spec, group, machine, staged=0) for group in groups
         )
         """On the same GPUs as the trainer."""
-        self.held = holdings(config, spec)
+        self.held = holdings(config.trainer, config.numerics, spec)
         self.critic: tuple[ModelSpec, Holdings] | None = None
         """The critic in the trainer's ranks, split as the trainer is; one on ranks of its own is left as it is."""
         if config.critic is not None and config.critic.placement == "shared":
-            trunk = read_trunk(config)
-            self.critic = trunk, holdings(config.as_critic(), trunk)
+            trunk = read_trunk(config.model)
+            self.critic = trunk, holdings(config.as_critic().trainer, config.numerics, trunk)
         self.updates = config.rollout.prompts_per_step * config.rollout.group_size // config.schedule.updates_per_step
         self._elements: dict[Sizes, int] = {}
         self._tried = 0
@@ -185,15 +186,7 @@ class Search:
 
     def _fullest(self, sizes: Sizes) -> int:
         """Trained elements of the fullest rank, which is of the first two stages or the last."""
-        alone = Sizes(
-            tensor=sizes.tensor,
-            pipeline=sizes.pipeline,
-            data=sizes.expert * sizes.expert_tensor,
-            expert=sizes.expert,
-            expert_tensor=sizes.expert_tensor,
-            virtual=sizes.virtual,
-            split=sizes.split,
-        )
+        alone = replace(sizes, context=1, data=sizes.expert * sizes.expert_tensor)
         if alone not in self._elements:
             stages = {0, min(1, sizes.pipeline - 1), sizes.pipeline - 1}
             self._elements[alone] = max(self.held.elements(alone, stage * alone.stage) for stage in stages)
@@ -227,15 +220,15 @@ class Search:
                 facts = tried.sections | {"spec": self.spec, "sizes": split.sizes}
                 if broken(TRAINED, facts):
                     return None
-                states = stage_states(tried, self.held, self.spec, split.sizes, quick=True)
+                states = stage_states(tried.trainer, self.held, self.spec, split.sizes, quick=True)
             records = trainer_memory(tried, self.spec, split.sizes, self.device, states=states)
             critics: tuple[TrainerMemory, ...] = ()
             if self.critic is not None:
                 (trunk, held), own = self.critic, tried.as_critic()
                 if critic_states is None:
-                    critic_states = stage_states(own, held, trunk, split.sizes, model="critic", quick=True)
+                    critic_states = stage_states(own.trainer, held, trunk, split.sizes, model="critic", quick=True)
                 critics = trainer_memory(own, trunk, split.sizes, self.device, model="critic", states=critic_states)
-            shared = colocated_memory(tried, self.machine, records, self.engines)
+            shared = colocated_memory(self.machine, records, self.engines)
             facts = {"machine": self.machine, "trainer_memory": records + critics, "colocated": shared}
             if not broken(rules_in(memory), tried.sections | facts):
                 peak = max(map(together, records, critics) if critics else (record.peak for record in records))

@@ -55,11 +55,7 @@ def _engine(
         return None
     return EngineSuggestion(
         group=group.name,
-        tensor=changed.tensor,
-        expert=changed.expert,
-        dp_attention=changed.dp_attention,
-        count=changed.count,
-        nodes=changed.nodes,
+        **fields,
         weights=record.weights,
         concurrency=record.concurrency * changed.count,
     )

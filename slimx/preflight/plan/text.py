@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.preflight.links.model import Stages
@@ -19,6 +19,18 @@ from slimx.preflight.record import (
 )
 
 GIB = 2**30
+COLUMNS: tuple[tuple[str, int, Callable[[TrainerMemory], str]], ...] = (
+    ("weights", 9, lambda record: _gib(record.weights)),
+    ("grads", 7, lambda record: _gib(record.gradients)),
+    ("optimizer", 11, lambda record: _gib(record.optimizer)),
+    ("activations", 13, lambda record: _gib(record.activations)),
+    ("on top", 8, lambda record: _gib(max(record.head, record.work) + record.communication)),
+    ("overhead", 10, lambda record: _gib(record.overhead)),
+    ("peak", 8, lambda record: _gib(record.peak)),
+    ("in flight", 11, lambda record: str(record.in_flight)),
+    ("host", 8, lambda record: _gib(record.host)),
+)
+"""Columns of the memory table behind the rank: title, width, and what stands there."""
 
 
 def describe(report: PlanReport) -> list[str]:
@@ -100,9 +112,10 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
 def _memory(report: PlanReport) -> Iterator[str]:
     of = f" of {_gib(report.gpu_memory)} ({report.gpu or 'cluster.gpu_memory_gib'})" if report.gpu_memory else ""
     yield f"memory      GiB per GPU{of}; activations estimated, overhead assumed, the rest exact"
-    yield "            rank  weights  grads  optimizer  activations  on top  overhead    peak  in flight    host"
+    yield "            rank" + "".join(f"{title:>{width}}" for title, width, _ in COLUMNS)
     for record in report.trainer_memory:
-        yield _row(record)
+        cells = "".join(f"{column(record):>{width}}" for _, width, column in COLUMNS)
+        yield f"  {record.model:8s}{record.rank:6d}{cells}"
     for record in report.engine_memory:
         yield from _engine_memory(record)
     if (pair := report.colocated) is not None:
@@ -110,23 +123,6 @@ def _memory(report: PlanReport) -> Iterator[str]:
             f"  in turns  training {_gib(pair.training)}, generating {_gib(pair.generating)}, publishing "
             f"{_gib(pair.publishing)}: margin {_gib(pair.margin)}"
         )
-
-
-def _row(record: TrainerMemory) -> str:
-    top = max(record.head, record.work) + record.communication
-    columns = (
-        f"{record.rank:6d}",
-        f"{_gib(record.weights):>8s}",
-        f"{_gib(record.gradients):>6s}",
-        f"{_gib(record.optimizer):>10s}",
-        f"{_gib(record.activations):>12s}",
-        f"{_gib(top):>7s}",
-        f"{_gib(record.overhead):>9s}",
-        f"{_gib(record.peak):>7s}",
-        f"{record.in_flight:10d}",
-        f"{_gib(record.host):>7s}",
-    )
-    return f"  {record.model:8s}" + " ".join(columns)
 
 
 def _engine_memory(record: EngineMemory) -> Iterator[str]:

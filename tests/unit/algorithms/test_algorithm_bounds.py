@@ -4,6 +4,7 @@ under every algorithm, and ratios within the bound are those of before to the bi
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,15 +83,18 @@ def unbounded(tokens: Any) -> torch.Tensor:
 
 FORMULAS: dict[str, tuple[Surrogate, Any]] = {
     "clip": (
-        clip(low=0.2, high=0.3),
+        partial(clip, low=0.2, high=0.3),
         lambda t, r: torch.minimum(r * t.advantages, r.clamp(0.8, 1.3) * t.advantages),
     ),
-    "cispo": (cispo(low=1.0, high=4.0), lambda t, r: r.detach().clamp(0.0, 5.0) * t.advantages * t.logprobs),
+    "cispo": (partial(cispo, low=1.0, high=4.0), lambda t, r: r.detach().clamp(0.0, 5.0) * t.advantages * t.logprobs),
     "sapo": (
-        sapo(tau_positive=1.0, tau_negative=1.0),
+        partial(sapo, tau_positive=1.0, tau_negative=1.0),
         lambda t, r: 4 / 1.0 * torch.sigmoid(1.0 * (r - 1)) * t.advantages,
     ),
-    "kl_cov": (kl_cov(coef=0.0), lambda t, r: r * t.advantages - 0.0 * torch.where(t.selected, t.log_ratio.abs(), 0.0)),
+    "kl_cov": (
+        partial(kl_cov, coef=0.0),
+        lambda t, r: r * t.advantages - 0.0 * torch.where(t.selected, t.log_ratio.abs(), 0.0),
+    ),
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -300,7 +301,7 @@ def test_the_engines_logprobs_are_the_old_ones_where_no_others_are_given():
     _, _, inputs = packed(batch(1))
     loss = policy_loss(
         lambda tokens: (tokens.log_ratio, torch.zeros_like(tokens.trained)),
-        correction=correction("truncate", level="token", low=0.0, high=2.0),
+        correction=partial(correction, kind="truncate", level="token", low=0.0, high=2.0),
     )
     _, metrics = loss(replace(inputs, rollout_logprobs=None))
     assert metrics["correction/weight"].item() == pytest.approx(inputs.weight.sum().item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ def naive(inputs: LossInputs, low: float, high: float, kl_coef: float) -> torch.
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_are_those_of_the_naive_formula(seed, kl_coef):
     inputs = random_inputs(seed)
-    loss, metrics = policy_loss(clip(low=0.2, high=0.3), kl_coef=kl_coef)(inputs)
+    loss, metrics = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=kl_coef)(inputs)
     expected = naive(inputs, 0.2, 0.3, kl_coef)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
     (wanted,) = torch.autograd.grad(expected, inputs.logprobs)
@@ -174,7 +175,7 @@ def test_loss_and_gradient_are_those_of_the_naive_formula(seed, kl_coef):
 
 def test_a_metric_and_a_loss_of_a_batch_are_the_sums_over_its_parts():
     inputs = random_inputs(11)
-    loss = policy_loss(clip(low=0.2, high=0.3), kl_coef=0.1)
+    loss = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=0.1)
     whole, metrics = loss(inputs)
     names = ("logprobs", "weight", "advantages", "old_logprobs", "reference_logprobs")
     parts = [loss(LossInputs(**{n: getattr(inputs, n)[p] for n in names})) for p in (slice(0, 13), slice(13, 64))]
@@ -188,7 +189,7 @@ def test_a_metric_and_a_loss_of_a_batch_are_the_sums_over_its_parts():
 @pytest.mark.parametrize("huge", [1e4, -1e4, math.inf, -math.inf])
 def test_untrained_tokens_with_huge_differences_change_nothing(huge, dtype):
     """Prompt tokens and tools' answers have no log-prob of their own; whatever stands there must not reach the loss."""
-    loss = policy_loss(clip(low=0.2, high=0.3), kl_coef=0.5)
+    loss = policy_loss(partial(clip, low=0.2, high=0.3), kl_coef=0.5)
     names = ("weight", "advantages", "old_logprobs", "reference_logprobs")
 
     def run(keep: slice, old: float, reference: float) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -249,7 +250,7 @@ def test_k3_is_the_kl_in_expectation_over_the_policys_tokens_and_precise_near_ze
 def metric_of(name: str, *, sampled_by: torch.Tensor, policy: torch.Tensor, **others: torch.Tensor) -> float:
     """A metric in expectation over all tokens of a small vocabulary, each weighted by how often it is sampled."""
     inputs = LossInputs(logprobs=policy.log(), weight=sampled_by, advantages=torch.ones(4).double(), **others)
-    return policy_loss(clip(low=0.2, high=0.2))(inputs)[1][name].item()
+    return policy_loss(partial(clip, low=0.2, high=0.2))(inputs)[1][name].item()
 
 
 def test_kl_to_the_reference_is_that_of_the_policy():
@@ -323,7 +324,7 @@ def test_what_is_measured_compares_with_the_engine_the_teacher_and_the_entropy_a
     n = len(inputs.weight)
     engine, teacher, entropy = (torch.randn(n, dtype=inputs.weight.dtype) for _ in range(3))
     fields = {name: getattr(inputs, name) for name in ("logprobs", "weight", "advantages", "old_logprobs")}
-    loss = policy_loss(clip(low=0.2, high=0.2))
+    loss = policy_loss(partial(clip, low=0.2, high=0.2))
     bare, _ = loss(LossInputs(**fields))
     total, metrics = loss(
         LossInputs(**fields, rollout_logprobs=engine, teacher_logprobs=teacher, entropy=entropy.requires_grad_())

@@ -235,9 +235,9 @@ def test_what_is_written_of_a_run_holds_no_value_of_the_environment(file, tmp_pa
     written = tmp_path / "config.yaml"
     written.write_text(config.to_text())
     assert load_config(written) == config and load_config(written).to_text() == config.to_text()
-    assert read_config(written)["run"]["name"] == "Bearer top-secret"
+    assert read_config(written.parent)["run"]["name"] == "Bearer top-secret"
     monkeypatch.delenv("JUDGE_KEY")
-    assert read_config(written)["run"]["name"] == "${reward.options.note}"
+    assert read_config(written.parent)["run"]["name"] == "${reward.options.note}"
 
 
 def test_a_configuration_cannot_be_changed_after_it_was_checked(file):

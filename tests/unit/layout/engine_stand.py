@@ -13,7 +13,7 @@ import torch
 
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Table
-from slimx.models.families import deepseek_v3, deepseek_v3_engine, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
 from tests.unit.layout.layout_stand import (
     DEEPSEEK,
     GLM,
@@ -40,7 +40,6 @@ class Served:
     table: Table
     fused: bool = False
     """The shared expert stands behind the routed ones."""
-    draft: bool = False
 
 
 _ONE_SHARED = DEEPSEEK | {"n_shared_experts": 1}
@@ -59,7 +58,6 @@ SERVED = {
         Served("glm", MODELS["glm"], glm4_moe.engine_table(GLM)),
         Served("glm-fused", MODELS["glm"], glm4_moe.engine_table(GLM, fused_shared_experts=True), fused=True),
         Served("minimax", MODELS["minimax"], minimax_m2.engine_table(MINIMAX)),
-        Served("draft", MODELS["deepseek-mtp"], deepseek_v3_engine.draft_table(DEEPSEEK), draft=True),
     )
 }
 
@@ -71,7 +69,7 @@ def engine_sizes(served: Served) -> list[EngineSizes]:
 
     def fits(tensor: int, expert: int, pipeline: int, attention: int, redundant: int) -> bool:
         split = tensor % expert == tensor % attention == (4 + redundant) % expert == 0 and 20 % (tensor // expert) == 0
-        return split and tensor * pipeline <= 16 and (pipeline == 1 or not served.draft)
+        return split and tensor * pipeline <= 16
 
     return [
         EngineSizes(tensor=t, expert=e, pipeline=p, attention_data=a, redundant=r)
@@ -98,9 +96,6 @@ class _Rank:
         self.expert = self.own // self.sharers
 
     def tensors(self) -> Named:
-        if self.served.draft:
-            yield from self._draft()
-            return
         layers, stages = self.hf["num_hidden_layers"], self.sizes.pipeline
         counts = [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
         start = sum(counts[: self.stage])
@@ -112,14 +107,6 @@ class _Rank:
         if self.stage == stages - 1:
             yield "model.norm.weight", self.whole["model.norm.weight"]
             yield "lm_head.weight", self._output()
-
-    def _draft(self) -> Named:
-        there = f"model.layers.{self.hf['num_hidden_layers']}."
-        yield "model.embed_tokens.weight", self._embedding()
-        for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"):
-            yield f"model.{name}.weight", self.whole[f"{there}{name}.weight"]
-        yield from self._layer("model.decoder.", there, True)
-        yield "lm_head.weight", self._output()
 
     def _embedding(self) -> torch.Tensor:
         return _padded(self.whole["model.embed_tokens.weight"]).chunk(self.heads)[self.own % self.heads]

@@ -77,8 +77,7 @@ def test_every_checkpoint_tensor_that_the_engine_serves_is_in_its_table():
         parts = EngineLayout(served.table, EngineSizes()).parts()
         read = {name for part in parts for name in part.sources}
         mtp = {name for name in whole if name.startswith("model.layers.4.")}
-        shared = {"model.embed_tokens.weight", "lm_head.weight"}
-        assert read == (mtp | shared if served.draft else whole.keys() - mtp), served.name
+        assert read == whole.keys() - mtp, served.name
 
 
 @pytest.mark.parametrize(

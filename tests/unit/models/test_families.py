@@ -134,7 +134,7 @@ def test_the_last_stage_computes_with_a_copy_of_a_tied_embedding_unless_it_predi
     spec = read(tmp_path, QWEN3_600M)
     (copy,) = [part for part in MegatronLayout(spec.table, Sizes(pipeline=2)).held(1) if part.copy]
     assert copy.name == "output_layer.weight" and copy.sources == ("model.embed_tokens.weight",)
-    trunk = read_trunk(run(tmp_path))
+    trunk = read_trunk(run(tmp_path).model)
     assert not trunk.gpt["share_embeddings_and_output_weights"]
     assert not [part for part in MegatronLayout(trunk.table, Sizes(pipeline=2)).held(1) if part.copy]
 

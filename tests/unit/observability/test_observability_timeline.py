@@ -1,11 +1,11 @@
 """Phases are timed right when they nest, overlap and fail, on several tracks and threads."""
 
 import asyncio
-import json
 import random
 import threading
 import time
 
+import msgspec
 import pytest
 
 from slimx.observability.tracking.phases import Phase, place
@@ -13,7 +13,7 @@ from slimx.observability.tracking.timeline import Timeline
 
 
 def phases(run_dir) -> list[Phase]:
-    return [Phase.from_json(json.loads(line)) for line in (run_dir / "timeline.jsonl").read_text().splitlines()]
+    return [msgspec.json.decode(line, type=Phase) for line in (run_dir / "timeline.jsonl").read_text().splitlines()]
 
 
 def phase(name, start, seconds, track="main", step=0) -> Phase:
