@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
@@ -27,6 +26,7 @@ from slimx.rewards.mixture import Mixture
 from slimx.rollout.flow.replay import NO_HOOKS
 from slimx.rollout.hook_loading import Hooks, load_hooks
 from slimx.trainer.device.backends import Backends, choose_backends, installed
+from slimx.trainer.model.check import check_transformer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ def check_run(config: Config) -> Prepared:
     facts = model_facts(config, spec) | {"device": device, "local_device": device}
     refuse(broken(RULES, facts))
     backends = choose_backends(config.trainer, device=device, packages=installed(), exact=config.exact)
-    _check_transformer(config, spec, backends, device)
+    check_transformer(spec, config, backends, cpu=device == "cpu")
     if config.critic is not None:
         with critic_keys(config.critic):
-            _check_transformer(config.as_critic(), facts["critic_spec"], backends, device)
+            check_transformer(facts["critic_spec"], config.as_critic(), backends, cpu=device == "cpu")
     files = facts | weight_facts(config)
     refuse(broken(RULES, files, before=facts))
     try_hooks(config)
@@ -120,16 +120,6 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
     if isinstance(hooks.reward, Mixture):
         hooks.reward.check([*prompts, *chain.from_iterable(eval_prompts.values())])
     return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
-
-
-def _check_transformer(config: Config, spec: ModelSpec, backends: Backends, device: str) -> None:
-    """Let megatron-core judge the model, the layout and `trainer.megatron` here, not in every trainer rank."""
-    with warnings.catch_warnings():
-        # megatron-core warns of what this process, which trains nothing, has not installed.
-        warnings.simplefilter("ignore")
-        from slimx.trainer.model.transformer import transformer_config  # imports megatron-core: 2 seconds
-
-        transformer_config(spec, config, backends, cpu=device == "cpu")
 
 
 def _prompts(config: Config, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:

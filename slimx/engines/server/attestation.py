@@ -10,7 +10,6 @@ from slimx.engines.server.external import check_arguments
 from slimx.engines.server.spec import EngineSpec
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
-from slimx.numerics.exact.contract import contract
 from slimx.runtime.process import ServerProcess
 
 
@@ -40,7 +39,11 @@ async def attested(control: EngineControl, spec: EngineSpec, process: ServerProc
 
 def check_numerics(ranks: list[Json], spec: EngineSpec) -> None:
     """Refuse a server whose ranks compute by another contract than the trainer does."""
-    wanted = None if spec.exact_leaves is None else contract(leaves=spec.exact_leaves, dtype=spec.dtype)
+    wanted = None
+    if spec.exact_leaves is not None:
+        from slimx.numerics.exact.contract import contract  # imports torch: 1.5 s of an actor that needs it nowhere
+
+        wanted = contract(leaves=spec.exact_leaves, dtype=spec.dtype)
     for number, rank in enumerate(ranks):
         if (told := rank["numerics"]) != wanted:
             raise SlimxError(

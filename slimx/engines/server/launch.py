@@ -1,8 +1,9 @@
 """Process entry of an engine, a stock SGLang server: `python -m slimx.engines.server.launch [--parent PID]
 [--exact-leaves N] [--keys FILE] -- ARGUMENTS`.
 
-SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as `__mp_main__`:
-what must stand before `import sglang` stands at the top level here, and stays cheap.
+On a GPU SGLang starts its scheduler and detokenizer by multiprocessing's spawn, which runs this file again as
+`__mp_main__`: what must stand before `import sglang` stands at the top level here, and stays cheap. On the CPU they are
+forked (slimx.adapters.sglang.plugin).
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ CPU_VARIABLES = {
     # torch's own: inductor would compile with the stand-in for triton.
     "TORCHDYNAMO_DISABLE": "1",
 }
+MODELS = "slimx.adapters.sglang.models"
 
 
 def prepare(arguments: list[str]) -> None:
     """Set SGLang's and torch's variables for this process and its children, from SGLang's arguments."""
     named = [name for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     os.environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys(["slimx", *named]))
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
     if ("--device", "cpu") in zip(arguments, arguments[1:], strict=False) or "--device=cpu" in arguments:
         os.environ.update(CPU_VARIABLES)
 
 
 def install_stand_ins() -> None:
     """Put stand-ins for absent GPU packages before SGLang's first import; on a GPU nothing may be absent."""
+    # SGLang's dumper of tensors, which trainers use too, imports megatron-core if it can: a second for nothing here.
+    sys.modules["megatron"] = None
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         from slimx.adapters.sglang import absent as sglang_absent
 

@@ -1,13 +1,15 @@
 """Process entry of the router: `python -m slimx.engines.server.router_launch --keys - -- ARGUMENTS` of sglang-router.
 
-Its own launcher takes the key on the command line, where every user of the machine reads it.
+Its own launcher takes the key on the command line, where every user of the machine reads it, and imports SGLang with
+torch for a balancer in Python that is not used here.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from sglang_router.launch_router import launch_router, parse_router_args
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
 
 from slimx.engines.server.keys import Keys
 
@@ -18,6 +20,8 @@ if __name__ == "__main__":
     parser.add_argument("--keys", required=True, metavar="FILE", help="whose api_key requests need; -: standard input")
     parser.add_argument("router", nargs=argparse.REMAINDER, help="-- and then arguments of sglang_router.launch_router")
     options = parser.parse_args()
-    arguments = parse_router_args(options.router[1:])
+    known = argparse.ArgumentParser(prog="sglang-router")
+    RouterArgs.add_cli_args(known)
+    arguments = RouterArgs.from_cli_args(known.parse_args(options.router[1:]))
     arguments.api_key = Keys.read(options.keys).api_key
-    launch_router(arguments)
+    Router.from_args(arguments).start()

@@ -115,6 +115,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
             ours |= {"attention_backend": "torch_native", "disable_radix_cache": True}
         # An idle server would otherwise poll at full speed on a core that the trainer needs.
         defaults["sleep_on_idle"] = True
+        # Nothing is compiled or captured here; whether it generates is asked before it gets its first weights.
+        defaults["skip_server_warmup"] = True
     if spec.exact_leaves is not None:
         ours |= {"attention_backend": EXACT_ATTENTION}
         if spec.device == "cuda":

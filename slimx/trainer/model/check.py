@@ -1,0 +1,21 @@
+"""Lets megatron-core judge a model, its layout and `trainer.megatron` before any rank starts."""
+
+from __future__ import annotations
+
+import warnings
+
+from slimx.adapters.megatron.uncompiled import uncompiled
+from slimx.config.schema import Config
+from slimx.models.families import ModelSpec
+from slimx.trainer.device.backends import Backends
+
+
+def check_transformer(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> None:
+    """Build Megatron's configuration as each rank will. Raises SlimxError as `transformer_config` does. Not for a
+    process that trains: megatron-core is imported without its compiled functions."""
+    with warnings.catch_warnings(), uncompiled():
+        # megatron-core warns of what this process has not installed.
+        warnings.simplefilter("ignore")
+        from slimx.trainer.model.transformer import transformer_config  # imports megatron-core
+
+        transformer_config(spec, config, backends, cpu=cpu)
