@@ -172,15 +172,15 @@ async def _session(
         trainers = TrainerGroup(config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans)
         stack.push_async_exit(stopping(trainers.stop, table.note))
         critic = None
-        starting = [trainers.start()]
+        starting = [records.starting("trainers", trainers.start())]
         if prepared.critic is not None:
             packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(stopping(critic.stop, table.note))
-            starting.append(critic.start())
+            starting.append(records.starting("critic", critic.start()))
         service = EngineService(config, prepared, directory, note=table.note, record=records.restarted)
         await stack.enter_async_context(service)
-        starting.append(service.frozen.start())
+        starting.append(records.starting("frozen engines", service.frozen.start()))
         shared = []
         if config.schedule.colocate and device == "cuda":
             # Engines are placed where the trainers are, which is known when these have started.
@@ -189,7 +189,7 @@ async def _session(
             shared = await trainers.places()
         engines = service.place(shared)
         if engines is not None:
-            starting += [check_reach(config, trainers, engines), engines.start()]
+            starting += [check_reach(config, trainers, engines), records.starting("engines", engines.start())]
         await together(starting)
         for group in [trainers, *([critic.own] if critic is not None and critic.own is not None else [])]:
             alarm.ring_after(watch_ranks(group, config.trainer.watch_deadline))

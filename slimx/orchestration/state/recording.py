@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -72,6 +72,13 @@ class Records:
         self._phase, self._phase_since = name, time.time()
         with self.timeline.phase(name, step=step):
             yield
+
+    async def starting(self, part: str, work: Awaitable[object]) -> None:
+        """Wait for the start of a part of the run, which goes into the timeline on a track of its own."""
+        since, clock = time.time(), time.perf_counter()
+        await work
+        seconds = time.perf_counter() - clock
+        self.timeline.add(Phase(name="start", step=None, track=part, start=since, seconds=seconds))
 
     def activity(self) -> dict[str, Any]:
         """The present phase and when it began, for `slimx status`."""
