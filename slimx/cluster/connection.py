@@ -18,6 +18,10 @@ from slimx.errors import PartLost, SlimxError
 
 SHUTDOWN_S = 20.0
 """Seconds that Ray gets to end."""
+STARTS = 3
+"""Starts of a local Ray that a busy machine may need."""
+SLOW = "timed out during startup"
+"""Words of ray 2.60 for a node that was not there in time."""
 
 
 def device_of(config: Config) -> str:
@@ -42,6 +46,30 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         if config.cluster.ray_address:
             ray.init(config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         else:
+            _start_locally(cpus)
+    except SlimxError:
+        raise
+    except Exception as error:  # Ray raises that very class where a part of it does not come up
+        where = config.cluster.ray_address or "on this machine"
+        why = " ".join(str(error).split())[:300]
+        raise PartLost(f"Ray cannot be started {where}: {why}", code="ray.start", about=where) from error
+    gpus = float(ranks + engines) if device == "cuda" else 0.0
+    for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
+        have = ray.cluster_resources().get(kind, 0.0)
+        if have < needed:
+            stop_ray()
+            raise SlimxError(
+                f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} ({ranks} ranks that train, {engines} "
+                f"engine ranks, cluster.device {device}); add nodes or lower trainer.world_size or rollout.engines",
+                code="cluster.resources",
+                about=kind,
+            )
+
+
+def _start_locally(cpus: int) -> None:
+    """Start Ray on this machine, again where its node did not come up in the 30 s that Ray gives it."""
+    for left in reversed(range(STARTS)):
+        try:
             ray.init(
                 **local_options(),
                 num_cpus=cpus,
@@ -60,23 +88,11 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
                     **SYSTEM_CONFIG,
                 },
             )
-    except SlimxError:
-        raise
-    except Exception as error:  # Ray raises that very class where a part of it does not come up
-        where = config.cluster.ray_address or "on this machine"
-        why = " ".join(str(error).split())[:300]
-        raise PartLost(f"Ray cannot be started {where}: {why}", code="ray.start", about=where) from error
-    gpus = float(ranks + engines) if device == "cuda" else 0.0
-    for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
-        have = ray.cluster_resources().get(kind, 0.0)
-        if have < needed:
+            return
+        except Exception as error:
+            if not left or SLOW not in str(error):
+                raise
             stop_ray()
-            raise SlimxError(
-                f"the Ray cluster has {have:g} {kind}s, the run needs {needed:g} ({ranks} ranks that train, {engines} "
-                f"engine ranks, cluster.device {device}); add nodes or lower trainer.world_size or rollout.engines",
-                code="cluster.resources",
-                about=kind,
-            )
 
 
 def _memory() -> int:

@@ -1,0 +1,58 @@
+"""One GRPO step of TRL on the quickstart's model and prompts: `python benchmarks/start_trl.py MODEL PROMPTS OUT`.
+
+Prints a line when the step is done. TRL generates with transformers and trains in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+PROMPTS, GROUP, NEW_TOKENS = 32, 8, 4
+"""Those of configs/moe/quickstart.yaml."""
+
+
+def right(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+    """1.0 where the completion is the answer."""
+    return [float(one[0]["content"].strip() == wanted) for one, wanted in zip(completions, answer, strict=True)]
+
+
+class Told(TrainerCallback):
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        print("step 1", flush=True)
+
+
+def main(model: str, prompts: str, out: str) -> None:
+    records = [json.loads(line) for line in Path(prompts).read_text().splitlines()[: 4 * PROMPTS]]
+    rows = [{"prompt": one["messages"], "answer": one["answer"]} for one in records]
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=right,
+        args=GRPOConfig(
+            output_dir=out,
+            per_device_train_batch_size=PROMPTS * GROUP,
+            num_generations=GROUP,
+            max_completion_length=NEW_TOKENS,
+            max_steps=1,
+            learning_rate=2e-4,
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="prompts"),
+        callbacks=[Told()],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
