@@ -35,7 +35,7 @@ SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.d
 RESOLVED = "sglang.srt.server_args.ServerArgs.resolved_dict"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""What sets the way in which the server starts its other processes."""
+"""The function in which SGLang chooses how the server starts its other processes."""
 LOADS_PATH = "sglang.srt.managers.load_snapshot.shm_path_for"
 LOADS = "slimx-loads"
 """Name of the memory file that replaces it."""

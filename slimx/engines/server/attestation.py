@@ -1,4 +1,4 @@
-"""What a server must prove before the run uses it: that it is the one that was started, and computes as asked."""
+"""Proof that a server is the one that was started and computes as asked, before the run uses it."""
 
 from __future__ import annotations
 
