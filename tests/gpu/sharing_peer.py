@@ -1,4 +1,7 @@
-"""Another process with a GPU: it answers one JSON line for each that it reads. `Peer` is the tests' side of it."""
+"""Another process with a GPU: it answers one JSON line for each that it reads. `Peer` is the tests' side of it.
+
+A refusal's answer is its code, its object and its sentence.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from slimx.reshard.kernels.cuda import DevicePlan
 from slimx.reshard.transports.collective import Meeting, Receiving
 from slimx.reshard.transports.device import DeviceMemory, fetch, opened
 from tests.gpu.plans import random_plan
+from tests.refusals import told
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +116,7 @@ def main() -> None:
         try:
             out = getattr(device, method)(*arguments)
         except SlimxError as error:
-            out = f"SlimxError: {error}"
+            out = told(error)
         print(json.dumps(out), flush=True)
 
 

@@ -22,7 +22,6 @@ from slimx.engines.delivery.deliveries import make_delivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import Standing
 from slimx.engines.server.engine import Engine
-from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.reshard.publish import Publisher
@@ -33,6 +32,7 @@ from slimx.rollout.client.teacher import check_vocabulary
 from tests.integration.conftest import START_S, Weights, perturbed, publish
 from tests.integration.engine_oracle import PROMPT, logprobs_of
 from tests.integration.stand_in_trainers import Trainers
+from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -109,7 +109,7 @@ async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_ei
         servers[0].kill()
         group.members.watch()
         await until(lambda: engine.standing is Standing.GONE)
-        with pytest.raises(SlimxError, match=r"(?s)no engine is left.*engine wide-0"):
+        with refused("engines.gone", about="wide-0"):
             await group.members.failed()
         left = [process for process in psutil.process_iter(["cmdline"]) if _is_share(process, tiny_model, rank=0)]
         assert not left, "the first machine's share ends with the second's"
@@ -166,7 +166,7 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         other = config_of(tiny_model, tmp_path, [given | {"tensor": 2}], "memory")
         wrong = EngineGroup(other, "cpu", tmp_path, moe=True, note=print)
         stack.push_async_callback(wrong.stop)
-        with pytest.raises(SlimxError, match="runs as EngineSizes.* the configuration asks for"):
+        with refused("engine.sizes"):
             await wrong.start()
     await engine.check_health(60)
     await publish(engine, tiny_weights, 6)  # its owner goes on

@@ -26,7 +26,7 @@ from slimx.engines.delivery.deliveries import ChannelDelivery
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.control import EngineControl
-from slimx.errors import LOST, SlimxError
+from slimx.errors import LOST
 from slimx.models.families import read_model
 from slimx.reshard.parties import NoReceiverLeft, TransportLost
 from slimx.reshard.publish import Publication, Publisher, Staging
@@ -37,6 +37,7 @@ from tests.integration.conftest import Weights
 from tests.integration.engine_oracle import PROMPT, fused
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.stand_in_trainers import Trainers
+from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -180,7 +181,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             done = await stand.publish(2)
             assert done.lost == ["actor-0"] and done.engines["actor-0"].step == "stage"
             assert await stand.registered() == {second.url}
-            with pytest.raises(SlimxError, match="version 9 cannot be published while the publication of version 2"):
+            with refused("publish.under_way", about="version 9"):
                 await others[0]
 
             # From here on over gloo. Stopped when a third of its weights are new: it never answers again, and it must
@@ -192,7 +193,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             trainers.at_bucket = lambda bucket: os.kill(victim, signal.SIGSTOP) if bucket == 2 else None
             stand.publisher.step_deadline_s = 8
             done = await stand.publish(3, "bucket")
-            assert done.lost == ["actor-1"] and "did not answer" in str(done.engines["actor-1"].error)
+            assert done.lost == ["actor-1"] and done.engines["actor-1"].error.code == "engine.silent"
             assert done.engines["actor-0"].tensors == len(tiny_weights)
             assert await stand.registered() == {first.url}
 
@@ -204,7 +205,7 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
             # A courier that dies is no engine's fault: both serve on, and get the version from the next one.
             courier = stand.gloo.courier
             trainers.at_bucket = lambda bucket: ray.kill(courier._actor) if bucket == 1 else None
-            with pytest.raises(TransportLost, match="the courier beside trainer rank 0 died"):
+            with refused("courier.lost", about="courier", kind=TransportLost):
                 await stand.publish(4)
             assert await stand.registered() == {first.url, second.url}
             trainers.at_bucket = lambda bucket: None
@@ -279,9 +280,10 @@ def test_a_run_that_loses_its_only_engine_goes_on_with_it_where_it_was_and_ends_
     said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
     assert len(said) == 1 and "engine actor-0" in said[0] and "engine-actor-0.log" in said[0], run.text()
     assert "Traceback" not in run.text()
-    assert "engine actor-0 is quarantined" in run.text() and "engine actor-0: restart 1 of 1" in run.text()
+    assert any("engine actor-0" in line and "1 of 1" in line for line in run.text().splitlines()), "its restart"
     run.assert_nothing_left()
-    assert "engine actor-0 has version" in run.text(), "from the files, without the trainers"
+    restored = [line for line in run.text().splitlines() if "engine actor-0" in line and "/version-" in line]
+    assert restored, "from the files, without the trainers"
     row = rows[last]
     assert (row["engines/lost"], row["engines/restarted"], row["engines/serving"]) == (1, 1, 1)
     assert row["rollout/request_retries"] >= 1, "hooks did not notice, so the requests under way were sent again"

@@ -59,9 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_the_pretence_refuses_a_sum_over_two_devices(runs):
     """Else the runs below would say nothing."""
-    assert (
-        "aten::add of tensors on the GPU [(2,)] and on the host [(2,)]" in (runs["pretended"] / "mixed.txt").read_text()
-    )
+    said = (runs["pretended"] / "mixed.txt").read_text()
+    assert "aten::add" in said and said.count("[(2,)]") == 2, "the operation, and a tensor on each side"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -115,7 +115,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
     _ends_in_order(run, signal.SIGINT, 130)
     # Gradients and optimizer state leave before each publication, the weights after it; a checkpoint brings them back.
     log = (tmp_path / "run/logs/trainer-0.log").read_text()
-    assert log.count("on the host: training\n") >= 3 and log.count("on the host: weights and training\n") >= 4
+    assert log.count(": training\n") >= 3 and log.count(": weights and training\n") >= 4
     for row in steps(tmp_path / "run").values():
         peaks = {name: row[f"memory/{name}_peak_mib"] for name in ("generate", "train", "publish")}
         assert all(100 < peak < 4000 for peak in peaks.values()), peaks

@@ -71,5 +71,5 @@ def test_a_layout_that_the_optimizer_cannot_go_to_is_refused_and_reached_without
     assert "starting" not in refused.text().lower()
     resumed = TrainProcess(run, *wider, "checkpoint.load_optimizer=false")
     assert resumed.wait() == 0, resumed.text()
-    assert "the moments begin anew" in resumed.text() and "resumed at step 3" in resumed.text()
+    assert "checkpoint.load_optimizer" in resumed.text() and "resumed at step 3" in resumed.text()
     assert sorted(steps(run.parent / "run")) == [1, 2, 3, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from tests.integration.launching import write_setup
 from tests.integration.recorded import LOSS, ROWS, STEPS, recorded_tokens, recording_config
 from tests.integration.runs import DEADLINE_S, MARK, completed_steps, steps
 from tests.integration.slurm_stand import PROGRAMS, Slurm
+from tests.refusals import numbers
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs(*PROGRAMS), pytest.mark.timeout(1800)]
 TEMPLATE = "scripts/launch/disaggregated.sbatch"
@@ -97,8 +99,8 @@ def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_t
     assert slurm.state(job.number) == "COMPLETED", text
     job.assert_nothing_left()
     # Three processes of a CPU each, two CPUs a node: the run was on both.
-    assert "2 nodes in Ray at 127.0.0.2:" in text
-    assert "saved; back into the queue" in text and "resumed at step 2 from" in text
+    assert any("127.0.0.2:" in line and 2 in numbers(line) for line in text.splitlines()), "two nodes in Ray"
+    assert "back into the queue" in text and "resumed at step 2" in text
     assert sorted(path.name for path in (job.jobs / job.number).iterdir()) == ["0", "1"]
     undisturbed, resumed = steps(uninterrupted / "run"), steps(directory / "run")
     assert undisturbed.keys() == resumed.keys() == {*range(1, STEPS + 1)}
@@ -117,10 +119,10 @@ def test_a_job_on_a_bad_node_is_submitted_again_without_it_but_not_for_ever(slur
     assert slurm.field(again, "ExcNodeList") == "n1"
     job.until(lambda: slurm.state(again) == "FAILED")  # there is no such file, which slimx says
     text = job.text()
-    assert "n1 is not fit: GPU-7: broken" in text and f"submitted again as job {again}, without n1" in text
+    assert re.search(r"\bn1 .*GPU-7: broken", text) and re.search(rf"\b{again}\b.* n1$", text, re.MULTILINE)
     assert slurm.field(again, "BatchHost") == "n2" and slurm.field(again, "ExitCode") == "2:0"
-    assert "absent.yaml" in text and "ended with status 2; looking at the nodes" in text
+    assert "absent.yaml" in text and "status 2;" in text
     last = Job(slurm, tmp_path, "--nodes=1", "--nodelist=n1", "absent", setup=setup, SLIMX_RESUBMITS="0")
     last.until_state("COMPLETED", "FAILED")
-    assert slurm.state(last.number) == "FAILED" and "SLIMX_RESUBMITS allows no more" in last.text()
+    assert slurm.state(last.number) == "FAILED" and "SLIMX_RESUBMITS" in last.text()
     job.assert_nothing_left()

@@ -111,8 +111,8 @@ async def test_search_finds_the_passages_that_fit_best(tmp_path):
     search = Search(corpus=str(path))
     await search.reset(Prompt(id="p", token_ids=[1], answer="Paris"), 0)
     found = await search.step("<search>the capital of France?</search>")
-    assert found.text == "Paris: is the capital of France" and not found.done
-    assert (await search.step("<search>cats</search>")).text.splitlines()[0] == "Cats: purr and sleep"
+    assert found.text == ": ".join(corpus[2]) and not found.done
+    assert (await search.step("<search>cats</search>")).text.splitlines()[0] == ": ".join(corpus[0])
     assert (await search.step("<search>zebra</search>")).text == "Nothing found."
     end = await search.step("It is <answer>paris.</answer>")
     assert end.done and end.reward == 1.0

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from slimx.errors import SlimxError
 from slimx.layout.maps import (
     Blocks,
     Concat,
@@ -24,7 +22,7 @@ from slimx.layout.maps import (
 )
 from slimx.layout.parts import Part, matrix
 from slimx.layout.table import Row, Table
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 from tests.unit.layout.layout_stand import fill
 
 Torch = Callable[[list[torch.Tensor], int, int], torch.Tensor]
@@ -157,10 +155,6 @@ def test_experts_that_claim_one_checkpoint_tensor_are_refused():
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
-
-
-def numbers(error: SlimxError) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", str(error))]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from slimx.errors import SlimxError
 from slimx.observability.tracking.guard import Guard
 from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
@@ -212,8 +211,7 @@ def test_a_stop_by_the_user_is_not_swallowed():
 
 def test_wandb_asked_for_but_absent_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    message = "track.wandb is true but wandb is not installed: pip install wandb or set track.wandb=false"
-    with pytest.raises(SlimxError, match=message):
+    with refused("track.wandb", about="track.wandb"):
         tracker_in(tmp_path, wandb=True)
 
 

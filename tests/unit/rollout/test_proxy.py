@@ -380,9 +380,9 @@ async def test_the_length_of_an_answer_is_what_the_narrowest_limit_allows():
 
 
 LIMITS: dict[str, tuple[dict[str, Any], str]] = {
-    "requests": ({"max_requests": 2}, "has had its 2 requests"),
-    "context": ({"max_context": 80}, "maximum context length is 80 tokens"),
-    "tokens": ({"max_tokens": 4}, "has had its 4 sampled tokens"),
+    "requests": ({"max_requests": 2}, "2 requests"),
+    "context": ({"max_context": 80}, "80 tokens"),
+    "tokens": ({"max_tokens": 4}, "4 sampled tokens"),
 }
 
 

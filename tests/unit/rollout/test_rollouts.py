@@ -63,10 +63,10 @@ def poisoned(prompt_id: str, index: int, what: Any, released: threading.Event) -
 
 
 BROKEN = {
-    "raises": (ValueError("no verdict on 1+1"), "reward failed", "raised ValueError: no verdict on 1+1"),
+    "raises": (ValueError("no verdict on 1+1"), "reward failed", "ValueError: no verdict on 1+1"),
     "exits": (SystemExit(3), "reward failed", "SystemExit(3)"),
-    "hangs in await": ("hangs", "reward deadline", "waited 3 s for the reward of trajectory g1/1"),
-    "hangs in a blocking call": ("blocks", "reward deadline", "waited 3 s for the reward of trajectory g1/1"),
+    "hangs in await": ("hangs", "reward deadline", "trajectory g1/1"),
+    "hangs in a blocking call": ("blocks", "reward deadline", "trajectory g1/1"),
     "returns NaN": (float("nan"), "reward failed", "returned nan for 'reward'"),
     "returns infinity": (-math.inf, "reward failed", "returned -inf for 'reward'"),
     "returns a bool": (True, "reward failed", "returned True for 'reward'"),
@@ -276,10 +276,10 @@ BROKEN_ROLLOUTS = {
     "raises": (KeyError("tool"), "generate failed", "single_turn.generate raised KeyError: 'tool'"),
     "is refused by the engine": (SlimxError("no engine answers"), "generate failed", "no engine answers"),
     "hangs": ("hangs", "generate deadline", "rollout g1/1"),
-    "returns something else": ({"text": "2"}, "generate failed", "returned a dict; return a Trajectory"),
+    "returns something else": ({"text": "2"}, "generate failed", "returned a dict"),
     "returns nothing": ([], "generate failed", "returned no trajectory for g1/1"),
     "is aborted": ("aborted", "generate failed", "rollout g1/1 was aborted"),
-    "has a token without log-prob": ("nan", "generate failed", "g1/1 has a sampled token without a finite log-prob"),
+    "has a token without log-prob": ("nan", "generate failed", "g1/1 has a sampled token"),
 }
 
 

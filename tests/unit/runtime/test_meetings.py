@@ -20,6 +20,7 @@ from slimx.engines.server.spec import EngineSpec, server_env
 from slimx.errors import SlimxError
 from slimx.reshard.transports.meeting import meet
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
+from tests.refusals import invalid
 
 pytestmark = pytest.mark.costly
 
@@ -82,7 +83,7 @@ def test_servers_take_their_address_in_the_named_network() -> None:
     with pytest.raises(SlimxError) as error:
         own_address("203.0.113.0/24")
     assert (error.value.code, error.value.about) == ("cluster.network", "203.0.113.0/24")
-    with pytest.raises(ValueError, match=r"cluster\.trusted_network"):
+    with invalid("cluster.trusted_network", about="cluster.trusted_network"):
         Cluster(trusted_network="office")
 
 

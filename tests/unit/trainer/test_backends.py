@@ -19,10 +19,10 @@ def trainer(**fields: object) -> Trainer:
     ("asked", "device", "packages", "chosen", "why"),
     [
         ("auto", "cpu", {TE, FLASH}, "unfused", "there is no CUDA"),
-        ("auto", "cuda", set(), "unfused", "Transformer Engine is not installed"),
+        ("auto", "cuda", set(), "unfused", "Transformer Engine"),
         ("auto", "cuda", {TE}, "auto", "chooses its fastest"),
         ("unfused", "cpu", set(), "unfused", "scaled_dot_product_attention"),
-        ("unfused", "cuda", {TE}, "unfused", "Transformer Engine's"),
+        ("unfused", "cuda", {TE}, "unfused", "Transformer Engine"),
         ("flash", "cuda", {TE, FLASH}, "flash", "as configured"),
         ("fused", "cuda", {TE}, "fused", "as configured"),
     ],
