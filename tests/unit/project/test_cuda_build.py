@@ -131,13 +131,11 @@ def test_a_build_without_cuda_leaves_no_cuda_library_of_an_earlier_one(built: tu
 
 def test_cuda_that_was_asked_for_and_is_not_there_is_refused(tmp_path: Path) -> None:
     checkout = copy_of_sources(tmp_path)
-    for wanted, path, sentence in (
-        ("1", "/nowhere", "SLIMX_CUDA is 1 and there is no nvcc"),
-        ("2", "", "SLIMX_CUDA is '2'"),
-    ):
+    for wanted, path, named in (("1", "/nowhere", "nvcc"), ("2", "", "'2'")):
         text = (checkout / "setup.py").read_text().replace("/usr/local/cuda", "/nowhere")
         (checkout / "setup.py").write_text(text)
         environment = {"PATH": path, "SLIMX_CUDA": wanted}
         arguments = [sys.executable, "setup.py", "--version"]
         done = subprocess.run(arguments, cwd=checkout, env=environment, capture_output=True, text=True)
-        assert done.returncode and sentence in done.stderr, done.stderr
+        said = done.stderr.splitlines()[-1]
+        assert done.returncode and "SLIMX_CUDA" in said and named in said, done.stderr
