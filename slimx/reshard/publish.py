@@ -128,7 +128,7 @@ class Publisher:
             self._under_way = None
 
 
-class _Dropped(Exception):
+class _EngineDropped(Exception):
     """The engine has left this publication; its quarantine has begun."""
 
 
@@ -256,10 +256,10 @@ class _Attempt:
         on into an abort."""
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, _Dropped):
+            if isinstance(result, BaseException) and not isinstance(result, _EngineDropped):
                 raise result
         self._someone_left()
-        return [None if isinstance(result, _Dropped) else result for result in results]
+        return [None if isinstance(result, _EngineDropped) else result for result in results]
 
     async def _call(self, recipient: Recipient, verb: str, *arguments: object) -> Any:
         """One verb of one engine."""
@@ -300,7 +300,7 @@ class _Attempt:
         self.out.engines[recipient.name].tensors = 0
         if recipient.incarnation == self.incarnations[recipient.name]:
             await self.members.quarantine(recipient, error)
-        raise _Dropped
+        raise _EngineDropped
 
     async def _of_trainers(self, stage: str, work: Awaitable[T]) -> T:
         """Wait for the trainers, not beyond the publication's deadline."""

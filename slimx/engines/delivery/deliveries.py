@@ -14,11 +14,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from slimx.cluster.restarts import Restarts
 from slimx.config.schema import Config
 from slimx.engines.delivery.courier import CourierHandle
+from slimx.errors import SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import Delivery, ReceiverLost, Recipient
@@ -115,7 +116,7 @@ class ChannelDelivery(CourierDelivery):
 
 
 def make_delivery(publisher: Any, config: Config, log_dir: Path, restarts: Restarts) -> Delivery:
-    """The delivery that `publish.transport` names.
+    """The delivery that `publish.transport` names. Raises SlimxError for a name that has none.
 
     `publisher`: the actor of the publishing trainer rank; `restarts`: those of the courier, where there is one.
     """
@@ -126,4 +127,10 @@ def make_delivery(publisher: Any, config: Config, log_dir: Path, restarts: Resta
     courier = CourierHandle(publisher, config, directory, log_dir / "courier.log", restarts)
     if options.transport == "disk":
         return DiskDelivery(courier)
-    return ChannelDelivery(courier, options.transport, options.engine_deadline)
+    if options.transport in get_args(Backend):
+        return ChannelDelivery(courier, options.transport, options.engine_deadline)
+    raise SlimxError(
+        f"publish.transport {options.transport} has no delivery; add one to slimx/engines/delivery/deliveries.py",
+        code="publish.transport",
+        about=options.transport,
+    )

@@ -1,12 +1,36 @@
-"""Bodies of HTTP answers of engines and routers, read alike whoever asks."""
+"""HTTP requests to engines and routers, and the bodies of their answers, read alike whoever asks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import aiohttp
 import msgspec
 
+from slimx.errors import DeadlineError, SlimxError
+
 Json = dict[str, Any]
+
+
+async def request(
+    method: str, url: str, body: Json | None = None, *, deadline_s: float, headers: Mapping[str, str], who: str
+) -> tuple[int, Json]:
+    """Status and body of the answer to one request. Raises DeadlineError, or SlimxError where nothing answers, naming
+    `who` is asked."""
+    timeout = aiohttp.ClientTimeout(total=deadline_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.request(method, url, json=body) as response,
+        ):
+            return response.status, parse_body(await response.read())
+    except TimeoutError:
+        raise DeadlineError(f"{method} {url}", deadline_s, who) from None
+    except aiohttp.ClientError as error:
+        raise SlimxError(
+            f"{who}: {method} {url} failed: {type(error).__name__}: {error}", code="http.unreachable", about=url
+        ) from None
 
 
 def parse_body(body: str | bytes) -> Json:

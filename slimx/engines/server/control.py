@@ -12,10 +12,8 @@ import json
 import pickle
 from typing import Literal
 
-import aiohttp
-
 import slimx
-from slimx.engines.server.answers import Json, message_of, parse_body
+from slimx.engines.server.answers import Json, message_of, request
 from slimx.engines.server.keys import NO_KEYS, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.process import ServerProcess
@@ -273,19 +271,6 @@ class EngineControl:
         self, method: str, path: str, body: Json | None, deadline_s: float, *, key: str | None
     ) -> tuple[int, Json]:
         """Status and body of the answer to one HTTP request."""
-        url = self.url + path
-        try:
-            timeout = aiohttp.ClientTimeout(total=deadline_s)
-            async with (
-                aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session,
-                session.request(method, url, json=body) as response,
-            ):
-                return response.status, parse_body(await response.text())
-        except TimeoutError:
-            raise DeadlineError(f"{method} {url}", deadline_s, f"engine {self.name}") from None
-        except aiohttp.ClientError as error:
-            raise SlimxError(
-                f"engine {self.name}: {method} {url} failed: {type(error).__name__}: {error}",
-                code="engine.unreachable",
-                about=path,
-            ) from None
+        return await request(
+            method, self.url + path, body, deadline_s=deadline_s, headers=bearer(key), who=f"engine {self.name}"
+        )

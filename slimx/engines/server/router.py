@@ -11,15 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from slimx.engines.server.answers import message_of, parse_body
+from slimx.engines.server.answers import Json, message_of, request
 from slimx.engines.server.keys import STDIN, Keys, bearer
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.process import SupervisedProcess
 from slimx.runtime.threads import in_thread
 
-Json = dict[str, Any]
 CALL_S = 30.0
 """Seconds that one call to the router may take."""
 
@@ -172,21 +169,8 @@ class Router:
         raise DeadlineError(awaited, deadline_s, f"the router, log {self.process.log_path}")
 
     async def _call(self, method: str, path: str, body: Json | None = None, deadline_s: float = CALL_S) -> Json:
-        url = self.url + path
-        try:
-            async with (
-                aiohttp.ClientSession(
-                    timeout=aiohttp.ClientTimeout(total=deadline_s), headers=bearer(self.keys.api_key)
-                ) as session,
-                session.request(method, url, json=body) as response,
-            ):
-                status, answer = response.status, parse_body(await response.text())
-        except TimeoutError:
-            raise DeadlineError(f"{method} {url}", deadline_s, "the router") from None
-        except aiohttp.ClientError as error:
-            raise SlimxError(
-                f"router: {method} {url} failed: {type(error).__name__}: {error}", code="router.unreachable", about=url
-            ) from None
+        url, headers = self.url + path, bearer(self.keys.api_key)
+        status, answer = await request(method, url, body, deadline_s=deadline_s, headers=headers, who="the router")
         if status >= 300:
             raise SlimxError(
                 f"router: {method} {url} answered {status}: {message_of(answer)}", code="router.call", about=url

@@ -12,10 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
 from slimx.dotted import load_function
-from slimx.engines.server.answers import message_of, parse_body
+from slimx.engines.server.answers import message_of, request
 from slimx.errors import SlimxError
 
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -85,15 +83,8 @@ def hermes(text: str) -> Parsed:
 
 async def _ask(router: str, headers: Mapping[str, str], name: str, text: str, tools: list[dict[str, Any]]) -> Parsed:
     url, body = f"{router}/parse/function_call", {"text": text, "tools": tools, "tool_call_parser": name}
-    timeout = aiohttp.ClientTimeout(total=ROUTER_S)
-    async with (
-        aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-        session.post(url, json=body) as response,
-    ):
-        answer = parse_body(await response.text())
-    if response.status != 200:
-        raise SlimxError(
-            f"POST {url} answered {response.status}: {message_of(answer)}", code="proxy.parse_server", about=url
-        )
+    status, answer = await request("POST", url, body, deadline_s=ROUTER_S, headers=headers, who="the router")
+    if status != 200:
+        raise SlimxError(f"POST {url} answered {status}: {message_of(answer)}", code="proxy.parse_server", about=url)
     calls = [ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in answer["tool_calls"]]
     return (answer["remaining_text"].strip(), calls) if calls else (text, [])

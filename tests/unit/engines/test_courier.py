@@ -91,6 +91,11 @@ def made(tmp_path: Path, transport: str) -> Delivery:
     return make_delivery(None, config(tmp_path, transport), tmp_path, restarts)
 
 
+def test_a_transport_without_a_delivery_is_refused_by_name(tmp_path: Path) -> None:
+    with refused("publish.transport", about="pigeon"):
+        made(tmp_path, "pigeon")
+
+
 def died() -> Exception:
     return ray.exceptions.RayActorError()
 

@@ -21,7 +21,7 @@ def attention_class() -> type:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    class ExactAttention(TorchNativeAttnBackend):
+    class ExactAttentionBackend(TorchNativeAttnBackend):
         """`calls` counts its kernels under ATTENTION."""
 
         def __init__(self, runner: Any, calls: Counter[str]):
@@ -100,7 +100,7 @@ def attention_class() -> type:
             self.calls[ATTENTION] += 1
             return exact.gathered_attention(query, keys, values, index.int(), begin, seen, scale)
 
-    return ExactAttention
+    return ExactAttentionBackend
 
 
 def _reads(before: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

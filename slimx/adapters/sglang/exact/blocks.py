@@ -7,9 +7,7 @@ place and a verification finds them there; a linear computes with what they stan
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,21 +21,17 @@ LINEAR_LOADED = f"{_MODULE}.Fp8LinearMethod.process_weights_after_loading"
 EXPERTS_LOADED = f"{_MODULE}.Fp8MoEMethod.process_weights_after_loading"
 
 
-class BlockLayers:
-    """Replacements for SGLang's fp8 layers in its HookRegistry; `calls` counts them by target."""
+class BlockOperations:
+    """Replacements for SGLang's fp8 layers in its HookRegistry."""
 
-    def __init__(self, calls: Counter[str], linear: Callable[..., torch.Tensor]):
-        """`linear`: the product of a linear layer, its input and its bias, which counts no call."""
-        self.calls, self._linear = calls, linear
+    def __init__(self, linear: Callable[..., torch.Tensor]):
+        """`linear`: the replacement for a linear layer, of its method, itself, its input and its bias."""
+        self._linear = linear
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """By target."""
-        return {
-            LINEAR: self.linear,
-            EXPERTS: self.experts,
-            LINEAR_LOADED: partial(self._keep, LINEAR_LOADED),
-            EXPERTS_LOADED: partial(self._keep, EXPERTS_LOADED),
-        }
+        kept = {LINEAR_LOADED: self.keep, EXPERTS_LOADED: self.keep}
+        return {LINEAR: self._linear, EXPERTS: self.experts, **kept}
 
     def idle(self, model: torch.nn.Module) -> set[str]:
         """Targets that `model` never calls."""
@@ -45,22 +39,16 @@ class BlockLayers:
         out = set() if "Fp8LinearMethod" in methods else {LINEAR, LINEAR_LOADED}
         return out if "Fp8MoEMethod" in methods else out | {EXPERTS, EXPERTS_LOADED}
 
-    def linear(self, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        self.calls[LINEAR] += 1
-        return self._linear(layer, x, bias)
-
     def experts(self, method: Any, layer: Any, dispatch_output: Any) -> Any:
         """By SGLang's function for unquantised experts on the CPU, in whose place exact mode's operations are."""
         from sglang.srt.layers.moe import fused_moe_native
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-        self.calls[EXPERTS] += 1
         given = dispatch_output.hidden_states, dispatch_output.topk_output, method.moe_runner_config
         return StandardCombineInput(hidden_states=fused_moe_native.moe_forward_native(layer, *given))
 
-    def _keep(self, target: str, method: Any, layer: Any) -> None:
+    def keep(self, method: Any, layer: Any) -> None:
         """Weights stay as they were loaded: SGLang would repack them."""
-        self.calls[target] += 1
 
 
 def methods_of(model: torch.nn.Module) -> set[str]:

@@ -5,9 +5,7 @@ Written for sglang 0.5.23; `sglang_numerics` registers these in the place of SGL
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,18 +24,17 @@ BLOCKS = {
 """Layers with a sigmoid router and shared experts, by class."""
 
 
-class ExactExperts:
-    """The operations of a server's MoE layers; `calls` counts them by target. `leaves`: of row-parallel sums."""
+class ExpertOperations:
+    """The operations of a server's MoE layers. `leaves`: of row-parallel sums."""
 
-    def __init__(self, leaves: int, calls: Counter[str]):
+    def __init__(self, leaves: int):
         self.leaves = leaves
-        self.calls = calls
         self._shared: torch.Tensor | None = None
         """The shared experts' output on its way to the sum of the others' that comes next."""
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Replacements for SGLang's HookRegistry, by target."""
-        blocks = {target: partial(self.block, target) for target in BLOCKS.values()}
+        blocks = dict.fromkeys(BLOCKS.values(), self.block)
         return {TOP_K: self.top_k, GROUPED_TOP_K: self.grouped_top_k, EXPERTS: self.experts, **blocks}
 
     def idle(self, kinds: set[str]) -> set[str]:
@@ -47,11 +44,10 @@ class ExactExperts:
         used = used | {EXPERTS} if "FusedMoE" in kinds else set()
         return {TOP_K, GROUPED_TOP_K, EXPERTS, *BLOCKS.values()} - used
 
-    def block(self, target: str, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def block(self, layer: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """A layer of BLOCKS: the shared experts' output joins the others' before the sum is rounded."""
         from sglang.srt.layers.moe.utils import post_experts_all_reduce
 
-        self.calls[target] += 1
         logits = exact.linear(hidden, layer.gate.weight, dtype=torch.float32)
         choice = layer.topk(hidden, logits)
         self._shared = layer.shared_experts(hidden) if getattr(layer, "shared_experts", None) is not None else None
@@ -71,7 +67,6 @@ class ExactExperts:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same as `top_k`, by sigmoid scores; the factor is in the weights."""
-        self.calls[GROUPED_TOP_K] += 1
         weights, ids = exact.route(
             gating_output,
             topk,
@@ -95,14 +90,12 @@ class ExactExperts:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [tokens, k] fp32 and ids [tokens, k] int32, in ascending order of id."""
-        self.calls[TOP_K] += 1
         weights, ids = exact.route(gating_output, topk, renormalise=renormalize)
         return weights, ids.to(torch.int32)
 
     def experts(self, layer: Any, x: torch.Tensor, choice: Any, config: Any) -> torch.Tensor:
         """x [tokens, hidden] -> [tokens, hidden], with the weights w13 [experts, 2 n, hidden] and w2 [experts, hidden,
         n] of this rank. `choice` has a token's experts in ascending order; -1 is one of another rank's."""
-        self.calls[EXPERTS] += 1
         weights, ids = choice.topk_weights, choice.topk_ids.long()
         flat, (tokens, choices) = ids.flatten(), ids.shape
         here = (flat >= 0).nonzero()[:, 0]

@@ -7,7 +7,6 @@ reads, in every step. The cache holds what SGLang's does, but for the order of t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +23,14 @@ def is_latent(kinds: set[str]) -> bool:
     return "DeepseekV2AttentionMLA" in kinds
 
 
-class ExactLatentAttention:
-    """Latent attention of a server; `calls` counts its operations by target.
+class LatentOperations:
+    """Latent attention of a server.
 
     `turn`(rotary, positions [T], query [T, heads, d], key [T, 1, d]) rotates by the halves of d.
     """
 
-    def __init__(self, turn: Callable[..., tuple[torch.Tensor, torch.Tensor]], calls: Counter[str]):
+    def __init__(self, turn: Callable[..., tuple[torch.Tensor, torch.Tensor]]):
         self.turn = turn
-        self.calls = calls
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Replacements for SGLang's HookRegistry, by target."""
@@ -46,7 +44,6 @@ class ExactLatentAttention:
         """The arguments of `attend`: query [T, heads, content + rotated], cached key [T, 1, latent + rotated]."""
         from sglang.srt.layers.layer_boundary import get_attn_tp_context
 
-        self.calls[PREPARE] += 1
         latent, rotated = attention.kv_lora_rank, attention.qk_rope_head_dim
         if attention.q_lora_rank is None:
             query, down = attention.q_proj(hidden)[0], attention.kv_a_proj_with_mqa(hidden)[0]
@@ -66,6 +63,5 @@ class ExactLatentAttention:
         """Writes the keys into the cache and attends; returns [T, hidden], after the output projection."""
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
-        self.calls[CORE] += 1
         mixed = get_attn_backend().attend_latent(attention, query, key, batch)
         return attention.o_proj(mixed.flatten(1))[0]

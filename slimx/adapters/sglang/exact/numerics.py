@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from slimx.adapters.sglang.exact.attention import ATTENTION, attention_class
-from slimx.adapters.sglang.exact.blocks import BlockLayers, methods_of, weight_of
+from slimx.adapters.sglang.exact.blocks import BlockOperations, methods_of, weight_of
 from slimx.adapters.sglang.exact.coverage import uncovered
-from slimx.adapters.sglang.exact.experts import ExactExperts
-from slimx.adapters.sglang.exact.latent import ExactLatentAttention, is_latent
+from slimx.adapters.sglang.exact.experts import ExpertOperations
+from slimx.adapters.sglang.exact.latent import LatentOperations, is_latent
 from slimx.adapters.sglang.exact.ranks import gathered, of_first_rank
 from slimx.adapters.sglang.exact.rotary import rotary_of
 from slimx.errors import SlimxError
@@ -81,16 +82,16 @@ class ExactServer:
     def __init__(self, leaves: int):
         self.leaves = leaves
         self.calls: Counter[str] = Counter()
-        self.experts = ExactExperts(leaves, self.calls)
-        self.blocks = BlockLayers(self.calls, self._product)
-        self.latent = ExactLatentAttention(self._turned, self.calls)
+        self.experts = ExpertOperations(leaves)
+        self.blocks = BlockOperations(self.linear)
+        self.latent = LatentOperations(self._turned)
         self._gates: set[int] = set()
         """Linear layers (by id) whose output is a router's logits: those stay fp32."""
         self._tables: dict[tuple[exact.Rotary, torch.device], torch.Tensor] = {}
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Replacements for SGLang's HookRegistry, by target."""
-        return {
+        """Replacements for SGLang's HookRegistry, by target; each counts its calls."""
+        operations = {
             NORM: self.rms_norm,
             ACTIVATION: self.silu_and_mul,
             ROTARY: self.rotary,
@@ -100,6 +101,11 @@ class ExactServer:
             **self.blocks.replacements(),
             **self.latent.replacements(),
         }
+        return {target: partial(self._counted, target, operation) for target, operation in operations.items()}
+
+    def _counted(self, target: str, operation: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.calls[target] += 1
+        return operation(*args, **kwargs)
 
     def contract(self, dtype: torch.dtype, device: str) -> dict[str, int | str]:
         return exact.contract(leaves=self.leaves, dtype=str(dtype).removeprefix("torch."), device=device)
@@ -121,13 +127,11 @@ class ExactServer:
     # Operations, with the signatures of what they replace -----------------------------------------------------------
 
     def rms_norm(self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
-        self.calls[NORM] += 1
         if residual is None:
             return exact.rms_norm(x, norm.weight, norm.variance_epsilon)
         return exact.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
 
     def silu_and_mul(self, _: Any, x: torch.Tensor) -> torch.Tensor:
-        self.calls[ACTIVATION] += 1
         return exact.silu_and_mul(x)
 
     def rotary(
@@ -141,7 +145,6 @@ class ExactServer:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`fused_set_kv_buffer_arg`: where keys and values are kept, if this is where a model on CUDA has that done."""
-        self.calls[ROTARY] += 1
         positions = (positions if offsets is None else positions + offsets).flatten()
         heads = (x.reshape(len(positions), -1, rotary.head_size) for x in (query, key))
         query_out, key_out = self._turned(rotary, positions, *heads)
@@ -160,10 +163,6 @@ class ExactServer:
         return exact.rope(query, key, self._tables[which], positions)
 
     def linear(self, _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        self.calls[LINEAR] += 1
-        return self._product(layer, x, bias)
-
-    def _product(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         from sglang.srt.layers.linear import RowParallelLinear
 
         weight = weight_of(layer, x.dtype)
@@ -178,7 +177,6 @@ class ExactServer:
         return exact.linear(x, weight, bias=bias)
 
     def head(self, _: Any, hidden: torch.Tensor, head: Any, *__: Any, **___: Any) -> torch.Tensor:
-        self.calls[HEAD] += 1
         return exact.linear(hidden.to(head.weight.dtype), head.weight)
 
     def log_softmax(self, original: Callable[..., Any], x: torch.Tensor, dim: int | None = None, **options: Any) -> Any:
