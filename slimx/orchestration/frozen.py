@@ -15,6 +15,8 @@ from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup, keys_of
 from slimx.engines.fleet.handle import EngineHandle
+from slimx.engines.fleet.membership import Membership
+from slimx.engines.server.keys import Keys
 from slimx.errors import SlimxError
 from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.client.frozen import FrozenEngine
@@ -49,27 +51,21 @@ class FrozenEngines:
             await admit_joining(group)
             group.members.watch()
             self._tasks.append(asyncio.create_task(keep_admitting(group)))
-            rollout = self.config.rollout
-            self.clients[name] = FrozenEngine(
-                name,
-                group.router.url,
-                deadline_s=rollout.request_deadline,
-                retries=rollout.request_retries,
-                look=group.members.look,
-                failure=group.members.failure,
-                outage=group.members.outage,
-                api_key=group.keys.api_key,
-            )
+            self.clients[name] = self._client(name, group.router.url, group.keys, group.members)
 
     async def check_teacher(self, tokenizer: Any) -> None:
         """Compare the vocabulary of a teacher's servers that ran before with the policy's; raises SlimxError."""
         for group in self.config.rollout.frozen_engines:
             for url in group.urls if group.name == self.config.algorithm.teacher_engine else ():
-                rollout = self.config.rollout
-                deadline_s, retries = rollout.request_deadline, rollout.request_retries
-                key = keys_of(group).api_key
-                teacher = FrozenEngine(group.name, url, deadline_s=deadline_s, retries=retries, api_key=key)
-                await check_vocabulary(teacher, tokenizer)
+                await check_vocabulary(self._client(group.name, url, keys_of(group)), tokenizer)
+
+    def _client(self, name: str, url: str, keys: Keys, members: Membership | None = None) -> FrozenEngine:
+        """The client of a router, with the `members` behind it, or of a server that nobody watches."""
+        rollout, watched = self.config.rollout, {}
+        if members is not None:
+            watched = {"look": members.look, "failure": members.failure, "outage": members.outage}
+        limits = {"deadline_s": rollout.request_deadline, "retries": rollout.request_retries}
+        return FrozenEngine(name, url, api_key=keys.api_key, **limits, **watched)
 
     def metrics(self) -> dict[str, float]:
         """`engines/GROUP/serving` and the like."""

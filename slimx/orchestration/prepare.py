@@ -13,8 +13,9 @@ from slimx.config.schema import Config
 from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
 from slimx.data.tokens import check_prompts, load_tokenizer
+from slimx.engines.fleet.group import spec_values
 from slimx.engines.server.spec import EngineSpec, server_args
-from slimx.layout.ranks import Sizes, engine_sizes
+from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts, weight_facts
 from slimx.preflight.checks.layout import critic_keys
@@ -98,18 +99,8 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
     """Hooks, tokenizer and prompts, with engines whose arguments SGLang takes; `facts` have been asked for."""
     hooks = NO_HOOKS if config.rollout.replay else load_hooks(config)
     for group in config.rollout.served:
-        server_args(
-            EngineSpec(
-                group.name,
-                group.model or config.model.path,
-                config.numerics.dtype,
-                device,
-                port=0,
-                sizes=engine_sizes(group),
-                exact_leaves=None if group.frozen else config.leaves,
-                sglang=group.sglang,
-            )
-        )
+        values = spec_values(config, group, group.name, device=device, moe=spec.experts > 0)
+        server_args(EngineSpec(port=0, **values))
     tokenizer = load_tokenizer(config.model.path)
     refuse(broken(RULES, facts | {"tokenizer": tokenizer}, before=facts))
     prompts: list[Prompt] = []

@@ -19,7 +19,7 @@ from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.nodes import Placement
-from slimx.engines.fleet.roster import Roster
+from slimx.engines.fleet.roster import follow
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.lifetime.lifetime import stopping
 from slimx.orchestration.prepare import Sources
@@ -98,7 +98,7 @@ class EngineService:
         await self.frozen.check_teacher(self.sources.tokenizer)
         groups = [*([self.engines] if self.engines is not None else []), *self.frozen.groups.values()]
         self._stack.callback(tell_restarts, groups, self.note)
-        Roster(self.directory / "engines.json").add(groups)
+        follow(groups, self.directory / "engines.json")
         if self.engines is not None:
             rollout = self.config.rollout
             self.client = GenerationClient(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from slimx.reshard.manifest import Encoding
@@ -28,14 +28,7 @@ class PackedTensor:
 
     def to_json(self) -> dict[str, Any]:
         """The checksum as 16 hex digits: JSON numbers lose bits beyond 2^53."""
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "offset": self.offset,
-            "nbytes": self.nbytes,
-            "checksum": f"{self.checksum:016x}",
-        }
+        return asdict(self) | {"shape": list(self.shape), "checksum": f"{self.checksum:016x}"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class _Device:
 
     def receive(self, size: int) -> str:
         memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return f"{kernel.checksum_tensor(self.channel.receive(memory, own=False).cpu()):016x}"
+        return f"{kernel.checksum_tensor(self.channel.receive(memory).cpu()):016x}"
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -28,6 +29,26 @@ def keys_of(group: Engines) -> Keys:
     """The keys that the servers of `group.urls` ask for. Raises SlimxError for a variable that is not set."""
     where = f"rollout.engines group {group.name}"
     return Keys(*(key_in(name, os.environ, where) for name in (group.api_key_env, group.admin_api_key_env)))
+
+
+def spec_values(config: Config, group: Engines, name: str, *, device: str, moe: bool) -> dict[str, Any]:
+    """The fields of an EngineSpec for a server `name` of `group`, but those that differ between starts."""
+    return {
+        "name": name,
+        "model_path": group.model or config.model.path,
+        "sizes": engine_sizes(group),
+        "dtype": config.numerics.dtype,
+        "device": device,
+        "threads": group.threads,
+        "max_total_tokens": group.max_total_tokens,
+        "seed": config.run.seed,
+        "routed_experts": moe and config.rollout.routed_experts,
+        "sglang": group.sglang,
+        "role": group.role,
+        "frozen": group.frozen,
+        "exact_leaves": None if group.frozen else config.leaves,
+        "sleeps": config.schedule.colocate and not group.frozen,
+    }
 
 
 class EngineGroup:
@@ -74,22 +95,7 @@ class EngineGroup:
 
     def _create(self, group: Engines, number: int, log_dir: Path) -> EngineHandle:
         config, name = self.config, f"{group.name}-{number}"
-        values = {
-            "name": name,
-            "model_path": group.model or config.model.path,
-            "sizes": engine_sizes(group),
-            "dtype": config.numerics.dtype,
-            "device": self.device,
-            "threads": group.threads,
-            "max_total_tokens": group.max_total_tokens,
-            "seed": config.run.seed,
-            "routed_experts": self.moe and config.rollout.routed_experts,
-            "sglang": group.sglang,
-            "role": group.role,
-            "frozen": group.frozen,
-            "exact_leaves": None if group.frozen else config.leaves,
-            "sleeps": config.schedule.colocate and not group.frozen,
-        }
+        values = spec_values(config, group, name, device=self.device, moe=self.moe)
         keys = values["keys"] = keys_of(group) if group.urls else self.keys
         cpus = group.threads * group.ranks / group.nodes
         first, *others = self._places(group)

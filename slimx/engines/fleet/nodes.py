@@ -90,7 +90,7 @@ class ChannelEnd:
         The server keeps host memory alive as long as it needs it, and copies what is on a GPU.
         """
         with self._landing.of(packed) as (landed, memory):
-            await asyncio.to_thread(self._channel.receive, memory, own=False)
+            await asyncio.to_thread(self._channel.receive, memory)
             yield landed
 
 

@@ -16,21 +16,10 @@ KEPT = 5
 """Restarts of each part that are told."""
 
 
-class Roster:
-    """The file, written anew with every change."""
+def follow(groups: Sequence[EngineGroup], path: Path) -> None:
+    """Write the file at `path` now, and anew with every change of one of `groups`."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._groups: list[EngineGroup] = []
-
-    def add(self, groups: Sequence[EngineGroup]) -> None:
-        """Follow these groups from now on."""
-        for group in groups:
-            self._groups.append(group)
-            group.members.on_change = self.write
-        self.write()
-
-    def write(self) -> None:
+    def write() -> None:
         engines = [
             {
                 "name": engine.name,
@@ -41,7 +30,7 @@ class Roster:
                 "standing": str(engine.standing),
                 **_restarts(group.members.restarts[engine.name]),
             }
-            for group in self._groups
+            for group in groups
             for engine in group.engines
         ]
         routers = [
@@ -51,10 +40,14 @@ class Roster:
                 "up": group.members.keeper.up,
                 **_restarts(group.members.keeper.restarts),
             }
-            for group in self._groups
+            for group in groups
         ]
         text = json.dumps({"engines": engines, "routers": routers}, indent=1)
-        write_atomic(self.path, text.encode(), sync=False)
+        write_atomic(path, text.encode(), sync=False)
+
+    for group in groups:
+        group.members.on_change = write
+    write()
 
 
 def _restarts(restarts: Restarts) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Buckets over gloo or NCCL: one process group per engine, so that an engine that dies takes no other group along.
 
-    publisher (rank 0)  Sending.open -> meeting ... join -> broadcast | send -> close
-    engine rank r - 1   Receiving.join(meeting, r)       -> receive           -> close
+    publisher (rank 0)  Sending.open -> meeting ... join -> broadcast -> close
+    engine rank r - 1   Receiving.join(meeting, r)       -> receive   -> close
 
 Each group has a store, a port and a name of its own, with the membership epoch in it: a rank that comes late, from an
 engine that was replaced meanwhile, finds nobody to join. The groups are built beside torch.distributed's default group,
@@ -76,12 +76,17 @@ class _Channel:
         if group is not None:
             group.abort()  # an operation that is under way on a GPU would stay there
 
-    def _run(self, what: str, work: Callable[[Any], Any]) -> None:
-        if self._group is None:
-            raise ChannelError(
-                f"{self.meeting} is closed; {what} needs a new one", code="channel.closed", about=self.meeting.engine
-            )
-        self._checked(what, lambda: work(self._group).wait(self._timeout))
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Bring `data`, uint8 [n], from the publisher to every rank of the engine; all of them call this."""
+        for start in range(0, len(data), CHUNK):
+            if self._group is None:
+                raise ChannelError(
+                    f"{self.meeting} is closed; a broadcast needs a new one",
+                    code="channel.closed",
+                    about=self.meeting.engine,
+                )
+            part = [data[start : start + CHUNK]]
+            self._checked("a broadcast", lambda part=part: self._group.broadcast(part, _all()).wait(self._timeout))
 
     def _checked(self, what: str, work: Callable[[], Any]) -> Any:
         try:
@@ -106,18 +111,6 @@ class Sending(_Channel):
         port = listener.getsockname()[1]
         store = serve(listener, timedelta(seconds=deadline_s))
         return Opening(Meeting(engine, epoch, host, port, ranks, backend, deadline_s), store)
-
-    def broadcast(self, data: torch.Tensor) -> None:
-        """The same bytes, uint8 [n], to every rank of the engine."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = PUBLISHER, 0
-        for part in _parts(data):
-            self._run("a broadcast", lambda group, part=part: group.broadcast([part], options))
-
-    def send(self, data: torch.Tensor, rank: int) -> None:
-        """Bytes, uint8 [n], to one rank of the engine, counted from 0."""
-        for part in _parts(data):
-            self._run(f"sending to rank {rank}", lambda group, part=part: group.send([part], rank + 1, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +148,9 @@ class Receiving(_Channel):
             ) from None
         return cls(meeting, rank + 1, store, _own_address(meeting.host, meeting.port))
 
-    def receive(self, data: torch.Tensor, *, own: bool) -> torch.Tensor:
-        """Fill `data`, uint8 [n], with what `Sending.send` sent to this rank alone (`own`), or what it broadcast."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = PUBLISHER, 0
-        for part in _parts(data):
-            if own:
-                self._run("receiving", lambda group, part=part: group.recv([part], PUBLISHER, 0))
-            else:
-                self._run("a broadcast", lambda group, part=part: group.broadcast([part], options))
+    def receive(self, data: torch.Tensor) -> torch.Tensor:
+        """Fill `data`, uint8 [n], with what the publisher broadcasts."""
+        self.broadcast(data)
         return data
 
 
@@ -190,10 +177,15 @@ def _make_nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta
     with _WAITS.until_done():
         group = dist.ProcessGroupNCCL(store, rank, size, options)
     # NCCL connects in the first operation; what can go wrong then belongs to the meeting.
-    everyone = dist.BroadcastOptions()
-    everyone.rootRank, everyone.rootTensor = PUBLISHER, 0
-    group.broadcast([torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", 0))], everyone).wait(timeout)
+    group.broadcast([torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", 0))], _all()).wait(timeout)
     return group
+
+
+def _all() -> dist.BroadcastOptions:
+    """Options of a broadcast by the publisher."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = PUBLISHER, 0
+    return options
 
 
 class _Waits:
@@ -228,8 +220,3 @@ def _own_address(host: str, port: int) -> str:
     with socket.socket(family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
-
-
-def _parts(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    for start in range(0, len(data), CHUNK):
-        yield data[start : start + CHUNK]

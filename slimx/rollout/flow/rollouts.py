@@ -4,7 +4,8 @@ along."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,22 +251,23 @@ class GroupMaker:
         # As an array: of a list transformers would look at the type of every id.
         texts = [self.tokenizer.decode(each.sampled_ids(), skip_special_tokens=True) for each in trajectories]
         ctx = RewardContext(prompt, self.tokenizer, texts[0], evaluation, self.engines, texts)
-        try:
+        with _marking(trajectories[0], "reward"):
             said = await self._rewards.judge(ctx, judged)
             for trajectory, verdict in zip(trajectories, said if isinstance(said, list) else [said], strict=True):
                 trajectory.reward, trajectory.reward_parts = verdict
-        except DeadlineError as error:
-            _mark(trajectories[0], "reward deadline", str(error))
-        except SlimxError as error:
-            _mark(trajectories[0], "reward failed", str(error))
 
     async def _teach(self, trajectory: Trajectory) -> None:
-        try:
+        with _marking(trajectory, "teacher"):
             await self._teacher.score(trajectory)
-        except DeadlineError as error:
-            _mark(trajectory, "teacher deadline", str(error))
-        except SlimxError as error:
-            _mark(trajectory, "teacher failed", str(error))
+
+
+@contextmanager
+def _marking(trajectory: Trajectory, what: str) -> Iterator[None]:
+    """Mark `trajectory` as failed where the block, the work of `what`, raises SlimxError."""
+    try:
+        yield
+    except SlimxError as error:
+        _mark(trajectory, f"{what} {'deadline' if isinstance(error, DeadlineError) else 'failed'}", str(error))
 
 
 def _mark(trajectory: Trajectory, reason: str, text: str) -> None:

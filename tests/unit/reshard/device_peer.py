@@ -62,5 +62,5 @@ class DeviceRank(Rank):
         """What arrives next, where it landed."""
         with self.landing.of(packed) as (landed, memory):
             memory.fill_(0)
-            self.channel.receive(memory, own=False)
+            self.channel.receive(memory)
             return landed

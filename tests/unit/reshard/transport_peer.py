@@ -55,25 +55,14 @@ class Rank:
         return "ready"
 
     def join(self, meeting: Meeting, rank: int) -> str:
-        self.rank, self.channel = rank, Receiving.join(meeting, rank)
+        self.channel = Receiving.join(meeting, rank)
         return "joined"
 
-    def receive(self, packed: PackedBucket, own: bool) -> int:
-        memory = torch.zeros(packed.size, dtype=torch.uint8)
-        if not own:
-            return check(packed, 0, self.channel.receive(memory, own=False))
-        start, stop = region(packed, self.rank)
-        self.channel.receive(memory[start:stop], own=True)
-        return check(packed, self.rank, memory)
+    def receive(self, packed: PackedBucket, target: int) -> int:
+        return check(packed, target, self.channel.receive(torch.zeros(packed.size, dtype=torch.uint8)))
 
     def map(self, packed: PackedBucket, target: int) -> int:
         return check(packed, target, open_memory(packed.path, packed.size))
-
-
-def region(packed: PackedBucket, target: int) -> tuple[int, int]:
-    """Bytes of a bucket that hold one target's tensors."""
-    tensors = packed.targets[target]
-    return tensors[0].offset, tensors[-1].offset + tensors[-1].nbytes
 
 
 def _serve(pipe: Connection, kind: type) -> None:
