@@ -21,7 +21,7 @@ from slimx.orchestration.publications import Publications, publication_metrics
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.service import EngineService
-from slimx.orchestration.state.checkpoints import Checkpoints
+from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.orchestration.waits import unless
@@ -61,7 +61,7 @@ class Run:
         self.maker = service.make_maker()
         self.rollouts = self._make_rollouts(prepared, self.maker)
         self.publications = Publications(service, self.maker, trainers, prepared.encoding, records)
-        self.checkpoints = Checkpoints(
+        self.checkpoints = Checkpointer(
             config, prepared.sizes, trainers, saves, records.timeline, records.table.note, critic=critic
         )
         if self.engines is not None:

@@ -31,8 +31,9 @@ _PORTION = 8 * 2**30
 """Bytes that one rank reads before it tells how far it is."""
 
 
-class Checkpoints:
-    """Saves, loads and exports. At most one save is being written: the next one waits for it."""
+class Checkpointer:
+    """Has the ranks of a running run save, load and export, and `Saves` keep what they wrote. At most one save is being
+    written: the next one waits for it."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class RunState:
 
 
 class Saves:
-    """The checkpoints of one run directory."""
+    """The saved checkpoints of one run, as directories: which are complete, which stay, and how one gets its name."""
 
     def __init__(self, directory: Path, *, keep: int, keep_every: int = 0):
         """`keep`: newest ones that stay. `keep_every`: multiples of this step stay for good; 0: none does."""

@@ -8,7 +8,7 @@ from typing import Any
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.timeline import Timeline
-from slimx.orchestration.state.checkpoints import Checkpoints, layout_of
+from slimx.orchestration.state.checkpoints import Checkpointer, layout_of
 from slimx.orchestration.state.saves import RunState, Saves
 from slimx.trainer.checkpoint import files
 from slimx.trainer.checkpoint.files import FileRecord, Report
@@ -71,7 +71,7 @@ class Bench:
             keep=self.config.checkpoint.keep,
             keep_every=self.config.checkpoint.keep_every,
         )
-        self.checkpoints = Checkpoints(
+        self.checkpoints = Checkpointer(
             self.config, LAYOUT, self.trainers, self.saves, Timeline(tmp_path), self.notes.append
         )
 

@@ -12,7 +12,7 @@ from slimx.errors import DeadlineError
 from slimx.layout.ranks import Sizes
 from slimx.observability.tracking.timeline import Timeline
 from slimx.orchestration.state import checkpoints as module
-from slimx.orchestration.state.checkpoints import Checkpoints, check_resume, layout_of
+from slimx.orchestration.state.checkpoints import Checkpointer, check_resume, layout_of
 from slimx.orchestration.state.saves import Saves, read_state
 from slimx.trainer.checkpoint.files import read_manifest
 from tests.refusals import refused
@@ -31,7 +31,7 @@ class Bench:
     def __init__(self, tmp_path: Path, **options: object):
         self.trainers, self.critic = Trainers(), Critics()
         self.config, self.saves = config(tmp_path, **options), Saves(tmp_path / "checkpoints", keep=2)
-        self.checkpoints = Checkpoints(
+        self.checkpoints = Checkpointer(
             self.config, LAYOUT, self.trainers, self.saves, Timeline(tmp_path), lambda text: None, critic=self.critic
         )
 
