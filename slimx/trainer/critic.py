@@ -3,8 +3,6 @@ critic's ranks together, which may be those of the policy's trainer."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -13,20 +11,16 @@ from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.layout.megatron import MegatronLayout
 from slimx.models.trunk import read_trunk
-from slimx.trainer.checkpoint.load import restore
-from slimx.trainer.checkpoint.save import Saver
-from slimx.trainer.checkpoint.state import full_state
-from slimx.trainer.context import ContextShard
 from slimx.trainer.device.backends import choose_backends, installed
-from slimx.trainer.device.offload import Offload
 from slimx.trainer.model.build import build_model, unwrap
 from slimx.trainer.model.value_model import ValueModel
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.step.forward_backward import Pipeline, sum_gradients
+from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, reduce
 from slimx.trainer.step.optimizer import build_optimizer, learning_rate
 from slimx.trainer.step.optimizer_step import OptimizerStep
+from slimx.trainer.trained import TrainedModel
 
 
 class ValuePipeline(Pipeline):
@@ -59,48 +53,37 @@ class ValuePipeline(Pipeline):
         return self._schedule(batches, compute, forward_only=False)
 
 
-class CriticTrainer:
+class CriticTrainer(TrainedModel):
     """Value model, optimizer and pipeline of one rank."""
 
     def __init__(self, config: Config, parallel: ParallelState):
         """`config`: that of the run; `parallel`: the place of this rank among the critic's."""
-        self.config, self.parallel = config.as_critic(), parallel
-        trainer, critic = self.config.trainer, self.config.critic
+        own = config.as_critic()
+        trainer, critic = own.trainer, own.critic
         spec = read_trunk(config.model)
         backends = choose_backends(trainer, device=parallel.device.type, packages=installed())
-        self.chunks = build_model(spec, self.config, backends, device=parallel.device, kind=ValueModel)
-        modules = [unwrap(chunk) for chunk in self.chunks]
+        chunks = build_model(spec, own, backends, device=parallel.device, kind=ValueModel)
+        modules = [unwrap(chunk) for chunk in chunks]
         heads = [module.value_head for module in modules if module.post_process]
         for head in heads:
             head.reset(critic.head, config.run.seed)
         layout = MegatronLayout(spec.table, parallel.sizes)
-        self.weights = Weights(modules, spec, layout, parallel.rank, beside=_heads(modules))
-        self.weights.load(self.config.initial_weights)
+        weights = Weights(modules, spec, layout, parallel.rank, beside=_heads(modules))
+        weights.load(own.initial_weights)
         options = trainer.optimizer
-        undecayed = self.weights.matching(options.no_weight_decay, "critic.optimizer.no_weight_decay")
-        self.optimizer = build_optimizer(self.config, self.chunks, undecayed)
-        named = self.weights.trainable() | {f"value_head.{n}": p for head in heads for n, p in head.named_parameters()}
+        undecayed = weights.matching(options.no_weight_decay, "critic.optimizer.no_weight_decay")
+        holder = "critic" if critic.placement == "own" else "trainer"
+        super().__init__(own, parallel, chunks, weights, build_optimizer(own, chunks, undecayed), holder)
+        named = weights.trainable() | {f"value_head.{n}": p for head in heads for n, p in head.named_parameters()}
         self.optimizer_step = OptimizerStep(
             self.optimizer, options, named, parallel.host_group, key="critic.optimizer", metrics="critic"
         )
-        self.offloading = Offload(self.chunks, self.optimizer, parallel.device)
         self.loss = value_loss(clip=critic.value_clip)
-        self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.pipeline = ValuePipeline(self.chunks, parallel.device)
-        self.saver = Saver(
-            rank=parallel.rank,
-            world=parallel.sizes.world,
-            group=parallel.host_group,
-            deadline_s=config.checkpoint.deadline,
-            holder="critic" if critic.placement == "own" else "trainer",
-        )
-        settings = self.chunks[0].config
-        settings.finalize_model_grads_func = sum_gradients
-        settings.grad_scale_func = self.optimizer.scale_loss
 
     def values(self, batches: list[MicroBatch]) -> list[np.ndarray]:
         """Value at every position, float32, one array [T] per micro-batch (last stage only)."""
-        parts = self.pipeline.values([self.context.take(batch) for batch in batches])
+        parts = self.pipeline.values(self._local(batches))
         if not self.parallel.last_stage:
             return []
         return [
@@ -120,26 +103,14 @@ class CriticTrainer:
 
         `step`: optimizer steps done so far, which the learning rate follows. Metrics are those of the whole
         batch, on the ranks of the last pipeline stage (elsewhere only the optimizer's)."""
-        batches = [self.context.take(batch) for batch in batches]
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        batches = self._local(batches)
+        self._zero_gradients()
         results = self.pipeline.train_values(batches, self.loss)
         metrics = self.optimizer_step(learning_rate(self.config.trainer.optimizer, step, self.config.schedule.updates))
         if not self.parallel.last_stage:
             return metrics
         sums = {name: ("sum", sum(part[name] for part in results)) for name in results[0]}
         return metrics | reduce(sums, self.parallel.token_group)
-
-    def save(self, path: str, *, step: int) -> None:
-        """Copy the state after optimizer step `step` and start writing this rank's part of it into `path`."""
-        data_size = self.parallel.sizes.data
-        state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=False)
-        self.saver.begin(Path(path), state)
-
-    def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:
-        """Continue from the checkpoint in `path`."""
-        restore(Path(path), self.chunks, self.optimizer, same_layout=same_layout, load_optimizer=load_optimizer)
 
 
 def _heads(modules: list[ValueModel]) -> set[str]:

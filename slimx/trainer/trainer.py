@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,47 +18,41 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.models.families import ModelSpec
 from slimx.models.files.megatron_directory import check_fit, is_megatron
 from slimx.reshard.plan.precision import Quantisation
-from slimx.trainer.checkpoint.load import load_weights, restore
-from slimx.trainer.checkpoint.save import Saver
-from slimx.trainer.checkpoint.state import full_state
-from slimx.trainer.context import ContextShard
+from slimx.trainer.checkpoint.load import load_weights
 from slimx.trainer.device.backends import choose_backends, installed
 from slimx.trainer.device.gpu import largest
-from slimx.trainer.device.offload import Offload
 from slimx.trainer.model.build import build_model, compute_as_served, unwrap
 from slimx.trainer.model.weights import Weights
 from slimx.trainer.moe.routes import within_sequence
 from slimx.trainer.moe.routing import Routes, Routing
 from slimx.trainer.parallel import ParallelState
-from slimx.trainer.step.forward_backward import Pipeline, sum_gradients
+from slimx.trainer.step.forward_backward import Pipeline
 from slimx.trainer.step.metrics import combine, gap_metrics, mismatch_metrics, mismatch_sums, reduce
 from slimx.trainer.step.optimizer import build_optimizer, learning_rate
 from slimx.trainer.step.optimizer_step import OptimizerStep
 from slimx.trainer.step.passes import ForwardPasses, Holder
 from slimx.trainer.step.trace import traced
+from slimx.trainer.trained import TrainedModel
 
 
-class PolicyTrainer:
+class PolicyTrainer(TrainedModel):
     """Megatron model, optimizer and pipeline of one rank."""
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
-        self.config, self.parallel = config, parallel
         self.backends = choose_backends(
             config.trainer, device=parallel.device.type, packages=installed(), exact=config.exact
         )
-        self.chunks = build_model(spec, config, self.backends, device=parallel.device)
-        modules = [unwrap(chunk) for chunk in self.chunks]
-        self.weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
+        chunks = build_model(spec, config, self.backends, device=parallel.device)
+        modules = [unwrap(chunk) for chunk in chunks]
+        weights = Weights(modules, spec, MegatronLayout(spec.table, parallel.sizes), parallel.rank)
         if config.served_rule is not None:
-            compute_as_served(self.weights, Quantisation(config.served_rule), config.numerics.dtype)
-        self._load_weights(Path(config.initial_weights))
+            compute_as_served(weights, Quantisation(config.served_rule), config.numerics.dtype)
+        _load(weights, Path(config.initial_weights), chunks)
         options = config.trainer.optimizer
-        undecayed = self.weights.matching(options.no_weight_decay, "trainer.optimizer.no_weight_decay")
-        self.optimizer = build_optimizer(config, self.chunks, undecayed)
-        self.optimizer_step = OptimizerStep(self.optimizer, options, self.weights.trainable(), parallel.host_group)
-        self.offloading = Offload(self.chunks, self.optimizer, parallel.device)
+        undecayed = weights.matching(options.no_weight_decay, "trainer.optimizer.no_weight_decay")
+        super().__init__(config, parallel, chunks, weights, build_optimizer(config, chunks, undecayed), "trainer")
+        self.optimizer_step = OptimizerStep(self.optimizer, options, weights.trainable(), parallel.host_group)
         self.loss = make_loss(config.algorithm)
-        self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
         self.routing = Routing(modules, parallel, config.trainer.moe)
         self.pipeline = Pipeline(self.chunks, parallel.device, self.routing, self.context.sequence_sum)
         self.passes = ForwardPasses(
@@ -68,15 +63,6 @@ class PolicyTrainer:
             config.trainer.moe.routing_replay,
             known=config.samples_known,
         )
-        self.saver = Saver(
-            rank=parallel.rank,
-            world=parallel.sizes.world,
-            group=parallel.host_group,
-            deadline_s=config.checkpoint.deadline,
-        )
-        settings = self.chunks[0].config
-        settings.finalize_model_grads_func = sum_gradients
-        settings.grad_scale_func = self.optimizer.scale_loss
 
     def train_updates(self, updates: list[list[MicroBatch]], *, step: int, version: int) -> dict[str, float]:
         """Run all updates of step `step` (from 0), one optimizer step for each list of micro-batches of this
@@ -123,9 +109,7 @@ class PolicyTrainer:
         `batches`: this rank's tokens; `others`: what other forward passes brought. `replay`: experts to take, None for
         each router's own choice; `totals`: denominators of the routers' terms. `step`: optimizer steps done so far,
         which the learning rate follows. `version` None: these weights are no engine's."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
             results = self.pipeline.train(batches, self.loss, others)
         self.routing.gather_sums()
@@ -170,24 +154,6 @@ class PolicyTrainer:
             self.pipeline.scores(self._local(batches))
         return dict(rows)
 
-    def save(self, path: str, *, step: int) -> None:
-        """Copy the state after step `step` and start writing this rank's part of it into `path`."""
-        frozen, data_size = bool(self.config.trainer.freeze), self.parallel.sizes.data
-        state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=frozen)
-        self.saver.begin(Path(path), state)
-
-    def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:
-        """Continue from the checkpoint in `path`."""
-        restore(
-            Path(path),
-            self.chunks,
-            self.optimizer,
-            same_layout=same_layout,
-            load_optimizer=load_optimizer,
-            frozen=bool(self.config.trainer.freeze),
-        )
-        self.weights.changed()
-
     def offload(self, *, weights: bool = True) -> None:
         """Give the device's memory back while engines generate: gradients and optimizer state, and the weights unless
         they are still to be published. They come back by `reload`."""
@@ -206,18 +172,6 @@ class PolicyTrainer:
         """Bytes on the device by kind, and the largest parameters by name."""
         named = {name: parameter.nbytes for name, parameter in self.weights.parameters.items()}
         return self.offloading.sizes() | largest(named)
-
-    def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """This context-parallel rank's tokens of each micro-batch."""
-        return [self.context.take(batch) for batch in batches]
-
-    def _load_weights(self, path: Path) -> None:
-        if is_megatron(path):
-            spec = self.weights.spec
-            load_weights(check_fit(path, spec.table, prediction=spec.prediction_layers), self.chunks)
-            self.weights.changed()
-        else:
-            self.weights.load(str(path))
 
     def _before(self, differs: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """Mark this rank's tokens that differ, or follow one of their sequence that does."""
@@ -261,3 +215,12 @@ class PolicyTrainer:
         tokens = metrics["gap/tokens"]
         metrics["gap/mean"] = metrics.pop("gap/sum") / tokens if tokens else float("nan")
         return metrics
+
+
+def _load(weights: Weights, path: Path, chunks: list[Any]) -> None:
+    """Fill the model from a Hugging Face directory, or from a checkpoint of Megatron-LM."""
+    if is_megatron(path):
+        load_weights(check_fit(path, weights.spec.table, prediction=weights.spec.prediction_layers), chunks)
+        weights.changed()
+    else:
+        weights.load(str(path))

@@ -1,0 +1,67 @@
+"""A model that is trained on one rank: what policy and critic have in common besides their passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slimx.config.schema import Config
+from slimx.data.batch import MicroBatch
+from slimx.trainer.checkpoint.load import restore
+from slimx.trainer.checkpoint.save import Saver
+from slimx.trainer.checkpoint.state import full_state
+from slimx.trainer.context import ContextShard
+from slimx.trainer.device.offload import Offload
+from slimx.trainer.model.weights import Weights
+from slimx.trainer.parallel import ParallelState
+from slimx.trainer.step.forward_backward import sum_gradients
+
+
+class TrainedModel:
+    """Chunks, weights and optimizer of one rank, their checkpoints, and their way to the host and back."""
+
+    def __init__(
+        self, config: Config, parallel: ParallelState, chunks: list[Any], weights: Weights, optimizer: Any, holder: str
+    ):
+        """`config`: its `trainer` section is the model's own. `holder`: name of the ranks in messages."""
+        self.config, self.parallel = config, parallel
+        self.chunks, self.weights, self.optimizer = chunks, weights, optimizer
+        self.offloading = Offload(chunks, optimizer, parallel.device)
+        self.context = ContextShard(parallel.sizes.context, parallel.place.context, parallel.context_group)
+        self.saver = Saver(
+            rank=parallel.rank,
+            world=parallel.sizes.world,
+            group=parallel.host_group,
+            deadline_s=config.checkpoint.deadline,
+            holder=holder,
+        )
+        settings = chunks[0].config
+        settings.finalize_model_grads_func = sum_gradients
+        settings.grad_scale_func = optimizer.scale_loss
+
+    def save(self, path: str, *, step: int) -> None:
+        """Copy the state after step `step` and start writing this rank's part of it into `path`."""
+        frozen, data_size = bool(self.config.trainer.freeze), self.parallel.sizes.data
+        state = full_state(self.chunks, self.optimizer, step=step, data_size=data_size, frozen=frozen)
+        self.saver.begin(Path(path), state)
+
+    def restore(self, path: str, *, same_layout: bool, load_optimizer: bool = True) -> None:
+        """Continue from the checkpoint in `path`."""
+        restore(
+            Path(path),
+            self.chunks,
+            self.optimizer,
+            same_layout=same_layout,
+            load_optimizer=load_optimizer,
+            frozen=bool(self.config.trainer.freeze),
+        )
+        self.weights.changed()
+
+    def _local(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """This context-parallel rank's tokens of each micro-batch."""
+        return [self.context.take(batch) for batch in batches]
+
+    def _zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
