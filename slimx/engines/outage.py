@@ -6,25 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
 from slimx.runtime.standing_clock import Clock
 
 LOOK_S = 0.5
 """Seconds between two looks at an outage from another event loop."""
-
-
-class Absence(Protocol):
-    """An outage as seen by a request that needs the engines."""
-
-    @property
-    def lasts(self) -> bool:
-        """True while no engine serves."""
-        ...
-
-    async def over(self) -> None:
-        """Wait until an engine serves."""
-        ...
 
 
 class Outage:
@@ -42,6 +28,7 @@ class Outage:
 
     @property
     def lasts(self) -> bool:
+        """True while no engine serves."""
         return self.since is not None
 
     def begin(self) -> None:
@@ -61,6 +48,7 @@ class Outage:
                 held.close()
 
     async def over(self) -> None:
+        """Wait until an engine serves."""
         await self._served.wait()
 
     @property
@@ -99,6 +87,10 @@ class Elsewhere:
     async def over(self) -> None:
         while self.lasts:
             await asyncio.sleep(LOOK_S)
+
+
+Absence = Outage | Elsewhere
+"""An outage as seen by a request that needs the engines."""
 
 
 def _now() -> float:

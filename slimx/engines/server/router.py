@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from slimx.engines.server.answers import Json, message_of, request
 from slimx.engines.server.keys import STDIN, Keys, bearer
@@ -102,7 +102,7 @@ class Router:
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Wait until the router answers; it has no workers yet."""
-        await self._until(self.workers, deadline_s, f"the router at {self.url} to answer")
+        await self._until(lambda workers: True, deadline_s, f"the router at {self.url} to answer")
 
     async def restart(self, deadline_s: float) -> None:
         """End it, whatever it is at, and start it at the same address, without workers."""
@@ -137,31 +137,31 @@ class Router:
         }
         worker = {"url": url} | {name: value for name, value in optional.items() if value is not None}
         await self._call("POST", "/workers", worker)
-
-        async def healthy() -> bool:
-            return any(worker["url"] == url and worker["is_healthy"] for worker in await self.workers())
-
-        await self._until(healthy, deadline_s, f"worker {url} to become healthy in the router")
+        await self._until(
+            lambda workers: any(worker["url"] == url and worker["is_healthy"] for worker in workers),
+            deadline_s,
+            f"worker {url} to become healthy in the router",
+        )
 
     async def remove(self, url: str, deadline_s: float = 30.0) -> None:
         """Send no new request to a worker. Removing one that is not registered is no error."""
         for worker in await self.workers():
             if worker["url"] == url:
                 await self._call("DELETE", f"/workers/{worker['id']}")
+        await self._until(
+            lambda workers: all(worker["url"] != url for worker in workers),
+            deadline_s,
+            f"worker {url} to leave the router",
+        )
 
-        async def gone() -> bool:
-            return all(worker["url"] != url for worker in await self.workers())
-
-        await self._until(gone, deadline_s, f"worker {url} to leave the router")
-
-    async def _until(self, look: Any, deadline_s: float, awaited: str) -> None:
-        """Repeat `look` until it returns something other than False without an error."""
+    async def _until(self, arrived: Callable[[list[Json]], bool], deadline_s: float, awaited: str) -> None:
+        """Look at the workers until they are as `arrived` says."""
         start = asyncio.get_running_loop().time()
         while asyncio.get_running_loop().time() - start < deadline_s:
             if (end := self.ended()) is not None:
                 raise SlimxError(end, code="router.ended", about="router")
             try:
-                if await look() is not False:
+                if arrived(await self.workers()):
                     return
             except SlimxError as error:
                 awaited = f"{awaited.partition(' (')[0]} ({error})"

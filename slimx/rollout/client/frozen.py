@@ -15,7 +15,7 @@ from slimx.engines.outage import Elsewhere, Outage
 from slimx.engines.server.answers import message_of, parse_body
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
-from slimx.rollout.client.sending import Answer, failed, input_logprobs, send
+from slimx.rollout.client.sending import Answer, Resending, failed, input_logprobs, send
 
 
 class FrozenEngine:
@@ -69,15 +69,8 @@ class FrozenEngine:
                 except aiohttp.ClientError as error:
                     return failed(error)
 
-            return await send(
-                attempt,
-                url,
-                deadline_s=self.deadline_s,
-                retry_s=self.deadline_s,
-                retries=self.retries,
-                on_lost=self._lost,
-                absence=self._absence,
-            )
+            rule = Resending(self.retries, self.deadline_s, self._lost, self._absence)
+            return await send(attempt, url, self.deadline_s, rule)
 
     async def chat(self, messages: Sequence[dict[str, Any]], **parameters: Any) -> str:
         """The model's answer to a conversation. `parameters`: of /v1/chat/completions, such as temperature."""

@@ -24,7 +24,7 @@ from slimx.errors import SlimxError
 from slimx.rollout.client.completion import Completion, ModelShape, Scores
 from slimx.rollout.client.reader import Reader
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.client.sending import Sender, input_logprobs
+from slimx.rollout.client.sending import Resending, Sender, input_logprobs
 from slimx.rollout.client.stream import TokenStream
 
 
@@ -52,8 +52,9 @@ class GenerationClient:
         seconds. `on_lost` is awaited before it is: it should take the lost engine out of the router. While `outage`
         lasts, requests wait, and no deadline runs.
         """
-        self.url, self.shape, self.deadline_s, self.retry_s = url.rstrip("/"), shape, deadline_s, retry_s
-        self.retries, self.on_lost, self.outage = retries, on_lost, outage or Outage()
+        self.url, self.shape, self.deadline_s = url.rstrip("/"), shape, deadline_s
+        self.on_lost, self.outage = on_lost, outage or Outage()
+        self._rule = Resending(retries, retry_s, self._lost, self.outage)
         self.headers = bearer(api_key)
         self.retried = 0
         """Requests that were sent again because an engine was lost, so far."""
@@ -140,8 +141,7 @@ class GenerationClient:
     def _sender(self, key: str | None) -> Sender:
         if self._session is None:
             raise SlimxError("the generation client is closed; use it inside `async with`", code="request.closed")
-        limits = {"retry_s": self.retry_s, "retries": self.retries, "on_lost": self._lost, "outage": self.outage}
-        return Sender(self._session, f"{self.url}/generate", key, **limits)
+        return Sender(self._session, f"{self.url}/generate", key, self._rule, self.outage.time)
 
     async def _lost(self) -> None:
         self.retried += 1

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from slimx.engines.outage import Absence, Outage
+from slimx.engines.outage import Absence
 from slimx.engines.server.answers import message_of, parse_body
 from slimx.errors import DeadlineError, SlimxError
 from slimx.runtime.standing_clock import Clock
@@ -74,25 +75,30 @@ def input_logprobs(meta: dict[str, Any], token_ids: Sequence[int], who: str) -> 
     return [entry[0] for entry in scored[1:]]
 
 
+@dataclass(frozen=True, slots=True)
+class Resending:
+    """The rule by which a request is sent again."""
+
+    retries: int
+    """Times that one which was lost with its engine is sent again."""
+    retry_s: float
+    """Seconds for which one that finds no engine is sent again; those of an absence do not count."""
+    on_lost: Callable[[], Awaitable[None]]
+    """Awaited before one that was lost is sent again."""
+    absence: Absence | None
+    """While it lasts requests wait, and no deadline runs."""
+
+
 async def send(
-    attempt: Callable[[], Awaitable[Answer]],
-    url: str,
-    *,
-    deadline_s: float,
-    retry_s: float,
-    retries: int,
-    on_lost: Callable[[], Awaitable[None]],
-    absence: Absence | None = None,
+    attempt: Callable[[], Awaitable[Answer]], url: str, deadline_s: float, rule: Resending
 ) -> dict[str, Any]:
     """The body of the first answer of status 200. Requests must have no effects besides their answers.
 
-    `attempt` sends the request to `url` once. One that is lost with its engine is sent again `retries` times; `on_lost`
-    is awaited before. One that finds no engine is sent again for `retry_s` seconds, and those of an `absence` do not
-    count, neither there nor in `deadline_s`.
-    Raises AnswerError for another answer, and DeadlineError after `deadline_s` seconds.
+    `attempt` sends the request to `url` once. Raises AnswerError for another answer, and DeadlineError after
+    `deadline_s` seconds.
     """
-    give_up, pause, lost_before = asyncio.get_running_loop().time() + retry_s, 0.1, 0
-    clock = Clock(deadline_s)
+    give_up, pause, lost_before = asyncio.get_running_loop().time() + rule.retry_s, 0.1, 0
+    clock, absence = Clock(deadline_s), rule.absence
     try:
         async with clock:
             while True:
@@ -106,14 +112,14 @@ async def send(
                     return answer
                 nobody = status in (NO_ENGINE, UNREACHED)
                 if lost(status):
-                    again = lost_before < retries
+                    again = lost_before < rule.retries
                     lost_before += 1
                 else:
                     again = nobody and asyncio.get_running_loop().time() + pause < give_up
                 if not again:
                     raise AnswerError(url, status, message_of(answer))
                 if not nobody:
-                    await on_lost()
+                    await rule.on_lost()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 2.0)
     except TimeoutError:
@@ -124,25 +130,13 @@ class Sender:
     """Sends one request through a router, its continuations too, and counts how often it was lost."""
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        key: str | None,
-        *,
-        retry_s: float,
-        retries: int,
-        on_lost: Callable[[], Awaitable[None]],
-        outage: Outage,
+        self, session: aiohttp.ClientSession, url: str, key: str | None, rule: Resending, time: Callable[[], float]
     ) -> None:
-        """`key`: requests of one key go to one engine, if the router goes by keys. The others are those of `send`."""
-        self.url = url
-        self._session, self._key, self._retry_s, self._retries, self._on_lost = session, key, retry_s, retries, on_lost
-        self._outage = outage
+        """`key`: requests of one key go to one engine, if the router goes by keys. `time`: seconds of a clock that
+        stands still while no engine serves."""
+        self.url, self.time = url, time
+        self._session, self._key, self._rule = session, key, rule
         self._losses = 0
-
-    def time(self) -> float:
-        """Seconds of a clock that stands still while no engine serves."""
-        return self._outage.time()
 
     async def answer(self, body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """The body of the answer. Errors are those of `send`."""
@@ -179,7 +173,7 @@ class Sender:
     async def lost(self, what: str) -> None:
         """An open answer broke off: have the engine looked for. Raises SlimxError, which says `what`, if that happened
         too often."""
-        if self._losses >= self._retries:
+        if self._losses >= self._rule.retries:
             raise SlimxError(
                 f"POST {self.url}: {what}, and it was lost {self._losses} times before",
                 code="request.lost",
@@ -195,16 +189,9 @@ class Sender:
         return JSON | {KEY_HEADER: f"{self._key}~{self._losses}" if self._losses else self._key}
 
     async def _send(self, attempt: Callable[[], Awaitable[Answer]], deadline_s: float) -> dict[str, Any]:
-        return await send(
-            attempt,
-            self.url,
-            deadline_s=deadline_s,
-            retry_s=self._retry_s,
-            retries=self._retries - self._losses,
-            on_lost=self._count,
-            absence=self._outage,
-        )
+        left = replace(self._rule, retries=self._rule.retries - self._losses, on_lost=self._count)
+        return await send(attempt, self.url, deadline_s, left)
 
     async def _count(self) -> None:
         self._losses += 1
-        await self._on_lost()
+        await self._rule.on_lost()

@@ -6,21 +6,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 _PROC = Path("/proc/self")
-
-
-class Meter(Protocol):
-    """Measures the highest use of memory since `begin` was last called."""
-
-    def begin(self) -> None: ...
-
-    def peak(self) -> int:
-        """Highest use in bytes since `begin`."""
-        ...
 
 
 class CudaMeter:
@@ -50,6 +39,10 @@ class ProcessMeter:
     def peak(self) -> int:
         found = re.search(r"^VmHWM:\s+(\d+) kB", (self.directory / "status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0
+
+
+Meter = CudaMeter | ProcessMeter
+"""Measures the highest use of memory, in bytes, since `begin` was last called."""
 
 
 class PhaseMemory:
