@@ -21,6 +21,7 @@ from slimx.errors import SlimxError
 from slimx.reshard.parties import ReceiverLost
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.teacher import check_vocabulary
+from slimx.runtime.tasks import all_tried, cancelled
 
 
 class FrozenEngines:
@@ -77,13 +78,8 @@ class FrozenEngines:
 
     async def stop(self) -> None:
         """End routers and servers; servers that run elsewhere are left alone."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        results = await asyncio.gather(*(group.stop() for group in self.groups.values()), return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        await cancelled(*self._tasks)
+        await all_tried(*(group.stop() for group in self.groups.values()))
 
 
 async def admit_joining(group: EngineGroup, prepare: Callable[[EngineHandle], Awaitable[None]] | None = None) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from slimx.runtime.tasks import cancelled
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ async def while_served(
                 return await task
             await supply()
     finally:
-        await _cancelled(task, event)
+        await cancelled(task, event)
 
 
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
@@ -41,11 +43,4 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
     finally:
-        await _cancelled(task, asked)
-
-
-async def _cancelled(*futures: asyncio.Future[Any] | None) -> None:
-    left = [future for future in futures if future is not None]
-    for future in left:
-        future.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+        await cancelled(task, asked)

@@ -36,6 +36,7 @@ from slimx.reshard.parties import (
     Staging,
     TransportLost,
 )
+from slimx.runtime.tasks import cancelled
 
 T = TypeVar("T")
 ABORT_S = 10.0
@@ -204,9 +205,7 @@ class _Attempt:
                 self.out.tensors += len(packed.tensors)
                 self.out.buckets += 1
         finally:
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+            await cancelled(coming)
 
     async def _gather(self, bucket: int) -> tuple[PackedBucket, bool]:
         """A bucket as engines get it, and True while the source holds its memory."""

@@ -23,6 +23,7 @@ from slimx.engines.server.router import Router
 from slimx.errors import SlimxError
 from slimx.layout.ranks import engine_sizes
 from slimx.runtime.ports import free_port
+from slimx.runtime.tasks import all_tried
 
 
 def keys_of(group: Engines) -> Keys:
@@ -150,12 +151,7 @@ class EngineGroup:
     async def stop(self) -> None:
         """End router and servers, each with its whole tree; the first problem is raised after all have been tried."""
         await self.members.stop()
-        results = await asyncio.gather(
-            self.router.stop(), *(engine.stop() for engine in self.engines), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        await all_tried(self.router.stop(), *(engine.stop() for engine in self.engines))
 
 
 def tell_restarts(groups: Sequence[EngineGroup], note: Callable[[str], None]) -> None:

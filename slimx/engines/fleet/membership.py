@@ -26,6 +26,7 @@ from slimx.engines.outage import Outage
 from slimx.engines.server.router import Router
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.parties import ReceiverLost
+from slimx.runtime.tasks import cancelled
 
 
 class Membership:
@@ -306,10 +307,7 @@ class Membership:
 
     async def stop(self) -> None:
         """End watchers and recoveries."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
 
     async def _lose_patience(self) -> None:
         limit = self.health.outage_deadline
