@@ -6,7 +6,7 @@
                                                              v  |             |
                                                             ASLEEP -----------+            any --ended, failed--> DEAD
 
-No Ray in here: the actor that owns an Engine lives in orchestration.
+No Ray in here: the actor that owns an Engine is `slimx.engines.fleet.actor.EngineActor`.
 """
 
 from __future__ import annotations

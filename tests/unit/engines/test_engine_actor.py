@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,10 +17,10 @@ from slimx.engines.fleet import actor as engine_actor
 from slimx.engines.fleet.actor import EngineActor
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.control import PortTaken
-from slimx.engines.server.engine import State
+from slimx.engines.server.engine import Engine, State
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Manifest
-from slimx.reshard.parties import BEFORE_BEGIN, ReceiverLost
+from slimx.reshard.parties import BEFORE_BEGIN, Receiver, ReceiverLost
 from tests.refusals import numbers, refused
 
 
@@ -68,6 +69,16 @@ def actor(tmp_path: Path) -> EngineActor:
     out = EngineActor({"name": "e0", "model_path": "m", "dtype": "float32", "device": "cpu"}, str(tmp_path / "log"), 5)
     out.engine = FakeEngine()
     return out
+
+
+def test_engine_and_actor_do_every_verb_of_a_publication_as_the_protocol_has_it() -> None:
+    verbs = {name: verb for name, verb in vars(Receiver).items() if inspect.iscoroutinefunction(verb)}
+    assert set(engine_actor.OVER_CHANNEL) < verbs.keys() and set(BEFORE_BEGIN) < verbs.keys()
+    for name, verb in verbs.items():
+        done = getattr(EngineActor if name in engine_actor.OVER_CHANNEL else Engine, name)
+        wanted, found = (list(inspect.signature(each).parameters.values()) for each in (verb, done))
+        assert [each.name for each in found][: len(wanted)] == [each.name for each in wanted], name
+        assert all(each.default is not each.empty for each in found[len(wanted) :]), name
 
 
 async def test_a_step_of_another_publication_than_the_one_begun_last_does_not_reach_the_server(actor):
