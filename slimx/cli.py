@@ -24,13 +24,19 @@ app = typer.Typer(
 app.add_typer(convert, name="convert")
 EXIT_S = 10.0
 """Seconds that the interpreter gets to end once all is said."""
+RunFile = Annotated[Path, typer.Argument(help="YAML file of the run.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="Hugging Face directory that engines start from; else as training would.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 @app.command()
 def train(
-    file: Annotated[Path, typer.Argument(help="YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    file: RunFile,
+    overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
     """Train as FILE says; a run directory with a checkpoint is continued."""
@@ -45,11 +51,9 @@ def train(
 
 @app.command()
 def generate(
-    file: Annotated[Path, typer.Argument(help="YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Hugging Face directory that engines start from; else as training would.")
-    ] = None,
+    file: RunFile,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
     """Generate FILE's rollouts without training: engines only; the steps are saved as a run saves them."""
@@ -63,12 +67,10 @@ def generate(
 
 @app.command("eval")
 def evaluate(
-    file: Annotated[Path, typer.Argument(help="YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Hugging Face directory that engines start from; else as training would.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    file: RunFile,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Answer FILE's held-out prompts with a checkpoint: engines only; mean reward and pass@k of each set."""
@@ -84,15 +86,15 @@ def evaluate(
 
 @app.command()
 def plan(
-    file: Annotated[Path, typer.Argument(help="YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    file: RunFile,
+    overrides: Overrides = None,
     predict: Annotated[
         bool, typer.Option("--predict", help="Predict stage times on clusters, after a test here of 3 seconds.")
     ] = False,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Search layouts that fit the memory of cluster.gpu, and rank them.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Say what FILE's run would do, from it and the model's config.json alone: no weights, no GPU."""
@@ -112,7 +114,7 @@ def doctor(
     file: Annotated[
         Path | None, typer.Argument(help="Check this run's configuration, checkpoint, prompts and hooks too.")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, applied in order.")] = None,
+    overrides: Overrides = None,
     effects: Annotated[
         bool, typer.Option("--effects", help="Only say which terms of FILE's loss change its gradient, and how much.")
     ] = False,
@@ -153,7 +155,9 @@ def doctor(
     from slimx.commands.doctor import examine
 
     console = Console()
-    healthy = examine(console)
+    healthy = examine(
+        lambda text, style: console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    )
     if file is not None and not healthy:
         console.print(plain(f"{file} is not checked: it needs what is missing"))
     elif file is not None:
@@ -223,7 +227,7 @@ def health(
 def status(
     run: Annotated[Path, typer.Argument(help="Run directory, or the YAML file of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, with a YAML file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     saved: Annotated[
         bool, typer.Option("--saved", help="Print the step of the newest checkpoint alone; 0: there is none.")
     ] = False,
@@ -256,7 +260,7 @@ def rollouts(
     tokens: Annotated[bool, typer.Option("--tokens", help="Every token with log-prob, mask and version.")] = False,
     buffer: Annotated[bool, typer.Option("--buffer", help="What waits in the newest checkpoint.")] = False,
     dropped: Annotated[bool, typer.Option("--dropped", help="What was not trained, and why.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show what a run was trained on, group by group: prompts, texts, rewards, weight versions."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import slimx
 
@@ -32,10 +32,8 @@ SHM_MIB = 256.0
 """The smallest object store that slimx asks of Ray."""
 
 
-class Screen(Protocol):
-    """The part of rich's Console that the doctor uses."""
-
-    def print(self, text: str, *, style: str | None = None, markup: bool, highlight: bool, soft_wrap: bool) -> None: ...
+Say = Callable[[str, str | None], None]
+"""Prints a line in a style of rich's, or in none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Finding:
 Look = Callable[[], Iterator[Finding]]
 
 
-def examine(screen: Screen) -> bool:
+def examine(say: Say) -> bool:
     """Print what this machine has, in sections, and what is wrong; whether all that a run needs is there."""
     sections: list[tuple[str, Look]] = [
         ("Machine", machine),
@@ -65,16 +63,16 @@ def examine(screen: Screen) -> bool:
     ]
     problems: list[Finding] = []
     for title, look in sections:
-        _say(screen, title, "bold")
+        say(title, "bold")
         for finding in _findings(title, look):
             style = None if finding.problem is None else "red" if finding.needed else "yellow"
-            _say(screen, f"  {finding.name:<16} {finding.text}", style)
+            say(f"  {finding.name:<16} {finding.text}", style)
             problems += [finding] if finding.problem else []
     missing = [finding for finding in problems if finding.needed]
-    _say(screen, "Problems" if problems else "Nothing is missing.", "bold")
+    say("Problems" if problems else "Nothing is missing.", "bold")
     for finding in problems:
         kind = "missing" if finding.needed else "note"
-        _say(screen, f"  {kind:<8} {finding.name}: {finding.problem}", "red" if finding.needed else "yellow")
+        say(f"  {kind:<8} {finding.name}: {finding.problem}", "red" if finding.needed else "yellow")
     return not missing
 
 
@@ -84,10 +82,6 @@ def _findings(title: str, look: Look) -> Iterator[Finding]:
     except Exception as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         yield Finding(title.lower(), text, f"could not be examined ({text})")
-
-
-def _say(screen: Screen, text: str, style: str | None = None) -> None:
-    screen.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 # Looks --------------------------------------------------------------------------------------------------------------
@@ -321,12 +315,5 @@ def _lock() -> tuple[str, dict[str, str]]:
     return "", {}
 
 
-class _Plain:
-    """A screen without rich."""
-
-    def print(self, text: str, **_: Any) -> None:
-        print(text)
-
-
 if __name__ == "__main__":
-    sys.exit(0 if examine(_Plain()) else 1)
+    sys.exit(0 if examine(lambda text, style: print(text)) else 1)

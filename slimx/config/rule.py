@@ -1,7 +1,7 @@
 """A rule between keys: written once, with a code, and asked as soon as everything that it needs is known.
 
-The parameters of a rule's function are the facts that it needs, by name (`FACTS`): sections of the configuration, the
-model, the machine. A moment (load, plan, doctor, start) brings facts, and `broken` asks every rule that these suffice
+The parameters of a rule's function are the facts that it needs, by name: sections of the configuration, the model, the
+machine (`FACTS`). A moment (load, plan, doctor, start) brings facts, and `broken` asks every rule that these suffice
 for; nobody lists calls. The tables are `slimx.config.rules.RULES` (the configuration alone) and
 `slimx.preflight.checks.RULES` (everything else).
 """
@@ -16,24 +16,7 @@ from typing import Any
 
 from slimx.errors import SlimxError
 
-SECTIONS = (
-    "run",
-    "model",
-    "numerics",
-    "cluster",
-    "trainer",
-    "rollout",
-    "reward",
-    "algorithm",
-    "critic",
-    "schedule",
-    "publish",
-    "checkpoint",
-    "eval",
-    "track",
-)
-"""Sections of a configuration: facts that are known when it is loaded."""
-FACTS = dict.fromkeys(SECTIONS, "configuration") | {
+FACTS = {
     "device": "configuration",  # that the run is meant for: where it is left open, a plan's is cuda
     "machine": "configuration",  # GPUs and nodes that `slimx plan` is told of
     "spec": "model",
@@ -51,7 +34,8 @@ FACTS = dict.fromkeys(SECTIONS, "configuration") | {
     "teacher_weights": "weights",
     "tokenizer": "tokenizer",
 }
-"""Everything that a rule can ask for, and what must be at hand to know it."""
+"""What a rule can ask for beside the sections of a configuration (the fields of `slimx.config.schema.Config`), and what
+must be at hand to know it."""
 NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
 """Things that must be at hand, the cheapest first."""
 
@@ -83,7 +67,7 @@ class Rule:
     @property
     def needs(self) -> str:
         """The most expensive thing that must be at hand to ask: a value of `NEEDS`."""
-        return max((FACTS[name] for name in self.facts), key=NEEDS.index)
+        return max((FACTS.get(name, "configuration") for name in self.facts), key=NEEDS.index)
 
     def problems(self, facts: Mapping[str, Any]) -> Iterator[SlimxError]:
         """Refusals by this rule, given its facts."""

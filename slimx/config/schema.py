@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
 
-from slimx.config.rule import SECTIONS, broken, refuse
+from slimx.config.rule import broken, refuse
 from slimx.config.rules import RULES
 from slimx.config.rules.exact import tree_leaves
 from slimx.config.section import Section
@@ -72,7 +72,7 @@ class Config(Section):
     @property
     def sections(self) -> dict[str, Any]:
         """All sections by name: what rules can ask for of a configuration."""
-        return {name: getattr(self, name) for name in SECTIONS}
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
     def as_critic(self) -> Config:
         """The configuration of the critic's own model: its `trainer` section is what the critic's ranks follow. Raises

@@ -106,22 +106,14 @@ class Stream:
         return FileRecord(self._size, self._digest.hexdigest())
 
 
-class Progress(Protocol):
-    """Hears how far the work is."""
+class Progress:
+    """Hears how far the work is; this one tells nobody."""
 
     def start(self, what: str, total: int, done: int) -> None:
         """Begin a part of the work: `total` bytes, of which `done` were done before."""
-        ...
-
-    def advance(self, nbytes: int) -> None: ...
-
-
-class _Silent:
-    def start(self, what: str, total: int, done: int) -> None:
-        pass
 
     def advance(self, nbytes: int) -> None:
-        pass
+        """Say that so many more bytes are done."""
 
 
 def convert(
@@ -133,7 +125,7 @@ def convert(
     SlimxError if it cannot; `out` is then not there, and finished files wait in OUT.partial for another try.
     """
     names = [file.name for file in conversion.files]
-    partial, progress = Partial(out, names, conversion.small), progress or _Silent()
+    partial, progress = Partial(out, names, conversion.small), progress or Progress()
     try:
         with partial.owned(conversion.fingerprint):
             done: dict[str, Done] = {}

@@ -26,7 +26,7 @@ from functools import cache
 from typing import TypeVar
 
 from slimx.environments import memory_group, sandbox_probe, seccomp
-from slimx.environments.sandbox_watch import Ended, SandboxWatch, end
+from slimx.environments.sandbox_watch import Ended, Limits, SandboxWatch, end
 from slimx.errors import SlimxError
 
 NOBODY = 65534
@@ -34,22 +34,6 @@ OWN_PROCESSES = 4
 """Processes of the sandbox itself: two of bubblewrap's, the interpreter, and one to spare."""
 MIB = 2**20
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one run of code."""
-
-    seconds: float = 10.0
-    """Wall clock."""
-    memory_mib: int = 512
-    """Address space of each process, and memory of all together."""
-    processes: int = 8
-    """Besides the first one; threads count."""
-    disk_mib: int = 16
-    """All files in /tmp together, in memory."""
-    output_kib: int = 64
-    """KiB kept of stdout and of stderr, each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +84,11 @@ def _can_disable_userns(bwrap: str) -> bool:
 
 
 class Sandbox:
-    """Runs code under `limits`. Any number of runs at once, from any thread."""
+    """Runs code under `limits`, those of `Limits()` unless given. Any number of runs at once, from any thread."""
 
-    def __init__(self, limits: Limits = Limits()):
+    def __init__(self, limits: Limits | None = None):
         """Raises SlimxError for a program that is missing."""
-        self.limits = limits
+        self.limits = limits or Limits()
         programs = {"bwrap": "bubblewrap", "unshare": "util-linux", "prlimit": "util-linux", "python3": "python3"}
         self._paths: dict[str, str] = {}
         for program, package in programs.items():

@@ -9,7 +9,8 @@ import selectors
 import subprocess
 import threading
 import time
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
@@ -23,17 +24,20 @@ STOP_S = 5.0
 MIB = 2**20
 
 
-class SandboxLimits(Protocol):
-    """A part of `slimx.environments.sandbox.Limits`."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one run of code."""
 
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def memory_mib(self) -> int: ...
-
-    @property
-    def output_kib(self) -> int: ...
+    seconds: float = 10.0
+    """Wall clock."""
+    memory_mib: int = 512
+    """Address space of each process, and memory of all together."""
+    processes: int = 8
+    """Besides the first one; threads count."""
+    disk_mib: int = 16
+    """All files in /tmp together, in memory."""
+    output_kib: int = 64
+    """KiB kept of stdout and of stderr, each."""
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -63,7 +67,7 @@ class SandboxWatch:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        limits: SandboxLimits,
+        limits: Limits,
         started: float,
         told: int,
         group: MemoryGroup | None = None,

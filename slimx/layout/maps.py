@@ -71,6 +71,12 @@ def share(length: int, rank: int, size: int, what: str = "a dimension") -> tuple
     return rank * step, step
 
 
+def _refuse_columns(axis: int | None, what: str) -> None:
+    if axis == 1:
+        told = f"{what}: rows that are put together or reordered cannot be split over columns; split them over axis 0"
+        raise SlimxError(told, code="maps.columns", about=what)
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """One checkpoint tensor, split in equal contiguous parts."""
@@ -90,12 +96,7 @@ class Concat:
     """Several checkpoint tensors one below the other; each rank holds its share of every one."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
-        if axis == 1:
-            raise SlimxError(
-                "a concatenation over rows cannot be split over columns; split it over axis 0",
-                code="maps.columns",
-                about="concatenation",
-            )
+        _refuse_columns(axis, "concatenation")
         rects, at = [], 0
         for source, (rows, cols) in enumerate(shapes):
             row = 0
@@ -160,12 +161,7 @@ class Deinterleave:
     holds its share of both."""
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
-        if axis == 1:
-            raise SlimxError(
-                "rows that alternate cannot be reordered in a split over columns; split over axis 0",
-                code="maps.columns",
-                about="alternating rows",
-            )
+        _refuse_columns(axis, "alternating rows")
         ((rows, cols),) = shapes
         _, half = share(rows, 0, 2, "a number of rows that alternate")
         first, count = (0, half) if axis is None else share(half, rank, size)
@@ -192,12 +188,7 @@ class RotateHalf:
     offset: int = 0
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
-        if axis == 1:
-            raise SlimxError(
-                "rotary rows cannot be reordered in a split over columns; split over axis 0",
-                code="maps.columns",
-                about="rotary rows",
-            )
+        _refuse_columns(axis, "rotary rows")
         ((rows, cols),) = shapes
         heads = rows // self.head_dim
         first, count = (0, heads) if axis is None else share(heads, rank, size, "the number of heads")

@@ -158,9 +158,9 @@ class Table:
         return out
 
 
-def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group: Group, source: str = "") -> Row:
+def padded_vocabulary(name: str, vocab: int, hidden: int, *, stage: Stage, group: Group) -> Row:
     """An embedding or output layer as SGLang's `VocabParallelEmbedding` holds it: padded to a multiple of 64 rows."""
-    return Row(name, ((source or name, (vocab, hidden)),), Pad(64), axis=0, stage=stage, group=group)
+    return Row(name, ((name, (vocab, hidden)),), Pad(64), axis=0, stage=stage, group=group)
 
 
 def check_row(row: Row, experts: int) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from slimx.numerics.exact.contract import fingerprint
 from slimx.numerics.exact.forward import kernel_cuda, reference
+from slimx.numerics.exact.forward.reference import Gathered
 from tests.exact_batches import check_attention, check_rows
 from tests.exact_decoder import Decoder, packed, sequences
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
@@ -48,9 +49,10 @@ def test_attention_has_the_bits_of_the_cpu(device: torch.device, dtype: torch.dt
     length = torch.randint(1, 301, (6,), generator=dice)
     begin = (torch.rand(6, generator=dice) * (301 - length)).long()
     for sinks in (None, values(8, dtype=torch.float32, seed=7)):
-        call = (query, key, value, index, begin, length)
-        expected = reference.attend(*call, 0.3, sinks)
-        found = kernel_cuda.attend(*(t.to(device) for t in call), 0.3, None if sinks is None else sinks.to(device))
+        read = Gathered(key, value, index, begin, length)
+        expected = reference.attend(query, read, 0.3, sinks)
+        there = Gathered(*(t.to(device) for t in read))
+        found = kernel_cuda.attend(query.to(device), there, 0.3, None if sinks is None else sinks.to(device))
         assert_same_bits(found.cpu(), expected, sinks is None)
 
 

@@ -1,13 +1,15 @@
-"""Rules about what a step trains and evaluates, and the weights that it publishes."""
+"""Rules about what a step trains and evaluates (this run's rollouts, or those that another one saved), and the weights
+that it publishes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from slimx.config.rule import rule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Eval, Rollout
-from slimx.config.sections.run import Numerics
+from slimx.config.sections.run import Numerics, RunSection
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 
@@ -53,3 +55,18 @@ def rounded_from(publish: Publish, numerics: Numerics) -> Iterator[str]:
             "publish.quantise=triton is defined for bfloat16 weights, and numerics.dtype is float32; set it to "
             "bfloat16, or publish.quantise=ieee"
         )
+
+
+@rule("replay.colocate", about="schedule.colocate")
+def no_turns(rollout: Rollout, schedule: Schedule) -> Iterator[str]:
+    if rollout.replay is not None and schedule.colocate:
+        yield (
+            "rollout.replay and schedule.colocate exclude each other: a replay has no engines to take turns with; set "
+            "schedule.colocate=false"
+        )
+
+
+@rule("replay.own_directory", about="rollout.replay")
+def another_run(rollout: Rollout, run: RunSection) -> Iterator[str]:
+    if rollout.replay is not None and Path(rollout.replay).resolve() == Path(run.dir).resolve():
+        yield f"rollout.replay is run.dir itself ({run.dir}); choose another run.dir for what is trained again"

@@ -7,32 +7,14 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from slimx.config.rule import Refusal
-from slimx.config.section import Count, Positive, Section, Size, Weight
-from slimx.config.sections.trainer import Optimizer, Trainer
+from slimx.config.section import Count, Positive, Section, Weight
+from slimx.config.sections.trainer import Optimizer, RankLayout, Trainer
 
 
 class CriticOptimizer(Optimizer):
     """The keys of `trainer.optimizer`, with a larger learning rate by default."""
 
     lr: Positive = Field(1e-5, description="peak learning rate")
-
-
-class CriticLayout(Section):
-    """Sizes of a critic on ranks of its own; each key means what the trainer's key of that name means."""
-
-    world_size: Size = Field(1, description="number of the critic's ranks, beside those of the trainer")
-    tensor: Size = Field(1, description="tensor parallel size (TP)")
-    pipeline: Size = Field(1, description="pipeline parallel size (PP)")
-    virtual_pipeline: Size = Field(1, description="model chunks of each pipeline rank (VPP)")
-    layers_per_stage: tuple[Count, ...] | None = Field(
-        None, description="decoder layers of each stage, in the order of the forward pass; null: equal"
-    )
-    context: Size = Field(1, description="context parallel size (CP)")
-    data: Size | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
-    expert: Size = Field(1, description="expert parallel size (EP)")
-    expert_tensor: Size | None = Field(
-        None, description="tensor parallel size inside an expert (ETP); null: the critic's TP"
-    )
 
 
 class Critic(Section):
@@ -48,7 +30,9 @@ class Critic(Section):
     placement: Literal["shared", "own"] = Field(
         "shared", description="shared: in the trainer's ranks, one after the other; own: in ranks of its own (layout)"
     )
-    layout: CriticLayout | None = Field(None, description="placement own: sizes of the critic; null: one rank")
+    layout: RankLayout | None = Field(
+        None, description="placement own: sizes of the critic, beside those of the trainer; null: one rank"
+    )
     optimizer: CriticOptimizer = CriticOptimizer()
     value_clip: Weight = Field(
         0.2, description="a value that moved further than this in a step gains nothing by it; 0: no clipping"
@@ -79,7 +63,7 @@ def critic_trainer(trainer: Trainer, critic: Critic) -> Trainer:
         "megatron": {key: value for key, value in trainer.megatron.items() if key != "mtp_num_layers"},
     }
     if critic.placement == "own":
-        changes |= dict(critic.layout or CriticLayout())
+        changes |= dict(critic.layout or RankLayout())
     try:
         return Trainer.model_validate({**dict(trainer), **changes})
     except ValidationError as error:

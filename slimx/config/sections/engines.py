@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -11,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from slimx.config.rule import Refusal
 from slimx.config.section import GPUS, LARGEST, SERVER, Amount, Count, Seconds, Section, Size, shortened
 
+_refused = partial(Refusal, about="rollout.engines")
 _ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
 """A server's address; IPv6 addresses stand in brackets."""
 _READ: dict[str, TypeAdapter[Any]] = {
@@ -94,39 +96,34 @@ class Engines(Section):
     def _alone(self) -> Engines:
         where = self.where
         if self.frozen and self.role != "regular":
-            raise Refusal(
+            raise _refused(
                 f"{where} is frozen and has the role {self.role}; prefill and decode servers are the policy's: set "
                 "frozen=false or role=regular",
                 code="engines.frozen_role",
-                about="rollout.engines",
             )
         if self.frozen and not self.urls and self.model is None:
-            raise Refusal(
+            raise _refused(
                 f"{where} is frozen but names neither a model nor urls; name the directory of its model, which may be "
                 "model.path",
                 code="engines.frozen_model",
-                about="rollout.engines",
             )
         if self.ranks % self.nodes:
-            raise Refusal(
+            raise _refused(
                 f"{where}: nodes {self.nodes} does not divide the {self.ranks} ranks of a server (tensor x pipeline); "
                 "each machine has the same share of them",
                 code="engines.nodes",
-                about="rollout.engines",
             )
         if self.ranks > SERVER:
-            raise Refusal(
+            raise _refused(
                 f"{where} has servers of {self.ranks} ranks (tensor x pipeline), more than the {SERVER:,} that one may "
                 "have; lower tensor or pipeline",
                 code="engines.server_ranks",
-                about="rollout.engines",
             )
         if self.started * self.ranks > GPUS:
-            raise Refusal(
+            raise _refused(
                 f"{where} is {self.started} servers of {self.ranks} ranks, more than the {GPUS:,} ranks that a group "
                 "may have; lower count, tensor or pipeline",
                 code="engines.group_ranks",
-                about="rollout.engines",
             )
         for key, kind in _READ.items():
             if (value := self.sglang.get(key)) is None:
@@ -143,18 +140,16 @@ class Engines(Section):
         if self.urls:
             self._external(where)
         elif self.api_key_env or self.admin_api_key_env:
-            raise Refusal(
+            raise _refused(
                 f"{where} names keys but no urls; slimx gives the servers that it starts random keys: remove "
                 "api_key_env and admin_api_key_env",
                 code="engines.keys_without_urls",
-                about="rollout.engines",
             )
         if self.sglang.get("disaggregation_transfer_backend") == "fake":
-            raise Refusal(
+            raise _refused(
                 f"{where}: disaggregation_transfer_backend fake moves no KV, so that decode servers would sample from "
                 "nothing; use mooncake or nixl",
                 code="engines.fake_transfer",
-                about="rollout.engines",
             )
         return self
 
@@ -168,11 +163,10 @@ class Engines(Section):
                 about=f"rollout.engines.{given[0]}",
             )
         if self.role == "prefill":
-            raise Refusal(
+            raise _refused(
                 f"{where} has urls and the role prefill, whose bootstrap port slimx chooses when it starts a server; "
                 "let slimx start prefill servers",
                 code="engines.urls_prefill",
-                about="rollout.engines",
             )
         for url in self.urls:
             if not _ADDRESS.fullmatch(url):
@@ -180,10 +174,9 @@ class Engines(Section):
                     f"{where}: {url!r} in urls is not of the form http://HOST:PORT", code="engines.url", about=url
                 )
         if len(set(self.urls)) < len(self.urls):
-            raise Refusal(
+            raise _refused(
                 f"{where} names an address twice in urls; name each server once",
                 code="engines.url_twice",
-                about="rollout.engines",
             )
 
 
@@ -191,10 +184,9 @@ def check_groups(groups: Sequence[Engines]) -> None:
     """Raise ValueError for groups that cannot serve together."""
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
-        raise Refusal(
+        raise _refused(
             f"rollout.engines names a group twice in {names}; give each group its own name",
             code="engines.name_twice",
-            about="rollout.engines",
         )
     urls = [url for group in groups for url in group.urls]
     if len(set(urls)) < len(urls):
@@ -209,17 +201,15 @@ def check_groups(groups: Sequence[Engines]) -> None:
     if len(split) == 1:
         (have,) = split
         missing = "decode" if have == "prefill" else "prefill"
-        raise Refusal(
+        raise _refused(
             f"rollout.engines has a group with the role {have} but none with {missing}; add one",
             code="engines.role_missing",
-            about="rollout.engines",
         )
     if split and "regular" in roles:
-        raise Refusal(
+        raise _refused(
             "rollout.engines mixes the role regular with prefill and decode, and one router serves either; give all "
             "groups of the policy roles of one kind",
             code="engines.roles_mixed",
-            about="rollout.engines",
         )
 
 

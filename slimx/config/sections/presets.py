@@ -7,31 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-Name = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "topr",
-    "sapo",
-    "clip_cov",
-    "kl_cov",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "gdpo",
-    "gigpo",
-    "decoupled_ppo",
-    "ppo",
-    "distillation",
-    "dpo",
-    "sft",
-]
-
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"normalize_std": False, "aggregation": "constant"},
@@ -57,3 +32,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sft": {"advantages": "none", "loss": "sft"},
 }
 """Values of `algorithm` keys by name; what is not here keeps the section's default."""
+
+Name = Literal[*PRESETS]

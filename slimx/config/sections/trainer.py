@@ -107,13 +107,10 @@ _ROUTING = {
 """Fields of megatron-core's TransformerConfig that routing has to itself, and what a user does instead."""
 
 
-class Trainer(Section):
-    load: str | None = Field(
-        None,
-        description="initial weights: a Hugging Face directory, or a Megatron-LM checkpoint (torch_dist) such as those "
-        "of slime, Miles and slimx itself; null: model.path",
-    )
-    world_size: Size = Field(1, description="number of trainer ranks (processes; one GPU each on CUDA)")
+class RankLayout(Section):
+    """Parallel sizes of a model that is trained on ranks of its own."""
+
+    world_size: Size = Field(1, description="number of ranks (processes; one GPU each on CUDA)")
     tensor: Size = Field(1, description="tensor parallel size (TP); sequence parallel follows it")
     pipeline: Size = Field(1, description="pipeline parallel size (PP)")
     virtual_pipeline: Size = Field(
@@ -128,7 +125,15 @@ class Trainer(Section):
     data: Size | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
     expert: Size = Field(1, description="expert parallel size (EP)")
     expert_tensor: Size | None = Field(
-        None, description="tensor parallel size inside an expert (ETP); null: trainer.tensor, as in Megatron-LM"
+        None, description="tensor parallel size inside an expert (ETP); null: TP, as in Megatron-LM"
+    )
+
+
+class Trainer(RankLayout):
+    load: str | None = Field(
+        None,
+        description="initial weights: a Hugging Face directory, or a Megatron-LM checkpoint (torch_dist) such as those "
+        "of slime, Miles and slimx itself; null: model.path",
     )
     distributed_optimizer: bool = Field(True, description="shard the optimizer's state over DP ranks")
     max_tokens_per_microbatch: Amount = Field(8192, description="tokens packed into one forward pass, at most")

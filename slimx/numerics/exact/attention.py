@@ -6,6 +6,7 @@ import torch
 
 from slimx.numerics.attention import packed_attention, partial_attention
 from slimx.numerics.exact.forward import forward_on
+from slimx.numerics.exact.forward.reference import Gathered
 
 
 def attention(
@@ -47,8 +48,8 @@ def gathered_attention(
     slots); begin, length [R]; returns [R, heads, dv]. Bits are those of `attention` for a row that sees the same keys,
     whether it is decoded, prefilled or behind a cached prefix. A window is a later `begin`. No gradient.
     """
-    parts = query.contiguous(), key.contiguous(), value.contiguous(), index.contiguous()
-    return forward_on(query.device).attend(*parts, begin.long().contiguous(), length.long().contiguous(), scale, sinks)
+    read = Gathered(*(t.contiguous() for t in (key, value, index, begin.long(), length.long())))
+    return forward_on(query.device).attend(query.contiguous(), read, scale, sinks)
 
 
 class _Attention(torch.autograd.Function):

@@ -6,7 +6,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from slimx.errors import SlimxError
@@ -26,8 +26,7 @@ def held(directory: Path) -> Iterator[None]:
     try:
         with (directory / LOCK).open("w") as file:
             try:
-                with suppress(_Unsupported):
-                    _lock_directory(place)
+                _lock_directory(place)
                 fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             except (BlockingIOError, PermissionError):
                 raise SlimxError(
@@ -51,14 +50,11 @@ def is_held(directory: Path) -> bool:
     return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
 
 
-class _Unsupported(Exception):
-    """The file system does not lock directories, as NFS does not."""
-
-
 def _lock_directory(place: int) -> None:
+    """Lock a directory where its file system can; NFS, for one, cannot. Raises BlockingIOError if another does."""
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError as error:
-        raise _Unsupported from error
+    except OSError:
+        return

@@ -25,21 +25,6 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class JsonlSink:
-    """`metrics.jsonl`: one StepRecord per line, the record of the run that the report reads."""
-
-    name = "jsonl"
-
-    def __init__(self, path: Path, resume_step: int | None) -> None:
-        self.file = JsonlFile(path, resume_step=resume_step)
-
-    def log(self, record: StepRecord) -> None:
-        self.file.write(record.to_json())
-
-    def close(self) -> None:
-        self.file.close()
-
-
 class TensorBoardSink:
     """TensorBoard event files; on resume TensorBoard hides what an earlier process wrote for steps >= `resume_step`."""
 
@@ -115,14 +100,15 @@ class WandbSink:
 
 
 class Tracker:
-    """Sends each step's numbers to every sink.
+    """Sends each step's numbers to a JSONL file and to every sink.
 
-    The JSONL file is the run's record: if it fails, `log` raises. Any other sink may fail: the failure is counted, its
+    The file (`metrics.jsonl`, one StepRecord per line) is the run's record, which the report reads: if it fails, `log`
+    raises. A sink may fail: the failure is counted, its
     first error is told through `warn`, and `close` tells the count.
     """
 
     def __init__(
-        self, jsonl: JsonlSink, others: Sequence[Sink] = (), warn: Callable[[str], None] = print_warning
+        self, jsonl: JsonlFile, others: Sequence[Sink] = (), warn: Callable[[str], None] = print_warning
     ) -> None:
         self._jsonl = jsonl
         self._others = [(sink, Guard(sink.name, warn)) for sink in others]
@@ -132,7 +118,7 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, Any], *, version: int | None = None) -> None:
         """Logs one step, flat or nested `metrics` (see `flatten`); `version` is the weight version in force."""
         record = StepRecord(step=step, version=version, time=time.time(), metrics=flatten(metrics))
-        self._jsonl.log(record)
+        self._jsonl.write(record.to_json())
         for sink, guard in self._others:
             guard.call(lambda sink=sink: sink.log(record))
 
@@ -167,7 +153,7 @@ def make_tracker(
     fresh run, which refuses a directory that holds metrics. A sink that cannot start raises SlimxError here.
     """
     with ExitStack() as undo:  # a sink that cannot start must not leave the earlier ones open
-        jsonl = JsonlSink(run_dir / "metrics.jsonl", resume_step)
+        jsonl = JsonlFile(run_dir / "metrics.jsonl", resume_step=resume_step)
         undo.callback(jsonl.close)
         others: list[Sink] = []
         if wandb:
@@ -176,6 +162,6 @@ def make_tracker(
         if tensorboard:
             others.append(TensorBoardSink(run_dir / "tensorboard", resume_step))
         undo.pop_all()
-    if jsonl.file.removed:
-        warn(f"resumed at step {resume_step}: {jsonl.file.removed} later or torn lines taken out of metrics.jsonl")
+    if jsonl.removed:
+        warn(f"resumed at step {resume_step}: {jsonl.removed} later or torn lines taken out of metrics.jsonl")
     return Tracker(jsonl, others, warn)

@@ -1,4 +1,4 @@
-"""Rules about what `trainer.moe` needs of a model."""
+"""Rules about what `trainer.moe` needs of a model, and the shape of its routes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from slimx.config.rule import Told, rule
 from slimx.config.sections.trainer import Trainer
+from slimx.data.routes import RouteShape
 from slimx.models.families import ModelSpec
 
 
@@ -33,3 +34,14 @@ def has_biases(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
             f"trainer.moe.bias_update_rate={rate} needs a router with selection biases (e_score_correction_bias), and "
             f"the routers of {spec.path} have none; set it to 0"
         )
+
+
+def route_shape(spec: ModelSpec) -> RouteShape:
+    """The shape of this model's routes; one without MoE layers has none."""
+    fields = spec.transformer
+    return RouteShape(
+        layers=fields["num_layers"],
+        moe_layers=spec.moe_layers,
+        experts=spec.experts or 0,
+        topk=fields.get("moe_router_topk") or 0,
+    )

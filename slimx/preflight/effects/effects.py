@@ -76,7 +76,6 @@ def _nothing_compared(config: Config) -> str | None:
     return None
 
 
-CLIPPED = ("clip", "gspo", "cispo", "clip_cov")
 FAR = 1e9
 
 TERMS = (

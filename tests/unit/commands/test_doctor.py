@@ -24,7 +24,7 @@ class Screen:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def print(self, text: str, **_: object) -> None:
+    def print(self, text: str, style: str | None) -> None:
         self.lines.append(text)
 
     @property
@@ -48,7 +48,7 @@ def problem(screen: Screen, kind: str, name: str) -> str:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what holds without a GPU")
 def test_this_environment_is_healthy_and_its_adapters_are_named(screen):
-    assert doctor.examine(screen), screen.text
+    assert doctor.examine(screen.print), screen.text
     assert "in force" in line(screen, "megatron_cpu") and "no GPU" in line(screen, "megatron_cpu")
     assert "plain torch" in line(screen, "megatron_layers")
     assert "sgl_kernel" in line(screen, "sglang_absent")
@@ -78,7 +78,7 @@ def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_not
     versions = {"megatron-core": "0.17.0", "ray": "2.59.0"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or true(name))
     monkeypatch.setattr(doctor, "_lock", lambda: ("cpu.txt", {"ray": "2.60.0"}))
-    assert not doctor.examine(screen)
+    assert not doctor.examine(screen.print)
     assert "0.17.0" in problem(screen, "missing", "megatron-core")
     assert all(each in problem(screen, "note", "ray") for each in ("2.59.0", "2.60.0", "cpu.txt"))
 
@@ -105,7 +105,7 @@ def test_a_look_that_fails_is_a_problem_and_not_the_end(screen, monkeypatch):
         yield
 
     monkeypatch.setattr(doctor, "machine", fails)
-    assert not doctor.examine(screen)
+    assert not doctor.examine(screen.print)
     assert "OSError: no /proc here" in problem(screen, "missing", "machine")
     assert "Kernels" in screen.text
 
@@ -123,7 +123,7 @@ def test_gpus_are_listed_with_memory_driver_and_uuid(screen, monkeypatch):
         nvmlDeviceGetUUID=lambda handle: "GPU-1234",
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert doctor.examine(screen)
+    assert doctor.examine(screen.print)
     assert {"580.65,", "1"} <= {*line(screen, "driver").split()}
     (gpu,) = (text for text in screen.lines if "GPU-1234" in text)
     assert "NVIDIA H100" in gpu and {80.0, 79.0} <= {*numbers(gpu)}

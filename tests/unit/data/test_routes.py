@@ -17,7 +17,7 @@ from slimx.data.routes import RouteShape, check_routes, for_stage
 from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import read_model
 from slimx.preflight.checks import routing
-from slimx.preflight.routing import route_shape
+from slimx.preflight.checks.routing import route_shape
 from tests.refusals import refused
 from tools.quickstart.make_model import CONFIG
 

@@ -17,6 +17,7 @@ import torch
 
 from slimx.numerics.exact.contract import fingerprint
 from slimx.numerics.exact.forward import kernel_cuda, reference
+from slimx.numerics.exact.forward.reference import Gathered
 from tests.exact_batches import check_attention, check_rows
 from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, values
@@ -94,7 +95,7 @@ def test_attention(
     begin = (torch.rand(rows, generator=dice) * (slots - length + 1)).long()
     monkeypatch.setattr(kernel_cuda, "_MOST_SCORES", 2 * heads * slots)  # rows in parts of about two
     for sinks in (None, values(heads, dtype=torch.float32, seed=7)):
-        call = (query, key, value, index, begin, length, 0.3, sinks)
+        call = (query, Gathered(key, value, index, begin, length), 0.3, sinks)
         assert_same_bits(kernel_cuda.attend(*call), reference.attend(*call), sinks is None)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slimx.numerics.exact.forward import kernel, reference
+from slimx.numerics.exact.forward.reference import Gathered
 from tests.refusals import refused
 from tests.unit.numerics.exact_stand import DTYPES, assert_same_bits, bits, values
 
@@ -114,7 +115,7 @@ def test_attention(dtype: torch.dtype, rows: int, heads: int, groups: int, d: in
     length = torch.randint(1, slots + 1, (rows,), generator=dice)
     begin = (torch.rand(rows, generator=dice) * (slots - length + 1)).long()
     for sinks in (None, values(heads, dtype=torch.float32, seed=7)):
-        call = (query, key, value, index, begin, length, 0.3, sinks)
+        call = (query, Gathered(key, value, index, begin, length), 0.3, sinks)
         expected = reference.attend(*call)
         for isa in ISAS:
             assert_same_bits(kernel.attend(*call, isa=isa), expected, (isa, sinks is None))
@@ -134,7 +135,7 @@ def test_bits_do_not_depend_on_threads_or_rounding_of_denormals(dtype: torch.dty
             kernel.rms_norm(x, small[0, :256], 1e-6),
             kernel.silu_and_mul(small),
             *kernel.log_normaliser(weight, torch.ones(512)),
-            kernel.attend(query, key, least, place.int(), 0 * place, place + 1, 1.0, None),
+            kernel.attend(query, Gathered(key, least, place.int(), 0 * place, place + 1), 1.0, None),
         ]
 
     torch.set_num_threads(1)

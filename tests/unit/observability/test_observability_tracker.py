@@ -14,7 +14,7 @@ from slimx.observability.tracking.guard import Guard
 from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.timeline import Timeline
-from slimx.observability.tracking.tracker import JsonlSink, Tracker, WandbSink, make_tracker
+from slimx.observability.tracking.tracker import Tracker, WandbSink, make_tracker
 from tests.refusals import numbers, refused
 
 
@@ -129,7 +129,7 @@ def test_a_kill_while_resuming_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        JsonlSink(tmp_path / "metrics.jsonl", resume_step=2)
+        JsonlFile(tmp_path / "metrics.jsonl", resume_step=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -144,7 +144,7 @@ def test_damage_in_the_middle_is_not_taken_for_a_torn_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
     with refused("records.damaged", about=str(path)):
-        JsonlSink(path, resume_step=2)
+        JsonlFile(path, resume_step=2)
     records, problems = load_records(path, dict)
     assert [record["step"] for record in records] == [0, 2] and "line 2" in problems[0]
 
@@ -181,11 +181,11 @@ class FullDisk:
 def test_a_full_disk_stops_the_record_and_leaves_no_torn_line(tmp_path):
     tracker = tracker_in(tmp_path)
     tracker.log(0, {"loss/policy": 1.0})
-    healthy = tracker._jsonl.file._file
-    tracker._jsonl.file._file = FullDisk(healthy)
+    healthy = tracker._jsonl._file
+    tracker._jsonl._file = FullDisk(healthy)
     with refused("records.write", about=str(tmp_path / "metrics.jsonl")):
         tracker.log(1, {"loss/policy": 1.0})
-    tracker._jsonl.file._file = healthy
+    tracker._jsonl._file = healthy
     tracker.log(2, {"loss/policy": 1.0})
     tracker.close()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 2]
@@ -194,7 +194,7 @@ def test_a_full_disk_stops_the_record_and_leaves_no_torn_line(tmp_path):
 def test_a_failing_sink_is_told_once_counted_and_does_not_stop_the_run(tmp_path):
     told = []
     sink = Broken()
-    tracker = Tracker(JsonlSink(tmp_path / "metrics.jsonl", None), [sink], warn=told.append)
+    tracker = Tracker(JsonlFile(tmp_path / "metrics.jsonl", resume_step=None), [sink], warn=told.append)
     for step in range(5):
         tracker.log(step, {"loss/policy": 1.0})
     assert len(told) == 1 and told[0].startswith("broken ") and "ConnectionError: the service is down" in told[0]

@@ -11,18 +11,11 @@ import torch  # before the library is loaded: both then share one OpenMP runtime
 
 from slimx.errors import SlimxError
 from slimx.library import load_library
-from slimx.numerics.exact.forward.reference import combine, rotate  # elementwise: torch is as fast
 
-__all__ = [
-    "attend",
-    "combine",
-    "isas",
-    "linear",
-    "log_normaliser",
-    "rms_norm",
-    "rotate",
-    "silu_and_mul",
-]
+# Elementwise operations: torch is as fast.
+from slimx.numerics.exact.forward.reference import Gathered
+from slimx.numerics.exact.forward.reference import combine as combine
+from slimx.numerics.exact.forward.reference import rotate as rotate
 
 LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact.so"
 ABI = 1
@@ -51,19 +44,10 @@ class AttentionCall(ctypes.Structure):
 
     @classmethod
     def of(
-        cls,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        index: torch.Tensor,
-        begin: torch.Tensor,
-        length: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-        wide: int,
+        cls, query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, out: torch.Tensor, wide: int
     ) -> AttentionCall:
         """Build the call's record from contiguous tensors, which the caller keeps alive."""
+        key, value, index, begin, length = read
         if not query.dtype == key.dtype == value.dtype:
             raise SlimxError(
                 f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: pass one dtype",
@@ -73,7 +57,7 @@ class AttentionCall(ctypes.Structure):
         check_dtype("index", index, torch.int32)
         check_dtype("begin", begin, torch.int64)
         check_dtype("length", length, torch.int64)
-        inputs = (t.data_ptr() for t in (query, key, value, index, begin, length))
+        inputs = (t.data_ptr() for t in (query, *read))
         sizes = *query.shape[:2], key.shape[1], query.shape[2], value.shape[2]
         return cls(*inputs, None if sinks is None else sinks.data_ptr(), out.data_ptr(), *sizes, scale, wide)
 
@@ -152,21 +136,12 @@ def log_normaliser(
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    index: torch.Tensor,
-    begin: torch.Tensor,
-    length: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-    *,
-    isa: str = "best",
+    query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None, *, isa: str = "best"
 ) -> torch.Tensor:
     """Compute `reference.attend`; all tensors but `sinks` are contiguous."""
     sinks = None if sinks is None else sinks.float().contiguous()
-    out = query.new_empty(*query.shape[:2], value.shape[2])
-    call = AttentionCall.of(query, key, value, index, begin, length, scale, sinks, out, _wide(query))
+    out = query.new_empty(*query.shape[:2], read.value.shape[2])
+    call = AttentionCall.of(query, read, scale, sinks, out, _wide(query))
     _call("attend", isa, ctypes.byref(call))
     return out
 

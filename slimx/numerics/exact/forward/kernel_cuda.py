@@ -16,9 +16,11 @@ from slimx.errors import SlimxError
 from slimx.library import load_library
 from slimx.numerics.exact.forward.elementary import tree
 from slimx.numerics.exact.forward.kernel import AttentionCall, check_dtype, check_weights
-from slimx.numerics.exact.forward.reference import combine, rotate  # elementwise: torch rounds as the contract does
 
-__all__ = ["attend", "combine", "linear", "log_normaliser", "rms_norm", "rotate", "silu_and_mul"]
+# Elementwise operations: torch rounds as the contract does.
+from slimx.numerics.exact.forward.reference import Gathered
+from slimx.numerics.exact.forward.reference import combine as combine
+from slimx.numerics.exact.forward.reference import rotate as rotate
 
 LIBRARY = Path(__file__).parents[3] / "_lib" / "libslimx_exact_cuda.so"
 ABI = 101
@@ -85,29 +87,19 @@ def log_normaliser(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[tor
     return most, log_sum
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    index: torch.Tensor,
-    begin: torch.Tensor,
-    length: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
     """Compute `reference.attend`; waits for the device once, to learn the largest length."""
-    out = query.new_empty(*query.shape[:2], value.shape[2])
+    out = query.new_empty(*query.shape[:2], read.value.shape[2])
     if not len(query):
         return out
-    longest, heads = int(length.max()), query.shape[1]
+    longest, heads = int(read.length.max()), query.shape[1]
     rows = max(1, _MOST_SCORES // (longest * heads))
     scores = torch.empty(min(rows, len(query)) * heads * longest, device=query.device)
     sinks = None if sinks is None else sinks.float().contiguous()
     for first in range(0, len(query), rows):
         own = slice(first, first + rows)
-        call = AttentionCall.of(
-            query[own], key, value, index, begin[own], length[own], scale, sinks, out[own], _wide(query)
-        )
+        part = read._replace(begin=read.begin[own], length=read.length[own])
+        call = AttentionCall.of(query[own], part, scale, sinks, out[own], _wide(query))
         _call("attend", query, ctypes.byref(call), scores.data_ptr(), longest)
     return out
 

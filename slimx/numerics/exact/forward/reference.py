@@ -5,11 +5,12 @@ Every row of a result is computed from its own row of the input, in an order tha
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from slimx.numerics.exact.forward.elementary import exp, flushed, fma, log, row_sum, sigmoid, sqrt, sum_lanes, tree
+from slimx.numerics.exact.forward.elementary import exp, flushed, fma, log, row_sum, sqrt, sum_lanes, tree
 from slimx.numerics.exact.sizes import K_BLOCK, KEY_BLOCK, LANES
 
 _MOST = 2**20
@@ -73,35 +74,43 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return ((gate / (1.0 + exp(-gate))) * up).to(x.dtype)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    index: torch.Tensor,
-    begin: torch.Tensor,
-    length: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of query [R, heads, d] over key [*, groups, d] and value [*, groups, dv]: [R, heads, dv].
+class Gathered(NamedTuple):
+    """Keys and values of a cache, and those that each row of a query reads: row r the ones at
+    index[begin[r] : begin[r] + length[r]], at least one, in that order."""
 
-    Row r reads the keys and values at index[begin[r] : begin[r] + length[r]] (int32, int64, int64), at least one of
-    them, in that order. Score: LANES chains of multiply-adds over d, summed, times `scale`. Weight: exp(score - largest
+    key: torch.Tensor
+    """[slots, groups, d]."""
+    value: torch.Tensor
+    """[slots, groups, dv]."""
+    index: torch.Tensor
+    """int32 of any shape, read flat."""
+    begin: torch.Tensor
+    """int64 [R]."""
+    length: torch.Tensor
+    """int64 [R]."""
+
+
+def attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention of query [R, heads, d] over what its rows read: [R, heads, dv].
+
+    Score: LANES chains of multiply-adds over d, summed, times `scale`. Weight: exp(score - largest
     score). Sums of weights (`row_sum`), and of weights times values (multiply-adds in order), are made in blocks of
     KEY_BLOCK keys, which are added in order; the quotient of the two is rounded. `sinks` [heads] fp32: a score without
     a value, that comes first.
     """
-    out = torch.empty(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
-    share = query.shape[1] * max(query.shape[2], value.shape[2])
+    out = torch.empty(*query.shape[:2], read.value.shape[2], dtype=query.dtype, device=query.device)
+    share = query.shape[1] * max(query.shape[2], read.value.shape[2])
     if not len(query):
         return out
-    longest = int(length.max())
+    longest = int(read.length.max())
     for own in torch.arange(len(query)).split(max(1, _MOST // max(longest * share, 1))):
-        out[own] = _attend(query[own], key, value, index, begin[own], length[own], scale, sinks).to(query.dtype)
+        part = read._replace(begin=read.begin[own], length=read.length[own])
+        out[own] = _attend(query[own], part, scale, sinks).to(query.dtype)
     return out
 
 
-def _attend(query, key, value, index, begin, length, scale, sinks):
+def _attend(query: torch.Tensor, read: Gathered, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
+    key, value, index, begin, length = read
     rows, heads, width = query.shape
     groups, longest = key.shape[1], int(length.max())
     place = torch.arange(longest, device=query.device)
@@ -165,15 +174,3 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleave
     first, second = a * cosine - b * sine, b * cosine + a * sine
     joined = torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
     return torch.cat((joined.to(x.dtype), rest), dim=-1)
-
-
-__all__ = [
-    "attend",
-    "combine",
-    "linear",
-    "log_normaliser",
-    "rms_norm",
-    "rotate",
-    "sigmoid",
-    "silu_and_mul",
-]
