@@ -12,7 +12,7 @@ import operator
 from typing import Any
 
 import yaml
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from slimx.config.rule import broken, refuse
 from slimx.config.rules import RULES
@@ -41,9 +41,8 @@ class Config(Section):
     rollout: Rollout
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
-    critic: Critic | None = Field(
-        None, description="needed by `algorithm.advantages=gae` (ppo) and by nothing else; may be `{}`"
-    )
+    critic: Critic | None = None
+    """Needed by `algorithm.advantages=gae` (ppo) and by nothing else; may be `{}`."""
     schedule: Schedule = Schedule()
     publish: Publish = Publish()
     checkpoint: Checkpoint = Checkpoint()

@@ -47,6 +47,7 @@ def shortened(value: object) -> str:
 
 
 class Section(BaseModel):
-    """A section refuses keys that it does not know, infinities and NaN."""
+    """A section refuses keys that it does not know, infinities and NaN. The docstring under a field describes its key
+    (docs/configuration.md)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)

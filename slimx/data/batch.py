@@ -18,8 +18,8 @@ from slimx.errors import SlimxError
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainingRow:
-    """One trajectory, aligned with the tokens it predicts; n = L - 1."""
+class TokenArrays:
+    """Arrays with an entry for each of n predicted tokens: of a trajectory (n = L - 1), or of a micro-batch."""
 
     tokens: np.ndarray
     """int64 [n]: what the model reads."""
@@ -34,7 +34,6 @@ class TrainingRow:
     """float32 [n]: the engine's log-probs; 0 where nothing was sampled."""
     versions: np.ndarray
     """int64 [n]: weight version that sampled the label; -1 where nothing was sampled."""
-    temperature: float
     routed_experts: np.ndarray | None
     """uint8 or uint16 [n, moe_layers, k], as the engine reported them."""
     values: np.ndarray | None = None
@@ -48,26 +47,21 @@ class TrainingRow:
     support: Support | None = None
     """n positions: the tokens from which each label was sampled; None: all of them, everywhere."""
 
+
+@dataclass(kw_only=True, slots=True)
+class TrainingRow(TokenArrays):
+    """One trajectory, aligned with the tokens it predicts."""
+
+    temperature: float
+
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 @dataclass(kw_only=True, slots=True)
-class MicroBatch:
-    """Rows packed one after another into one forward pass of T tokens."""
+class MicroBatch(TokenArrays):
+    """Rows packed one after another into one forward pass of T tokens; an array that no row has is None."""
 
-    tokens: np.ndarray
-    """int64 [T]."""
-    labels: np.ndarray
-    """int64 [T]."""
-    loss_weight: np.ndarray
-    """float32 [T]."""
-    advantages: np.ndarray
-    """float32 [T]."""
-    rollout_logprobs: np.ndarray
-    """float32 [T]."""
-    versions: np.ndarray
-    """int64 [T]."""
     temperature: np.ndarray
     """float32 [T]."""
     lengths: list[int]
@@ -75,20 +69,8 @@ class MicroBatch:
     its own. Sums to T."""
     padding: np.ndarray
     """bool [T]: positions that belong to no trajectory; the auxiliary losses of a router leave them out."""
-    routed_experts: np.ndarray | None
-    """[T, layers, k]; None if no row has any."""
     rows: list[int]
     """The packed row that each sequence is; the padding of the whole is none."""
-    values: np.ndarray | None = None
-    """float32 [T]; None if no row has any."""
-    returns: np.ndarray | None = None
-    """float32 [T]; None if no row has any."""
-    selected: np.ndarray | None = None
-    """float32 [T]; None if no row has any."""
-    teacher_logprobs: np.ndarray | None = None
-    """float32 [T]; None if no row has any."""
-    support: Support | None = None
-    """T positions; None if no row has any."""
     route_layers: tuple[int, ...] | None = None
     """Global numbers of the layers on the second axis of `routed_experts`; None: all of them, in order."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.preflight.links.model import Stages
@@ -16,7 +16,7 @@ SCHEMA_VERSION = 1
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class PlannedGroup(Record):
@@ -26,8 +26,10 @@ class PlannedGroup(Record):
     count: int
     sizes: EngineSizes
     role: str = "regular"
-    nodes: int = Field(1, description="that each server spans")
-    external: bool = Field(False, description="whether its servers run already")
+    nodes: int = 1
+    """Machines that each server spans."""
+    external: bool = False
+    """True if its servers run already."""
 
 
 class RankPlace(Record):
@@ -35,7 +37,8 @@ class RankPlace(Record):
 
     rank: int
     node: int
-    gpu: int = Field(description="of the node")
+    gpu: int
+    """Number of the GPU in its node."""
     tensor: int
     context: int
     data: int
@@ -43,8 +46,10 @@ class RankPlace(Record):
     expert: int
     expert_tensor: int
     expert_data: int
-    layers: tuple[int, ...] = Field(description="decoder layers, counted over the model from 0, chunk by chunk")
-    experts: tuple[int, int] | None = Field(description="first and last expert of each MoE layer; null: a dense model")
+    layers: tuple[int, ...]
+    """Decoder layers, counted over the model from 0, chunk by chunk."""
+    experts: tuple[int, int] | None
+    """First and last expert of each MoE layer; null: a dense model."""
 
 
 class EnginePlace(Record):
@@ -53,19 +58,25 @@ class EnginePlace(Record):
     group: str
     server: int
     node: int
-    gpus: tuple[int, ...] = Field(description="counted from the first GPU of the first node")
+    gpus: tuple[int, ...]
+    """Counted from the first GPU of the first node."""
 
 
 class RankMap(Record):
     """Places of ranks on GPUs, if ranks fill nodes in their order, engines after trainers."""
 
-    gpus: int = Field(description="that the run needs")
-    nodes: int = Field(description="that they fill")
+    gpus: int
+    """GPUs that the run needs."""
+    nodes: int
+    """Nodes that they fill."""
     per_node: int
     trainer: tuple[RankPlace, ...]
-    critic: tuple[RankPlace, ...] = Field(description="ranks of its own; empty where it shares the trainer's")
-    engines: tuple[EnginePlace, ...] = Field(description="of the policy")
-    frozen: tuple[EnginePlace, ...] = Field((), description="of other models")
+    critic: tuple[RankPlace, ...]
+    """Ranks of its own; empty where it shares the trainer's."""
+    engines: tuple[EnginePlace, ...]
+    """Servers of the policy."""
+    frozen: tuple[EnginePlace, ...] = ()
+    """Servers of other models."""
 
 
 class TrainerMemory(Record):
@@ -75,24 +86,41 @@ class TrainerMemory(Record):
     model: Literal["trainer", "critic"]
     stage: int
     rank: int
-    parameters: int = Field(description="elements")
-    weights: int = Field(description="with what exact mode rounds them to where publish.quantise is set")
+    parameters: int
+    """Elements."""
+    weights: int
+    """With what exact mode rounds them to where publish.quantise is set."""
     gradients: int
-    optimizer: int = Field(description="on the device")
-    activations: int = Field(description="kept by all micro-batches in flight")
-    head: int = Field(description="logits of a chunk of tokens and the output layer's gradient, on the last stage")
-    work: int = Field(description="beside activations, while a layer's gradients are computed")
-    step: int = Field(description="beside weights, gradients and optimizer, while the optimizer steps")
-    communication: int = Field(description="tokens on their way to and from experts")
-    publication: int = Field(description="buckets on this rank's GPU while weights are published")
-    overhead: int = Field(description="CUDA context, NCCL, workspaces of libraries: assumed, not measured")
-    in_flight: int = Field(description="micro-batches whose activations are kept (of one chunk each with VPP)")
-    peak: int = Field(description="the most at any time")
-    away: int = Field(description="left on the device while engines generate (schedule.colocate)")
-    host_optimizer: int = Field(description="moments in host memory (trainer.optimizer.offload_fraction)")
-    host_copies: int = Field(description="of reference and teacher, of the policy while they are in its place")
-    host_away: int = Field(description="what left the device, kept for its return (schedule.colocate)")
-    host_checkpoint: int = Field(description="copy of which checkpoints are written in the background")
+    optimizer: int
+    """On the device."""
+    activations: int
+    """Kept by all micro-batches in flight."""
+    head: int
+    """Logits of a chunk of tokens and the output layer's gradient, on the last stage."""
+    work: int
+    """Beside activations, while a layer's gradients are computed."""
+    step: int
+    """Beside weights, gradients and optimizer, while the optimizer steps."""
+    communication: int
+    """Tokens on their way to and from experts."""
+    publication: int
+    """Buckets on this rank's GPU while weights are published."""
+    overhead: int
+    """CUDA context, NCCL, workspaces of libraries: assumed, not measured."""
+    in_flight: int
+    """Micro-batches whose activations are kept (of one chunk each with VPP)."""
+    peak: int
+    """The most at any time."""
+    away: int
+    """Left on the device while engines generate (schedule.colocate)."""
+    host_optimizer: int
+    """Moments in host memory (trainer.optimizer.offload_fraction)."""
+    host_copies: int
+    """Weights of reference and teacher, and of the policy while they are in its place."""
+    host_away: int
+    """Everything that left the device, kept for its return (schedule.colocate)."""
+    host_checkpoint: int
+    """Copy of which checkpoints are written in the background."""
 
     @property
     def host(self) -> int:
@@ -104,15 +132,21 @@ class EngineMemory(Record):
 
     group: str
     count: int
-    ranks: int = Field(description="of one server")
+    ranks: int
+    """Ranks of one server."""
     weights: int
-    static_fraction: float | None = Field(description="SGLang's mem_fraction_static, given or as it would choose")
-    static: int | None = Field(description="weights and KV cache together; null: the GPU's memory is unknown")
+    static_fraction: float | None
+    """SGLang's mem_fraction_static, given or as it would choose."""
+    static: int | None
+    """Weights and KV cache together; null: the GPU's memory is unknown."""
     kv_per_token: int
     kv_room: int | None
-    kv_tokens: int | None = Field(description="tokens whose keys and values fit, per copy of the attention")
-    concurrency: int | None = Field(description="rollouts of the greatest length that one server holds at once")
-    staged: int = Field(description="beside the weights, while weights are published")
+    kv_tokens: int | None
+    """Tokens whose keys and values fit, per copy of the attention."""
+    concurrency: int | None
+    """Rollouts of the greatest length that one server holds at once."""
+    staged: int
+    """Beside the weights, while weights are published."""
 
     @property
     def fits(self) -> bool:
@@ -124,11 +158,15 @@ class ColocatedMemory(Record):
     """One GPU that a trainer rank and an engine rank share in turns."""
 
     memory: int
-    training: int = Field(description="trainer's peak and what a sleeping engine keeps")
-    generating: int = Field(description="engine's peak and what the trainer left on the device")
-    publishing: int = Field(description="trainer's weights, engine's weights and what is staged")
+    training: int
+    """Trainer's peak and what a sleeping engine keeps."""
+    generating: int
+    """Engine's peak and what the trainer left on the device."""
+    publishing: int
+    """Trainer's weights, engine's weights and what is staged."""
     engine_asleep: int
-    margin: int = Field(description="memory less the largest of the three; negative: it does not fit")
+    margin: int
+    """Memory less the largest of the three; negative: it does not fit."""
 
 
 class BatchPlan(Record):
@@ -139,41 +177,55 @@ class BatchPlan(Record):
     rollouts_per_step: int
     updates_per_step: int
     rollouts_per_update: int
-    rollouts_per_data_rank: int = Field(description="of one update, at most")
-    tokens_per_rollout: int = Field(description="at most, prompt included")
-    tokens_per_step: int = Field(description="at most")
-    tokens_per_microbatch: int = Field(description="at most")
-    tokens_per_context_rank: int = Field(description="of a micro-batch, at most")
-    microbatches_per_update: int = Field(
-        description="of a data-parallel rank, if all rollouts have the greatest length"
-    )
-    bubble: float = Field(description="share of an update that pipeline stages wait: (P-1) / (v M + P-1)")
-    requests_in_flight: int = Field(description="at most, in all engines together, if each rollout makes one at a time")
+    rollouts_per_data_rank: int
+    """At most, in one update."""
+    tokens_per_rollout: int
+    """At most, prompt included."""
+    tokens_per_step: int
+    """At most."""
+    tokens_per_microbatch: int
+    """At most."""
+    tokens_per_context_rank: int
+    """At most, in a micro-batch."""
+    microbatches_per_update: int
+    """Micro-batches of a data-parallel rank, if all rollouts have the greatest length."""
+    bubble: float
+    """Share of an update that pipeline stages wait: (P-1) / (v M + P-1)."""
+    requests_in_flight: int
+    """At most, in all engines together, if each rollout makes one at a time."""
 
 
 class PublicationFigures(Record):
     """One publication to all engines, as compiled. Coverage is proven: compiling refuses what it cannot prove."""
 
     encoding: Encoding
-    note: str = Field(description="why this encoding")
-    rule: str = Field(description='how values are quantised; "none" where they are not')
-    tensors: int = Field(description="sent to one engine, block scales counted")
-    quantised: int = Field(description="of these, tensors of quantised values")
+    note: str
+    """Why this encoding."""
+    rule: str
+    """Rule by which values are quantised; "none" where they are not."""
+    tensors: int
+    """Sent to one engine, block scales counted."""
+    quantised: int
+    """Tensors of quantised values among these."""
     buckets: int
-    moves: int = Field(description="rectangles that go from one trainer rank's tensor to one engine rank's")
-    launches: int = Field(description="kernel launches of the trainer rank that has most of them")
-    nbytes: int = Field(description="values and scales to all engines together")
-    received: int = Field(description="what the engine rank with most of them takes")
-    sent_max: int = Field(description="what the trainer rank with most of them sends")
+    moves: int
+    """Rectangles that go from one trainer rank's tensor to one engine rank's."""
+    launches: int
+    """Kernel launches of the trainer rank that has most of them."""
+    nbytes: int
+    """Values and scales to all engines together."""
+    received: int
+    """Bytes that the engine rank with most of them takes."""
+    sent_max: int
+    """Bytes that the trainer rank with most of them sends."""
     sent_mean: float
     transport: str
-    publisher_bytes: int = Field(
-        description="buckets beside trainer rank 0's own memory: its GPU's with cuda_ipc and nccl, else the host's"
-    )
-    staged_bytes: int = Field(
-        description="GPU memory that the engine rank with most of it needs beside its weights, in a publication"
-    )
-    plan_bytes: int = Field(description="size of the serialised plan, which every trainer rank keeps")
+    publisher_bytes: int
+    """Buckets beside trainer rank 0's own memory: its GPU's with cuda_ipc and nccl, else the host's."""
+    staged_bytes: int
+    """GPU memory that the engine rank with most of it needs beside its weights, in a publication."""
+    plan_bytes: int
+    """Size of the serialised plan, which every trainer rank keeps."""
     compile_seconds: float
 
 
@@ -182,8 +234,10 @@ class LinkBytes(Record):
 
     link: str
     nbytes: int
-    busiest: int = Field(description="bytes through the GPU (or node) with most of them")
-    seconds: float | None = Field(description="predicted: busiest / the link's rate; null: the rate is unknown")
+    busiest: int
+    """Bytes through the GPU (or node) with most of them."""
+    seconds: float | None
+    """Predicted: busiest / the link's rate; null: the rate is unknown."""
 
 
 class Prediction(Record):
@@ -191,7 +245,8 @@ class Prediction(Record):
 
     links: str
     stages: Stages | None
-    refusal: str = Field("", description="why there are none")
+    refusal: str = ""
+    """Why there are none."""
 
 
 class Predicted(Record):
@@ -205,20 +260,26 @@ class Predicted(Record):
 class Suggestion(Record):
     """A layout that fits."""
 
-    overrides: tuple[str, ...] = Field(description="for the command line of slimx plan and slimx train")
+    overrides: tuple[str, ...]
+    """For the command line of slimx plan and slimx train."""
     layout: str
     trainer_peak: int
-    margin: int = Field(description="of GPU memory, on the fullest rank")
-    cost: float = Field(description="predicted seconds of an update by the stated cost model; for ranking only")
+    margin: int
+    """Free GPU memory on the fullest rank."""
+    cost: float
+    """Predicted seconds of an update by the stated cost model; for ranking only."""
     why: str
 
 
 class Searched(Record):
     """Extent of a search for layouts."""
 
-    layouts: int = Field(description="splits of up to 64 times as many ranks that the model's layers and experts allow")
-    tried: int = Field(description="of these, layouts whose memory was computed; arithmetic ruled others out")
-    complete: bool = Field(description="false: the search ended at its limit, with layouts that might fit left over")
+    layouts: int
+    """Splits of up to 64 times as many ranks that the model's layers and experts allow."""
+    tried: int
+    """Layouts among these whose memory was computed; arithmetic ruled others out."""
+    complete: bool
+    """False: the search ended at its limit, with layouts that might fit left over."""
 
 
 class EngineSuggestion(Record):
@@ -229,9 +290,12 @@ class EngineSuggestion(Record):
     expert: int
     dp_attention: int
     count: int
-    nodes: int = Field(description="of one server")
-    weights: int = Field(description="of a rank")
-    concurrency: int = Field(description="rollouts of the greatest length that all servers of the group hold at once")
+    nodes: int
+    """Machines of one server."""
+    weights: int
+    """Weights of a rank."""
+    concurrency: int
+    """Rollouts of the greatest length that all servers of the group hold at once."""
 
 
 class PlanReport(Record):
@@ -240,33 +304,48 @@ class PlanReport(Record):
     schema_version: int = SCHEMA_VERSION
     model: str
     architecture: str | None = None
-    parameters: int = Field(0, description="elements that the trainer holds, each counted once")
+    parameters: int = 0
+    """Elements that the trainer holds, each counted once."""
     checkpoint_tensors: int = 0
     device: str = "cuda"
-    gpu: str | None = Field(None, description="that is planned for")
+    gpu: str | None = None
+    """Kind of GPU that is planned for."""
     gpu_memory: int | None = None
     trainer: Sizes | None = None
-    largest_rank: int = Field(0, description="elements of the parameters on the trainer rank that holds most of them")
-    critic: Sizes | None = Field(None, description="PPO's critic; null: there is none")
-    critic_own: bool = Field(False, description="whether it has ranks of its own beside the trainer's")
+    largest_rank: int = 0
+    """Elements of the parameters on the trainer rank that holds most of them."""
+    critic: Sizes | None = None
+    """PPO's critic; null: there is none."""
+    critic_own: bool = False
+    """True if it has ranks of its own beside the trainer's."""
     critic_largest_rank: int = 0
-    engines: tuple[PlannedGroup, ...] = Field((), description="of the policy")
-    frozen: tuple[PlannedGroup, ...] = Field((), description="of other models, which nothing is published to")
+    engines: tuple[PlannedGroup, ...] = ()
+    """Groups of the policy."""
+    frozen: tuple[PlannedGroup, ...] = ()
+    """Groups of other models, which nothing is published to."""
     rank_map: RankMap | None = None
     trainer_memory: tuple[TrainerMemory, ...] = ()
     engine_memory: tuple[EngineMemory, ...] = ()
     colocated: ColocatedMemory | None = None
     batch: BatchPlan | None = None
-    publication: PublicationFigures | None = Field(None, description="null for a run without engines")
+    publication: PublicationFigures | None = None
+    """Null for a run without engines."""
     links: tuple[LinkBytes, ...] = ()
-    predicted: Predicted | None = Field(None, description="with --predict")
-    violations: tuple[str, ...] = Field((), description="what stands in the way, all of it; the exit code is then 2")
-    refits: bool = Field(False, description="whether another layout of the trainer's ranks could lift a violation")
+    predicted: Predicted | None = None
+    """With --predict."""
+    violations: tuple[str, ...] = ()
+    """Everything that stands in the way; the exit code is then 2."""
+    refits: bool = False
+    """True if another layout of the trainer's ranks could lift a violation."""
     warnings: tuple[str, ...] = ()
-    nearest: Suggestion | None = Field(None, description="where a layout is refused: the nearest that fits cluster.gpu")
-    searched: Searched | None = Field(None, description="null: nothing was searched")
-    suggestions: tuple[Suggestion, ...] = Field((), description="with --suggest: layouts that fit, cheapest first")
-    suggested_engines: tuple[EngineSuggestion, ...] = Field((), description="with --suggest")
+    nearest: Suggestion | None = None
+    """The nearest layout that fits cluster.gpu, where a layout is refused."""
+    searched: Searched | None = None
+    """Null: nothing was searched."""
+    suggestions: tuple[Suggestion, ...] = ()
+    """With --suggest: layouts that fit, cheapest first."""
+    suggested_engines: tuple[EngineSuggestion, ...] = ()
+    """With --suggest."""
 
     @property
     def complete(self) -> bool:

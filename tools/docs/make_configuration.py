@@ -43,7 +43,7 @@ def page() -> str:
     for name, field in Config.model_fields.items():
         model = _model_in(field.annotation)
         parts.append(f"\n## {name}\n")
-        parts += [f"\n{field.description[:1].upper()}{field.description[1:]}.\n"] if field.description else []
+        parts += [f"\n{_told(field)}\n"] if field.description else []
         parts += _table(model, name)
         for key, inner, text in _nested(model, name):
             parts.append(f"\n### {key}\n" + (f"\n{text}\n" if text else ""))
@@ -73,7 +73,7 @@ def _table(model: type[BaseModel], section: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if _model_in(field.annotation):
             continue
-        cells = (f"`{name}`", _type(field), _default(field), (field.description or "").replace("|", "\\|"))
+        cells = (f"`{name}`", _type(field), _default(field), _told(field).replace("|", "\\|"))
         yield f"| {' | '.join(cells)} |\n"
 
 
@@ -81,9 +81,14 @@ def _nested(model: type[BaseModel], section: str) -> Iterator[tuple[str, type[Ba
     for name, field in model.model_fields.items():
         inner = _model_in(field.annotation)
         if inner is not None:
-            text = f"{field.description}. " if field.description else ""
+            text = f"{_told(field)} " if field.description else ""
             several = "A list; each entry has these keys." if typing.get_origin(field.annotation) is tuple else ""
-            yield f"{section}.{name}", inner, f"{text[:1].upper()}{text[1:]}{several}"
+            yield f"{section}.{name}", inner, f"{text}{several}"
+
+
+def _told(field: FieldInfo) -> str:
+    """What the field's docstring says, on one line."""
+    return " ".join((field.description or "").split())
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

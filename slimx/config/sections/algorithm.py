@@ -33,10 +33,8 @@ TOKEN_REWARDS = ("reinforce", "reinforce_baseline", "gae")
 
 
 class Algorithm(Section):
-    name: Name = Field(
-        "grpo",
-        description="a published algorithm: default values of the other keys (docs/algorithms.md has the table)",
-    )
+    name: Name = "grpo"
+    """A published algorithm: default values of the other keys (docs/algorithms.md has the table)."""
     advantages: str = Field(
         "grpo",
         description=f"estimator: {', '.join(ADVANTAGES)}; or the dotted path of a hook: advantages(groups) -> "
@@ -47,90 +45,80 @@ class Algorithm(Section):
         description=f"objective of a token: {', '.join(LOSSES)}; or the dotted path of a hook: loss(inputs) -> "
         "(loss, metrics), which is then the whole loss",
     )
-    clip_low: Positive = Field(0.2, description="ratio clipped below 1 - clip_low")
-    clip_high: Positive = Field(0.2, description="ratio clipped above 1 + clip_high")
-    dual_clip: float | None = Field(
-        None,
-        gt=1,
-        le=MOST,
-        description="loss clip: a ratio above this pushes a token with a negative advantage no further; null: no bound",
-    )
-    normalize_std: bool = Field(True, description="divide advantages by the group's standard deviation")
-    advantage_eps: Positive = Field(1e-6, description="added to the standard deviation")
-    reward_weights: dict[str, Real] = Field(
-        {}, description="gdpo: weight of each reward part's normalised advantage; parts not named have 1"
-    )
-    step_coef: Weight = Field(1.0, description="gigpo: weight of the advantage among equal states")
-    gamma: Share = Field(1.0, description="discount: per trained token (gae, reinforce), or per turn (gigpo)")
-    gae_lambda: Share = Field(
-        1.0, description="gae: decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic"
-    )
-    whiten: bool = Field(
-        False,
-        description="advantages of a step get mean 0 and standard deviation 1 over its trained tokens (gdpo: over its "
-        "rollouts)",
-    )
-    aggregation: Literal["token", "sample", "prompt", "constant", "sum"] = Field(
-        "token",
-        description="what the loss of an update is a mean of: token: all trained tokens; sample: rollouts, each the "
-        "mean of its tokens; prompt: groups, each the mean of the tokens of all its rollouts; constant: rollouts, each "
-        "the sum of its tokens over rollout.sampling.max_new_tokens; sum: groups, each the sum of its tokens",
-    )
-    reference: bool = Field(False, description="log KL to the initial weights (one more forward pass)")
-    reference_refresh: Count = Field(
-        0,
-        description="steps after which the reference becomes the present weights, again and again, which are also "
-        "kept in RUN/reference-NNNNNN for a run that is resumed; 0: never",
-    )
-    kl_coef: Weight = Field(0.0, description="weight of KL(policy || reference) in the loss")
-    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
-        "k3", description="of the KL in the loss; low_variance: k3 with bounds"
-    )
-    kl_unbiased: bool = Field(
-        False, description="multiply the KL in the loss by the ratio, so that its gradient is unbiased"
-    )
-    kl_reward_coef: Weight = Field(0.0, description="weight of KL(policy || reference) in each trained token's reward")
-    kl_reward_estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
-        "k1", description="of the KL in the reward; k1: log policy - log reference"
-    )
-    entropy_coef: Real = Field(0.0, description="weight of the policy's entropy, which is raised where it is positive")
-    teacher: str | None = Field(
-        None,
-        description="Hugging Face directory of a model of the same architecture, whose log-probs of the rollouts are "
-        "measured (kl/teacher; one more forward pass, one more copy of the weights in host memory); null: none",
-    )
-    teacher_engine: str | None = Field(
-        None,
-        description="in place of `teacher`, a frozen group of rollout.engines that serves it, by name: a model of any "
-        "architecture with the policy's vocabulary; null: none",
-    )
-    teacher_coef: Weight = Field(
-        0.0, description="on-policy distillation: weight of log teacher - log engine in each token's advantage"
-    )
-    old_logprobs: Literal["rollout", "recompute"] = Field(
-        "rollout",
-        description="log-probs that the ratio compares with: rollout: the engine's; recompute: the trainer's own, of "
-        "the weights before the step (one more forward pass)",
-    )
+    clip_low: Positive = 0.2
+    """Ratio clipped below 1 - clip_low."""
+    clip_high: Positive = 0.2
+    """Ratio clipped above 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1, le=MOST)
+    """Loss clip: a ratio above this pushes a token with a negative advantage no further; null: no bound."""
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation."""
+    advantage_eps: Positive = 1e-6
+    """Added to the standard deviation."""
+    reward_weights: dict[str, Real] = {}
+    """gdpo: weight of each reward part's normalised advantage; parts not named have 1."""
+    step_coef: Weight = 1.0
+    """gigpo: weight of the advantage among equal states."""
+    gamma: Share = 1.0
+    """Discount: per trained token (gae, reinforce), or per turn (gigpo)."""
+    gae_lambda: Share = 1.0
+    """gae: decay of generalised advantage estimation; 1: whole returns, 0: one step and the critic."""
+    whiten: bool = False
+    """Advantages of a step get mean 0 and standard deviation 1 over its trained tokens (gdpo: over its rollouts)."""
+    aggregation: Literal["token", "sample", "prompt", "constant", "sum"] = "token"
+    """The loss of an update is a mean over units. token: all trained tokens; sample: rollouts, each the mean of
+    its tokens; prompt: groups, each the mean of the tokens of all its rollouts; constant: rollouts, each the sum of its
+    tokens over rollout.sampling.max_new_tokens; sum: groups, each the sum of its tokens."""
+    reference: bool = False
+    """Log KL to the initial weights (one more forward pass)."""
+    reference_refresh: Count = 0
+    """Steps after which the reference becomes the present weights, again and again, which are also kept in
+    RUN/reference-NNNNNN for a run that is resumed; 0: never."""
+    kl_coef: Weight = 0.0
+    """Weight of KL(policy || reference) in the loss."""
+    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
+    """Estimator of the KL in the loss; low_variance: k3 with bounds."""
+    kl_unbiased: bool = False
+    """Multiply the KL in the loss by the ratio, so that its gradient is unbiased."""
+    kl_reward_coef: Weight = 0.0
+    """Weight of KL(policy || reference) in each trained token's reward."""
+    kl_reward_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k1"
+    """Estimator of the KL in the reward; k1: log policy - log reference."""
+    entropy_coef: Real = 0.0
+    """Weight of the policy's entropy, which is raised where it is positive."""
+    teacher: str | None = None
+    """Hugging Face directory of a model of the same architecture, whose log-probs of the rollouts are measured
+    (kl/teacher; one more forward pass, one more copy of the weights in host memory); null: none."""
+    teacher_engine: str | None = None
+    """In place of `teacher`, a frozen group of rollout.engines that serves it, by name: a model of any architecture
+    with the policy's vocabulary; null: none."""
+    teacher_coef: Weight = 0.0
+    """On-policy distillation: weight of log teacher - log engine in each token's advantage."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """Log-probs that the ratio compares with: rollout: the engine's; recompute: the trainer's own, of the weights
+    before the step (one more forward pass)."""
     correction: Correction = Correction()
     rejection: Rejection = Rejection()
-    opsm_delta: Positive | None = Field(
-        None,
-        description="off-policy sequence masking: tokens with a negative advantage do not count where the mean of "
-        "log engine - log policy over their sequence is above this (slime's default: 1e-4); null: all count",
-    )
-    mask_stale_tokens: bool = Field(
-        False,
-        description="of a trajectory that several weight versions sampled, train only the tokens of the newest; the "
-        "older ones are context",
-    )
-    sapo_tau_positive: Positive = Field(1.0, description="sapo: temperature where the advantage is positive")
-    sapo_tau_negative: Positive = Field(1.05, description="sapo: temperature where it is not")
-    cov_share: Share = Field(2e-4, description="clip_cov, kl_cov: share of an update's trained tokens that is selected")
-    cov_low: Real = Field(1.0, description="clip_cov: selected tokens have a covariance above this")
-    cov_high: Real = Field(5.0, description="clip_cov: and below this")
-    cov_kl_coef: Positive = Field(1.0, description="kl_cov: weight of |log ratio| at selected tokens")
-    dpo_beta: Positive = Field(0.1, description="dpo: inverse temperature of the preference")
+    opsm_delta: Positive | None = None
+    """Off-policy sequence masking: tokens with a negative advantage do not count where the mean of log engine - log
+    policy over their sequence is above this (slime's default: 1e-4); null: all count."""
+    mask_stale_tokens: bool = False
+    """Train only the newest version's tokens of a trajectory that several weight versions sampled; the older ones are
+    context."""
+    sapo_tau_positive: Positive = 1.0
+    """sapo: temperature where the advantage is positive."""
+    sapo_tau_negative: Positive = 1.05
+    """sapo: temperature where it is not."""
+    cov_share: Share = 2e-4
+    """clip_cov, kl_cov: share of an update's trained tokens that is selected."""
+    cov_low: Real = 1.0
+    """clip_cov: selected tokens have a covariance above this."""
+    cov_high: Real = 5.0
+    """clip_cov: and below this."""
+    cov_kl_coef: Positive = 1.0
+    """kl_cov: weight of |log ratio| at selected tokens."""
+    dpo_beta: Positive = 0.1
+    """dpo: inverse temperature of the preference."""
 
     @model_validator(mode="before")
     @classmethod

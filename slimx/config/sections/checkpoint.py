@@ -4,40 +4,37 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from slimx.config.rule import Refusal
 from slimx.config.section import Amount, Count, Seconds, Section
 
 
 class Checkpoint(Section):
-    every: Count = Field(0, description="steps between checkpoints; 0: by `every_seconds` alone, and at the end")
-    every_seconds: Seconds | None = Field(
-        1800,
-        description="seconds after which the next step that ends is followed by a checkpoint, whatever `every` says: "
-        "what a crash can cost; null: by `every` alone",
-    )
-    keep: Amount = Field(2, description="newest checkpoints kept")
-    keep_every: Count = Field(0, description="checkpoints of every so many steps are kept for good; 0: none is")
-    asynchronous: bool = Field(
-        True, description="write files in the background from a copy in host memory, while the run goes on"
-    )
-    deadline: Seconds = Field(1800, description="seconds until all files of a checkpoint must be on disk")
-    verify: Literal["size", "full"] = Field(
-        "full", description="before a checkpoint is loaded, compare its files' sizes only, or their digests too"
-    )
-    damaged: Literal["skip", "stop"] = Field(
-        "skip",
-        description="what becomes of a newest checkpoint that is damaged when a run resumes: skip renames it to "
-        "iter_NNNNNNN.damaged, says so and goes on from the one before, if there is one; stop refuses to start",
-    )
-    load_optimizer: bool = Field(
-        True, description="resume with the optimizer's state; false: weights and position only, moments begin anew"
-    )
-    export_hf: bool = Field(False, description="write the final weights as a Hugging Face directory (RUN/hf)")
-    export_every: Count = Field(
-        0, description="steps between exports as Hugging Face directories (RUN/hf-NNNNNN, all kept); 0: none"
-    )
+    every: Count = 0
+    """Steps between checkpoints; 0: by `every_seconds` alone, and at the end."""
+    every_seconds: Seconds | None = 1800
+    """Seconds after which the next step that ends is followed by a checkpoint, whatever `every` says: what a crash can
+    cost; null: by `every` alone."""
+    keep: Amount = 2
+    """Newest checkpoints kept."""
+    keep_every: Count = 0
+    """Checkpoints of every so many steps are kept for good; 0: none is."""
+    asynchronous: bool = True
+    """Write files in the background from a copy in host memory, while the run goes on."""
+    deadline: Seconds = 1800
+    """Seconds until all files of a checkpoint must be on disk."""
+    verify: Literal["size", "full"] = "full"
+    """Before a checkpoint is loaded, compare its files' sizes only, or their digests too."""
+    damaged: Literal["skip", "stop"] = "skip"
+    """Treatment of a newest checkpoint that is damaged when a run resumes: skip renames it to iter_NNNNNNN.damaged,
+    says so and goes on from the one before, if there is one; stop refuses to start."""
+    load_optimizer: bool = True
+    """Resume with the optimizer's state; false: weights and position only, moments begin anew."""
+    export_hf: bool = False
+    """Write the final weights as a Hugging Face directory (RUN/hf)."""
+    export_every: Count = 0
+    """Steps between exports as Hugging Face directories (RUN/hf-NNNNNN, all kept); 0: none."""
 
     @model_validator(mode="after")
     def _kept(self) -> Checkpoint:

@@ -25,17 +25,15 @@ class Correction(Section):
     """Weights for the gap between trainer and engine, w = trainer / engine. They need `old_logprobs: recompute`, since
     otherwise the ratio in the loss already begins at the engine's log-probs."""
 
-    kind: Literal["none", "truncate", "icepop"] = Field(
-        "none",
-        description="the objective of a token is multiplied by, truncate: w within [low, high]; icepop: w inside the "
-        "bounds and 0 outside",
-    )
-    level: Literal["token", "sequence", "geometric"] = Field(
-        "token",
-        description="w of each token, of its whole sequence (the product), or the geometric mean of the sequence's",
-    )
-    low: Weight = Field(0.0, description="lower bound of w; 0: none")
-    high: Positive = Field(2.0, description="upper bound of w")
+    kind: Literal["none", "truncate", "icepop"] = "none"
+    """The objective of a token is multiplied by, truncate: w within [low, high]; icepop: w inside the bounds and 0
+    outside."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """W of each token, of its whole sequence (the product), or the geometric mean of the sequence's."""
+    low: Weight = 0.0
+    """Lower bound of w; 0: none."""
+    high: Positive = 2.0
+    """Upper bound of w."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Correction:
@@ -59,16 +57,15 @@ class Rejection(Section):
 
     A rejected token has no objective. The loss is still divided by all trained tokens."""
 
-    level: Literal["none", "token", "sequence", "geometric"] = Field(
-        "none",
-        description="whose w must lie within [low, high]: each token's own, its whole sequence's (the product), or the "
-        "geometric mean of the sequence's; none: no bounds",
-    )
-    low: Weight = Field(0.0, description="lower bound of w; 0: none")
-    high: Positive = Field(2.0, description="upper bound of w")
-    veto: float = Field(
-        0.0, ge=0, lt=1, description="a sequence in which any token's w is below this is left out whole; 0: none is"
-    )
+    level: Literal["none", "token", "sequence", "geometric"] = "none"
+    """The w that must lie within [low, high]: each token's own, its whole sequence's (the product), or the geometric
+    mean of the sequence's; none: no bounds."""
+    low: Weight = 0.0
+    """Lower bound of w; 0: none."""
+    high: Positive = 2.0
+    """Upper bound of w."""
+    veto: float = Field(0.0, ge=0, lt=1)
+    """A sequence in which any token's w is below this is left out whole; 0: none is."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Rejection:

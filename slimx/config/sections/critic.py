@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from slimx.config.rule import Refusal
 from slimx.config.section import Count, Positive, Section, Weight
@@ -14,32 +14,27 @@ from slimx.config.sections.trainer import Optimizer, RankLayout, Trainer
 class CriticOptimizer(Optimizer):
     """The keys of `trainer.optimizer`, with a larger learning rate by default."""
 
-    lr: Positive = Field(1e-5, description="peak learning rate")
+    lr: Positive = 1e-5
+    """Peak learning rate."""
 
 
 class Critic(Section):
     """The value model of PPO: the policy's architecture with one number per token instead of logits. What is not said
     here (attention, recompute, deadline, ...) is the trainer's."""
 
-    load: str | None = Field(
-        None, description="Hugging Face directory of the trunk's initial weights; null: the policy's own"
-    )
-    head: Literal["zero", "normal"] = Field(
-        "zero", description="value head at the start: zero, or normal with standard deviation 1/sqrt(hidden size + 1)"
-    )
-    placement: Literal["shared", "own"] = Field(
-        "shared", description="shared: in the trainer's ranks, one after the other; own: in ranks of its own (layout)"
-    )
-    layout: RankLayout | None = Field(
-        None, description="placement own: sizes of the critic, beside those of the trainer; null: one rank"
-    )
+    load: str | None = None
+    """Hugging Face directory of the trunk's initial weights; null: the policy's own."""
+    head: Literal["zero", "normal"] = "zero"
+    """Value head at the start: zero, or normal with standard deviation 1/sqrt(hidden size + 1)."""
+    placement: Literal["shared", "own"] = "shared"
+    """shared: in the trainer's ranks, one after the other; own: in ranks of its own (layout)."""
+    layout: RankLayout | None = None
+    """Placement own: sizes of the critic, beside those of the trainer; null: one rank."""
     optimizer: CriticOptimizer = CriticOptimizer()
-    value_clip: Weight = Field(
-        0.2, description="a value that moved further than this in a step gains nothing by it; 0: no clipping"
-    )
-    warmup_steps: Count = Field(
-        0, description="first steps of the run that train the critic only; the policy stays as it is"
-    )
+    value_clip: Weight = 0.2
+    """A value that moved further than this in a step gains nothing by it; 0: no clipping."""
+    warmup_steps: Count = 0
+    """First steps of the run that train the critic only; the policy stays as it is."""
 
     @model_validator(mode="after")
     def _placement(self) -> Critic:

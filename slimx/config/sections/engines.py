@@ -27,50 +27,42 @@ _READ: dict[str, TypeAdapter[Any]] = {
 class Engines(Section):
     """A group of identical engine servers."""
 
-    name: str = Field("actor", description="name of the group in logs and metrics, and in hooks (`ctx.engines[name]`)")
-    role: Literal["regular", "prefill", "decode"] = Field(
-        "regular",
-        description="prefill, decode: SGLang's disaggregation, in which one server computes the KV of prompts and "
-        "another samples; regular: each server does both",
-    )
-    frozen: bool = Field(
-        False,
-        description="true: another model (a judge, a reward model, a teacher) that weights are never published to, "
-        "behind a router of its own; hooks reach it by the group's name",
-    )
-    model: str | None = Field(
-        None,
-        description="Hugging Face directory that the servers start from, such as an fp8 copy of model.path; null: "
-        "model.path",
-    )
-    count: Size = Field(1, description="number of servers in the group")
-    urls: tuple[str, ...] = Field(
-        (),
-        description="addresses of servers that run already, http://HOST:PORT each, in place of `count`; slimx never "
-        "ends them",
-    )
-    api_key_env: str | None = Field(
-        None,
-        description="environment variable of the driver with the key that the servers of `urls` ask for generation "
-        "(SGLang's --api-key); null: they ask for none",
-    )
-    admin_api_key_env: str | None = Field(
-        None,
-        description="environment variable of the driver with the key that they ask for control calls "
-        "(--admin-api-key); null: api_key_env's",
-    )
-    nodes: Size = Field(1, description="machines that one server spans (nnodes), each with an equal share of its ranks")
-    max_total_tokens: Amount | None = Field(None, description="KV-cache room in tokens; null: SGLang decides")
-    threads: Size = Field(1, description="CPU threads of each rank of a server (CPU only)")
-    tensor: Size = Field(1, description="tensor parallel size of a server (SGLang's tp_size)")
-    expert: Size = Field(1, description="expert parallel size of a server (ep_size); divides tensor")
-    pipeline: Size = Field(1, description="pipeline parallel size of a server (pp_size)")
-    dp_attention: Size = Field(
-        1, description="copies of the attention in a server (dp_size with enable_dp_attention); divides tensor"
-    )
-    sglang: dict[str, Any] = Field(
-        default_factory=dict, description="fields of SGLang's ServerArgs, passed through after a check"
-    )
+    name: str = "actor"
+    """Name of the group in logs and metrics, and in hooks (`ctx.engines[name]`)."""
+    role: Literal["regular", "prefill", "decode"] = "regular"
+    """Prefill, decode: SGLang's disaggregation, in which one server computes the KV of prompts and another samples;
+    regular: each server does both."""
+    frozen: bool = False
+    """true: another model (a judge, a reward model, a teacher) that weights are never published to, behind a router of
+    its own; hooks reach it by the group's name."""
+    model: str | None = None
+    """Hugging Face directory that the servers start from, such as an fp8 copy of model.path; null: model.path."""
+    count: Size = 1
+    """Number of servers in the group."""
+    urls: tuple[str, ...] = ()
+    """Addresses of servers that run already, http://HOST:PORT each, in place of `count`; slimx never ends them."""
+    api_key_env: str | None = None
+    """Environment variable of the driver with the key that the servers of `urls` ask for generation (SGLang's
+    --api-key); null: they ask for none."""
+    admin_api_key_env: str | None = None
+    """Environment variable of the driver with the key that they ask for control calls (--admin-api-key); null:
+    api_key_env's."""
+    nodes: Size = 1
+    """Machines that one server spans (nnodes), each with an equal share of its ranks."""
+    max_total_tokens: Amount | None = None
+    """KV-cache room in tokens; null: SGLang decides."""
+    threads: Size = 1
+    """CPU threads of each rank of a server (CPU only)."""
+    tensor: Size = 1
+    """Tensor parallel size of a server (SGLang's tp_size)."""
+    expert: Size = 1
+    """Expert parallel size of a server (ep_size); divides tensor."""
+    pipeline: Size = 1
+    """Pipeline parallel size of a server (pp_size)."""
+    dp_attention: Size = 1
+    """Copies of the attention in a server (dp_size with enable_dp_attention); divides tensor."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Fields of SGLang's ServerArgs, passed through after a check."""
 
     @property
     def where(self) -> str:
@@ -214,21 +206,16 @@ def check_groups(groups: Sequence[Engines]) -> None:
 
 
 class Health(Section):
-    interval: Seconds = Field(5, description="seconds between two checks of /health_generate, and of the router")
-    timeout: Seconds = Field(30, description="seconds that one check may take")
-    threshold: Amount = Field(
-        3, description="failed checks in a row after which an engine, or the router, is started again"
-    )
-    restarts: Count = Field(
-        5,
-        description="times in a row that each engine, each router and the courier of a transport may be started again; "
-        "0: never",
-    )
-    stable_after: Seconds = Field(
-        600, description="seconds that a part must have served for its earlier restarts to count no more"
-    )
-    outage_deadline: Seconds = Field(
-        3600,
-        description="seconds that a run waits for an engine while none runs, before it ends; rollouts wait meanwhile, "
-        "and their deadlines stand still",
-    )
+    interval: Seconds = 5
+    """Seconds between two checks of /health_generate, and of the router."""
+    timeout: Seconds = 30
+    """Seconds that one check may take."""
+    threshold: Amount = 3
+    """Failed checks in a row after which an engine, or the router, is started again."""
+    restarts: Count = 5
+    """Times in a row that each engine, each router and the courier of a transport may be started again; 0: never."""
+    stable_after: Seconds = 600
+    """Seconds that a part must have served for its earlier restarts to count no more."""
+    outage_deadline: Seconds = 3600
+    """Seconds that a run waits for an engine while none runs, before it ends; rollouts wait meanwhile, and their
+    deadlines stand still."""

@@ -4,40 +4,32 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from slimx.config.section import Positive, Seconds, Section
 
 
 class Publish(Section):
-    bucket_mib: Positive = Field(512, description="size of one bucket of weights in MiB")
-    encoding: Literal["auto", "hf", "local"] = Field(
-        "auto",
-        description="hf: tensors with Hugging Face names, which any engine loads; local: each engine rank's own bytes "
-        "in its fused layout; auto: local where slimx knows that layout",
-    )
-    quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = Field(
-        None,
-        description="rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode "
-        "those that the trainer computes with, too; null: none",
-    )
-    transport: Literal["memory", "cuda_ipc", "gloo", "nccl", "disk"] = Field(
-        "memory",
-        description="memory: engines on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; gloo: "
-        "over the network; nccl: over the network from GPU to GPU; disk: through files that both sides see, from which "
-        "an engine that was lost catches up without the trainers",
-    )
-    directory: str | None = Field(None, description="directory of the disk transport; null: run.dir/publish")
-    staging: Literal["model", "bucket"] = Field(
-        "model",
-        description="model: engines serve while everything is staged, in memory for a whole model (host memory; with "
-        "cuda_ipc and nccl the engine's GPUs hold it twice); bucket: they are paused and copy each bucket as it comes, "
-        "in memory for two buckets",
-    )
-    deadline: Seconds = Field(300, description="seconds for one publication")
-    engine_deadline: Seconds = Field(
-        120, description="seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined"
-    )
+    bucket_mib: Positive = 512
+    """Size of one bucket of weights in MiB."""
+    encoding: Literal["auto", "hf", "local"] = "auto"
+    """hf: tensors with Hugging Face names, which any engine loads; local: each engine rank's own bytes in its fused
+    layout; auto: local where slimx knows that layout."""
+    quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = None
+    """Rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode those that the
+    trainer computes with, too; null: none."""
+    transport: Literal["memory", "cuda_ipc", "gloo", "nccl", "disk"] = "memory"
+    """memory: engines on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; gloo: over the network;
+    nccl: over the network from GPU to GPU; disk: through files that both sides see, from which an engine that was lost
+    catches up without the trainers."""
+    directory: str | None = None
+    """Directory of the disk transport; null: run.dir/publish."""
+    staging: Literal["model", "bucket"] = "model"
+    """model: engines serve while everything is staged, in memory for a whole model (host memory; with cuda_ipc and nccl
+    the engine's GPUs hold it twice); bucket: they are paused and copy each bucket as it comes, in memory for two
+    buckets."""
+    deadline: Seconds = 300
+    """Seconds for one publication."""
+    engine_deadline: Seconds = 120
+    """Seconds for one step of one engine (a bucket, the copy, ...); a later one is quarantined."""
 
     @property
     def on_device(self) -> bool:

@@ -13,34 +13,35 @@ from slimx.config.section import Label, Real, Seconds, Section, Size
 class RewardPart(Section):
     """One of several rewards that are summed, or one for the prompts of one dataset."""
 
-    name: str = Field(description="name of the part in metrics and samples")
-    function: str = Field(description="dotted path of the reward hook")
-    weight: Real = Field(1.0, description="factor of everything that the hook returns")
-    where: dict[str, str | Label | Real | bool] = Field(
-        default_factory=dict,
-        description="metadata that a prompt must have for this part to judge it, such as {dataset: gsm8k}; {}: any",
-    )
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the hook")
+    name: str
+    """Name of the part in metrics and samples."""
+    function: str
+    """Dotted path of the reward hook."""
+    weight: Real = 1.0
+    """Factor of everything that the hook returns."""
+    where: dict[str, str | Label | Real | bool] = Field(default_factory=dict)
+    """Metadata that a prompt must have for this part to judge it, such as {dataset: gsm8k}; {}: any."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the hook."""
 
 
 class Reward(Section):
-    function: str | None = Field("slimx.rewards.exact.reward", description="dotted path of the reward hook; null: none")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `function`")
-    scope: Literal["trajectory", "group"] = Field(
-        "trajectory",
-        description="what one call of `function` judges: a trajectory, or all trajectories of a prompt at once, "
-        "reward(ctx, group) -> one number (or dict) for each",
-    )
-    parts: tuple[RewardPart, ...] = Field(
-        (), description="several hooks instead of `function`: a reward is the weighted sum of those that fit the prompt"
-    )
-    isolation: Literal["auto", "thread", "process"] = Field(
-        "auto",
-        description="where reward calls run. thread: in the driver; process: in processes that are killed at the "
-        "deadline; auto: process where a hook asks for it (math does)",
-    )
-    deadline: Seconds = Field(60, description="seconds for one reward call, all parts together")
-    workers: Size = Field(8, description="reward calls that run at once (threads or processes)")
+    function: str | None = "slimx.rewards.exact.reward"
+    """Dotted path of the reward hook; null: none."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `function`."""
+    scope: Literal["trajectory", "group"] = "trajectory"
+    """Unit that one call of `function` judges: a trajectory, or all trajectories of a prompt at once, reward(ctx,
+    group) -> one number (or dict) for each."""
+    parts: tuple[RewardPart, ...] = ()
+    """Several hooks instead of `function`: a reward is the weighted sum of those that fit the prompt."""
+    isolation: Literal["auto", "thread", "process"] = "auto"
+    """Place of reward calls. thread: in the driver; process: in processes that are killed at the deadline; auto:
+    process where a hook asks for it (math does)."""
+    deadline: Seconds = 60
+    """Seconds for one reward call, all parts together."""
+    workers: Size = 8
+    """Reward calls that run at once (threads or processes)."""
 
     @property
     def given(self) -> bool:

@@ -15,13 +15,16 @@ MAX_SUPPORT = 4096
 
 
 class Sampling(Section):
-    temperature: Weight = Field(1.0, description="softmax temperature; 0 is greedy")
+    temperature: Weight = 1.0
+    """Softmax temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description=f"nucleus mass kept, of at most {MAX_SUPPORT} candidates"
     )
     top_k: int = Field(-1, ge=-1, le=LARGEST, description=f"candidates kept, at most {MAX_SUPPORT}; -1: all")
-    max_new_tokens: Amount = Field(1024, description="tokens sampled per turn, at most")
-    stop_token_ids: tuple[Count, ...] = Field((), description="extra ids that end a turn (the model's eos always does)")
+    max_new_tokens: Amount = 1024
+    """Tokens sampled per turn, at most."""
+    stop_token_ids: tuple[Count, ...] = ()
+    """Extra ids that end a turn (the model's eos always does)."""
 
     @model_validator(mode="after")
     def _supported(self) -> Sampling:
@@ -42,8 +45,10 @@ class Sampling(Section):
 
 
 class Proxy(Section):
-    host: str = Field("127.0.0.1", description="address by which agents reach the run; beyond loopback unencrypted")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="port; 0: any that is free")
+    host: str = "127.0.0.1"
+    """Address by which agents reach the run; beyond loopback unencrypted."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port; 0: any that is free."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Proxy:
@@ -58,55 +63,55 @@ class Proxy(Section):
 
 
 class Rollout(Section):
-    prompts: str = Field(description="JSONL file of prompts: {messages | token_ids, answer, metadata}")
-    prompts_per_step: Amount = Field(32, description="prompts (groups) trained per step")
-    over_sampling: float | None = Field(
-        None,
-        ge=1,
-        le=1_000_000,
-        description="groups in flight while a step waits for its own, over prompts_per_step, rounded up; null: "
-        "max_staleness + 1 - window, as many as can be trained in time. Those that cannot are generated anew",
-    )
-    partial: bool = Field(
-        False,
-        description="engines rest while trainers train: unfinished rollouts are interrupted, keep their tokens, and go "
-        "on in the next step; needs schedule.max_staleness",
-    )
-    group_size: Amount = Field(8, description="rollouts per prompt")
-    generate: str = Field("slimx.rollout.single_turn.generate", description="dotted path of the data-generation hook")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of `generate`")
-    filter: str | None = Field(None, description="dotted path of the group filter: keep(group) -> bool | reason")
-    replay: str | None = Field(
-        None,
-        description="directory of a run whose saved rollouts (`track.rollouts`) are trained again, step by step; no "
-        "engine is started and nothing is generated",
-    )
-    engines: tuple[Engines, ...] = Field((Engines(),), description="groups of servers; empty: no generation (SFT)")
+    prompts: str
+    """JSONL file of prompts: {messages | token_ids, answer, metadata}."""
+    prompts_per_step: Amount = 32
+    """Prompts (groups) trained per step."""
+    over_sampling: float | None = Field(None, ge=1, le=1_000_000)
+    """Groups in flight while a step waits for its own, over prompts_per_step, rounded up; null: max_staleness + 1 -
+    window, as many as can be trained in time. Those that cannot are generated anew."""
+    partial: bool = False
+    """Engines rest while trainers train: unfinished rollouts are interrupted, keep their tokens, and go on in the next
+    step; needs schedule.max_staleness."""
+    group_size: Amount = 8
+    """Rollouts per prompt."""
+    generate: str = "slimx.rollout.single_turn.generate"
+    """Dotted path of the data-generation hook."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `generate`."""
+    filter: str | None = None
+    """Dotted path of the group filter: keep(group) -> bool | reason."""
+    replay: str | None = None
+    """Directory of a run whose saved rollouts (`track.rollouts`) are trained again, step by step; no engine is started
+    and nothing is generated."""
+    engines: tuple[Engines, ...] = (Engines(),)
+    """Groups of servers; empty: no generation (SFT)."""
     sampling: Sampling = Sampling()
     proxy: Proxy = Proxy()
-    max_prompt_tokens: Amount = Field(1024, description="longer prompts are refused before the run starts")
-    concurrency: Amount = Field(256, description="requests of rollouts to the engines in flight, at most")
-    max_rollouts: Amount = Field(4096, description="rollouts in flight, at most, those whose tools run included")
-    affinity: Literal["prefix", "group", "rollout"] = Field(
-        "prefix",
-        description="requests that go to one engine: those that share a long prefix (unless it is far busier than the "
-        "others), all of a prompt's rollouts, or all of one rollout",
-    )
-    request_deadline: Seconds = Field(600, description="seconds for one request to an engine")
-    request_retries: Count = Field(2, description="times that a request is sent again when its engine was lost")
-    rollout_deadline: Seconds = Field(
-        1800,
-        description="seconds for one rollout; its waits for `concurrency` and for engines that rest are not counted",
-    )
-    interrupt_deadline: Seconds = Field(
-        30,
-        description="seconds for interrupted requests (between the steps of engines that rest, and before a run that "
-        "leaves is saved) to come back with their tokens; those that do not are asked for again, and lose what they "
-        "sampled since",
-    )
-    max_failed_share: Share = Field(0.1, description="share of a step's groups that may fail before the run stops")
-    routed_experts: bool = Field(True, description="return each token's experts with the completion (MoE)")
-    gap_probe: Count = Field(4, description="rollouts re-scored by an engine per step where no token is on-version")
+    max_prompt_tokens: Amount = 1024
+    """Longer prompts are refused before the run starts."""
+    concurrency: Amount = 256
+    """Requests of rollouts to the engines in flight, at most."""
+    max_rollouts: Amount = 4096
+    """Rollouts in flight, at most, those whose tools run included."""
+    affinity: Literal["prefix", "group", "rollout"] = "prefix"
+    """Requests that go to one engine: those that share a long prefix (unless it is far busier than the others), all of
+    a prompt's rollouts, or all of one rollout."""
+    request_deadline: Seconds = 600
+    """Seconds for one request to an engine."""
+    request_retries: Count = 2
+    """Times that a request is sent again when its engine was lost."""
+    rollout_deadline: Seconds = 1800
+    """Seconds for one rollout; its waits for `concurrency` and for engines that rest are not counted."""
+    interrupt_deadline: Seconds = 30
+    """Seconds for interrupted requests (between the steps of engines that rest, and before a run that leaves is saved)
+    to come back with their tokens; those that do not are asked for again, and lose what they sampled since."""
+    max_failed_share: Share = 0.1
+    """Share of a step's groups that may fail before the run stops."""
+    routed_experts: bool = True
+    """Return each token's experts with the completion (MoE)."""
+    gap_probe: Count = 4
+    """Rollouts re-scored by an engine per step where no token is on-version."""
     health: Health = Health()
 
     @property
@@ -153,16 +158,18 @@ class Rollout(Section):
 
 
 class Eval(Section):
-    prompts: str | dict[str, str] | None = Field(
-        None, description="JSONL file of held-out prompts, or several by name; null: no evaluation"
-    )
-    every: Count = Field(0, description="steps between evaluations; 0: only before and after")
-    samples: Amount = Field(
-        1, description="answers per prompt: eval/accuracy is their mean reward (avg@k), eval/pass@k is for k up to this"
-    )
-    temperature: Weight = Field(0.0, description="softmax temperature of the answers; 0: greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus mass kept where it is not greedy")
-    passing: Real = Field(1.0, description="reward from which an answer counts as right in pass@k")
+    prompts: str | dict[str, str] | None = None
+    """JSONL file of held-out prompts, or several by name; null: no evaluation."""
+    every: Count = 0
+    """Steps between evaluations; 0: only before and after."""
+    samples: Amount = 1
+    """Answers per prompt: eval/accuracy is their mean reward (avg@k), eval/pass@k is for k up to this."""
+    temperature: Weight = 0.0
+    """Softmax temperature of the answers; 0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass kept where it is not greedy."""
+    passing: Real = 1.0
+    """Reward from which an answer counts as right in pass@k."""
 
     @property
     def files(self) -> dict[str, str]:

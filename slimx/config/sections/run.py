@@ -13,41 +13,38 @@ from slimx.runtime.ports import LOOPBACK
 
 
 class RunSection(Section):
-    name: str = Field("run", description="name of the run in trackers and the report")
-    dir: str = Field(description="directory that holds everything the run writes")
-    seed: int = Field(1, ge=0, le=2**63 - 1, description="seed of prompt order, sampling and initialisation")
-    resume: Literal["auto", "never", "must"] = Field(
-        "auto", description="auto: continue from the newest complete checkpoint in `run.dir` if there is one"
-    )
-    fork: str | None = Field(
-        None,
-        description="checkpoint of another run (RUN/checkpoints/iter_NNNNNNN) that this one continues from, optimizer "
-        "and waiting groups included, while run.dir has none of its own",
-    )
+    name: str = "run"
+    """Name of the run in trackers and the report."""
+    dir: str
+    """Directory that holds everything the run writes."""
+    seed: int = Field(1, ge=0, le=2**63 - 1)
+    """Seed of prompt order, sampling and initialisation."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: continue from the newest complete checkpoint in `run.dir` if there is one."""
+    fork: str | None = None
+    """Checkpoint of another run (RUN/checkpoints/iter_NNNNNNN) that this one continues from, optimizer and waiting
+    groups included, while run.dir has none of its own."""
 
 
 class Model(Section):
-    path: str = Field(description="Hugging Face directory: config.json, tokenizer and safetensors")
-    family: str | None = Field(
-        None,
-        description="dotted path of a module that says how to build the model, for an architecture that slimx does not "
-        "bring (docs/models.md); null: the one of config.json's architecture",
-    )
+    path: str
+    """Hugging Face directory: config.json, tokenizer and safetensors."""
+    family: str | None = None
+    """Dotted path of a module that says how to build the model, for an architecture that slimx does not bring
+    (docs/models.md); null: the one of config.json's architecture."""
 
 
 class Numerics(Section):
-    mode: Literal["fast", "exact"] = Field(
-        "fast",
-        description="fast: stock kernels on both sides, the gap is measured; exact: the same operations in the same "
-        "order on both sides, so that log-probs are equal to the last bit (docs/numerics.md says what is covered)",
-    )
-    leaves: Size | None = Field(
-        None,
-        description="exact: parts, a power of two, into which the sums of row-parallel products are cut on both sides, "
-        "so that every tensor parallel size of trainer and engines divides them; null: the largest of those sizes",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of parameters and activations")
-    router_dtype: Literal["float32"] = Field("float32", description="dtype of the router's logits and softmax")
+    mode: Literal["fast", "exact"] = "fast"
+    """fast: stock kernels on both sides, the gap is measured; exact: the same operations in the same order on both
+    sides, so that log-probs are equal to the last bit (docs/numerics.md says what is covered)."""
+    leaves: Size | None = None
+    """exact: parts, a power of two, into which the sums of row-parallel products are cut on both sides, so that every
+    tensor parallel size of trainer and engines divides them; null: the largest of those sizes."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of parameters and activations."""
+    router_dtype: Literal["float32"] = "float32"
+    """Dtype of the router's logits and softmax."""
 
     @property
     def exact(self) -> bool:
@@ -56,37 +53,33 @@ class Numerics(Section):
 
 
 class Cluster(Section):
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU, else cpu")
-    ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts a local one")
-    trusted_network: bool | str | None = Field(
-        None,
-        description="network on which nobody but this run's users sends anything: true, or its CIDR, in which every "
-        "machine's servers then take their address (without it: the one by which Ray knows the machine). Engines with "
-        "`dp_attention` over several `nodes` need it (docs/engines.md)",
-    )
-    start_deadline: Seconds = Field(300, description="seconds until Ray, trainers and engines must be up")
-    ray_deadline: Seconds = Field(
-        45, description="seconds in which Ray's processes must answer; later the run ends, and says which is silent"
-    )
-    stop_deadline: Seconds = Field(
-        120, description="seconds from a signal or a failure until the process ends, in order or not"
-    )
-    cpu_affinity: Literal["auto", "none"] = Field(
-        "auto", description="auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere"
-    )
-    gpu: Literal["h100", "h200", "gb300"] | None = Field(
-        None,
-        description="GPUs that `slimx plan` plans for; it knows memory, links and GPUs per node of each. null: whether "
-        "memory suffices is not judged",
-    )
-    gpu_memory_gib: Positive | None = Field(None, description="GiB of one GPU for `slimx plan`; null: by `gpu`")
-    gpus_per_node: Size | None = Field(
-        None, description="GPUs of a node for `slimx plan`; null: by `gpu`, 8 without one"
-    )
-    nodes: Size | None = Field(None, description="nodes that the run gets, for `slimx plan`; null: as many as it needs")
-    host_memory_gib: Positive | None = Field(
-        None, description="GiB of a node's host memory for `slimx plan`; null: not judged"
-    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where torch sees a GPU, else cpu."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster; null starts a local one."""
+    trusted_network: bool | str | None = None
+    """Network on which nobody but this run's users sends anything: true, or its CIDR, in which every machine's servers
+    then take their address (without it: the one by which Ray knows the machine). Engines with `dp_attention` over
+    several `nodes` need it (docs/engines.md)."""
+    start_deadline: Seconds = 300
+    """Seconds until Ray, trainers and engines must be up."""
+    ray_deadline: Seconds = 45
+    """Seconds in which Ray's processes must answer; later the run ends, and says which is silent."""
+    stop_deadline: Seconds = 120
+    """Seconds from a signal or a failure until the process ends, in order or not."""
+    cpu_affinity: Literal["auto", "none"] = "auto"
+    """auto: each trainer rank runs on the CPUs next to its GPU (NVML); none: anywhere."""
+    gpu: Literal["h100", "h200", "gb300"] | None = None
+    """GPUs that `slimx plan` plans for; it knows memory, links and GPUs per node of each. null: whether memory suffices
+    is not judged."""
+    gpu_memory_gib: Positive | None = None
+    """GiB of one GPU for `slimx plan`; null: by `gpu`."""
+    gpus_per_node: Size | None = None
+    """GPUs of a node for `slimx plan`; null: by `gpu`, 8 without one."""
+    nodes: Size | None = None
+    """Nodes that the run gets, for `slimx plan`; null: as many as it needs."""
+    host_memory_gib: Positive | None = None
+    """GiB of a node's host memory for `slimx plan`; null: not judged."""
 
     @property
     def network(self) -> str | None:
@@ -111,22 +104,26 @@ class Cluster(Section):
 
 
 class SavedRollouts(Section):
-    every: Count = Field(
-        1, description="steps between files RUN/rollouts/step-NNNNNNN.groups with all groups of a step; 0: none"
-    )
-    keep: Count = Field(10, description="newest of these files that stay; 0: all do")
-    routes: bool = Field(
-        False,
-        description="keep the experts of each token too (MoE), several hundred bytes each for a large model; "
-        "`rollout.replay` needs them with trainer.moe.routing_replay=R3",
-    )
+    every: Count = 1
+    """Steps between files RUN/rollouts/step-NNNNNNN.groups with all groups of a step; 0: none."""
+    keep: Count = 10
+    """Newest of these files that stay; 0: all do."""
+    routes: bool = False
+    """Keep the experts of each token too (MoE), several hundred bytes each for a large model; `rollout.replay` needs
+    them with trainer.moe.routing_replay=R3."""
 
 
 class Track(Section):
-    tensorboard: bool = Field(True, description="write RUN/tensorboard")
-    wandb: bool = Field(False, description="log to Weights & Biases (needs the wandb package)")
-    project: str = Field("slimx", description="project name for wandb")
+    tensorboard: bool = True
+    """Write RUN/tensorboard."""
+    wandb: bool = False
+    """Log to Weights & Biases (needs the wandb package)."""
+    project: str = "slimx"
+    """Project name for wandb."""
     rollouts: SavedRollouts = SavedRollouts()
-    samples: Count = Field(8, description="rollouts written to RUN/samples.jsonl per recorded step")
-    samples_every: Amount = Field(10, description="steps between recorded samples")
-    report: bool = Field(True, description="write RUN/report.html when the run ends")
+    samples: Count = 8
+    """Rollouts written to RUN/samples.jsonl per recorded step."""
+    samples_every: Amount = 10
+    """Steps between recorded samples."""
+    report: bool = True
+    """Write RUN/report.html when the run ends."""

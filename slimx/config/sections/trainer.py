@@ -13,72 +13,66 @@ from slimx.errors import SlimxError
 
 
 class Optimizer(Section):
-    lr: Positive = Field(1e-6, description="peak learning rate")
-    min_lr: Weight = Field(0.0, description="learning rate at the end of the decay")
-    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape from lr to min_lr")
-    warmup_steps: Count = Field(0, description="optimizer updates of linear warm-up from 0")
-    weight_decay: Weight = Field(0.0, description="decoupled weight decay (not on norms and biases)")
-    no_weight_decay: tuple[str, ...] = Field(
-        (), description="globs over Megatron or Hugging Face names of further parameters without weight decay"
-    )
-    betas: tuple[Share, Share] = Field((0.9, 0.95), description="Adam's moment decay rates")
-    eps: Positive = Field(1e-8, description="Adam's epsilon")
-    clip_grad: Weight = Field(1.0, description="global gradient norm above which gradients are scaled; 0: never")
-    max_skipped: Count = Field(
-        3,
-        description="optimizer steps in a row that may be skipped because a gradient is infinite or not a number; the "
-        "run stops at the last of them; 0: never",
-    )
-    offload_fraction: Share = Field(
-        0.0,
-        description="share of Adam's moments that lies in (pinned) host memory and visits the device in pieces of 512 "
-        "MiB at each step",
-    )
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    min_lr: Weight = 0.0
+    """Learning rate at the end of the decay."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape from lr to min_lr."""
+    warmup_steps: Count = 0
+    """Optimizer updates of linear warm-up from 0."""
+    weight_decay: Weight = 0.0
+    """Decoupled weight decay (not on norms and biases)."""
+    no_weight_decay: tuple[str, ...] = ()
+    """Globs over Megatron or Hugging Face names of further parameters without weight decay."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Adam's moment decay rates."""
+    eps: Positive = 1e-8
+    """Adam's epsilon."""
+    clip_grad: Weight = 1.0
+    """Global gradient norm above which gradients are scaled; 0: never."""
+    max_skipped: Count = 3
+    """Optimizer steps in a row that may be skipped because a gradient is infinite or not a number; the run stops at the
+    last of them; 0: never."""
+    offload_fraction: Share = 0.0
+    """Share of Adam's moments that lies in (pinned) host memory and visits the device in pieces of 512 MiB at each
+    step."""
 
 
 class Recompute(Section):
     """Parts of the forward pass that the backward pass computes again instead of keeping them."""
 
-    granularity: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="none: keep all activations; selective: compute `modules` again; full: keep only layers' inputs",
-    )
+    granularity: Literal["none", "selective", "full"] = "none"
+    """none: keep all activations; selective: compute `modules` again; full: keep only layers' inputs."""
     modules: tuple[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"], ...] = (
-        Field(("core_attn",), description="parts of a layer that selective recomputation covers")
+        "core_attn",
     )
-    method: Literal["uniform", "block"] = Field(
-        "uniform",
-        description="full: uniform covers all layers, in units of `layers`; block only the first `layers` of a stage",
-    )
-    layers: Amount = Field(1, description="full: layers of a unit (uniform) or layers covered (block)")
+    """Parts of a layer that selective recomputation covers."""
+    method: Literal["uniform", "block"] = "uniform"
+    """full: uniform covers all layers, in units of `layers`; block only the first `layers` of a stage."""
+    layers: Amount = 1
+    """full: layers of a unit (uniform) or layers covered (block)."""
 
 
 class Moe(Section):
     """Routing: how tokens choose and reach their experts (docs/concepts.md explains each term)."""
 
-    dispatcher: Literal["alltoall", "flex"] = Field(
-        "alltoall", description="alltoall: collectives of torch.distributed; flex: kernels of `flex_backend` (CUDA)"
-    )
-    flex_backend: Literal["deepep", "hybridep"] = Field(
-        "deepep", description="library behind the flex dispatcher; hybridep spans NVLink domains of GB300"
-    )
-    routing_replay: Literal["none", "R2", "R3"] = Field(
-        "none",
-        description="experts of a training pass. none: the router's own choice; R2: what it chose under the weights "
-        "before the step's first update (one more forward pass); R3: what the engine chose",
-    )
-    aux_loss_coef: Weight = Field(0.0, description="weight of each MoE layer's load-balancing loss; 0: none")
-    aux_loss_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
-        "seq_aux_loss",
-        description="tokens over which load is balanced: aux_loss a micro-batch, seq_aux_loss each sequence, "
-        "global_aux_loss all micro-batches of the update so far",
-    )
-    z_loss_coef: Weight = Field(
-        0.0, description="weight of each MoE layer's mean squared logsumexp of the router's logits; 0: none"
-    )
-    bias_update_rate: Weight = Field(
-        0.0, description="step of each expert's selection bias towards equal load, after every update; 0: none"
-    )
+    dispatcher: Literal["alltoall", "flex"] = "alltoall"
+    """alltoall: collectives of torch.distributed; flex: kernels of `flex_backend` (CUDA)."""
+    flex_backend: Literal["deepep", "hybridep"] = "deepep"
+    """Library behind the flex dispatcher; hybridep spans NVLink domains of GB300."""
+    routing_replay: Literal["none", "R2", "R3"] = "none"
+    """Experts of a training pass. none: the router's own choice; R2: what it chose under the weights before the step's
+    first update (one more forward pass); R3: what the engine chose."""
+    aux_loss_coef: Weight = 0.0
+    """Weight of each MoE layer's load-balancing loss; 0: none."""
+    aux_loss_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "seq_aux_loss"
+    """Tokens over which load is balanced: aux_loss a micro-batch, seq_aux_loss each sequence, global_aux_loss all
+    micro-batches of the update so far."""
+    z_loss_coef: Weight = 0.0
+    """Weight of each MoE layer's mean squared logsumexp of the router's logits; 0: none."""
+    bias_update_rate: Weight = 0.0
+    """Step of each expert's selection bias towards equal load, after every update; 0: none."""
 
     @model_validator(mode="after")
     def _balanced(self) -> Moe:
@@ -110,75 +104,64 @@ _ROUTING = {
 class RankLayout(Section):
     """Parallel sizes of a model that is trained on ranks of its own."""
 
-    world_size: Size = Field(1, description="number of ranks (processes; one GPU each on CUDA)")
-    tensor: Size = Field(1, description="tensor parallel size (TP); sequence parallel follows it")
-    pipeline: Size = Field(1, description="pipeline parallel size (PP)")
-    virtual_pipeline: Size = Field(
-        1, description="model chunks of each pipeline rank, interleaved (VPP): smaller bubbles, more messages"
-    )
-    layers_per_stage: tuple[Count, ...] | None = Field(
-        None,
-        description="decoder layers of each stage, pipeline x virtual_pipeline numbers in the order of the forward "
-        "pass; null: equal",
-    )
-    context: Size = Field(1, description="context parallel size (CP): ranks that share each sequence, in zigzag halves")
-    data: Size | None = Field(None, description="data parallel size (DP); null: what remains of world_size")
-    expert: Size = Field(1, description="expert parallel size (EP)")
-    expert_tensor: Size | None = Field(
-        None, description="tensor parallel size inside an expert (ETP); null: TP, as in Megatron-LM"
-    )
+    world_size: Size = 1
+    """Number of ranks (processes; one GPU each on CUDA)."""
+    tensor: Size = 1
+    """Tensor parallel size (TP); sequence parallel follows it."""
+    pipeline: Size = 1
+    """Pipeline parallel size (PP)."""
+    virtual_pipeline: Size = 1
+    """Model chunks of each pipeline rank, interleaved (VPP): smaller bubbles, more messages."""
+    layers_per_stage: tuple[Count, ...] | None = None
+    """Decoder layers of each stage, pipeline x virtual_pipeline numbers in the order of the forward pass; null:
+    equal."""
+    context: Size = 1
+    """Context parallel size (CP): ranks that share each sequence, in zigzag halves."""
+    data: Size | None = None
+    """Data parallel size (DP); null: what remains of world_size."""
+    expert: Size = 1
+    """Expert parallel size (EP)."""
+    expert_tensor: Size | None = None
+    """Tensor parallel size inside an expert (ETP); null: TP, as in Megatron-LM."""
 
 
 class Trainer(RankLayout):
-    load: str | None = Field(
-        None,
-        description="initial weights: a Hugging Face directory, or a Megatron-LM checkpoint (torch_dist) such as those "
-        "of slime, Miles and slimx itself; null: model.path",
-    )
-    distributed_optimizer: bool = Field(True, description="shard the optimizer's state over DP ranks")
-    max_tokens_per_microbatch: Amount = Field(8192, description="tokens packed into one forward pass, at most")
-    balance: Literal["tokens", "flops"] = Field(
-        "flops",
-        description="what DP ranks and micro-batches get equal amounts of: tokens, or FLOPs by the model's sizes "
-        "(a n + b n^2 for a sequence of n tokens)",
-    )
-    logprob_chunk_tokens: Amount | None = Field(
-        None,
-        description="tokens of a rank whose logits exist at once, in forward and backward; null: as many as make 256 "
-        "MiB of fp32 logits, at least 128",
-    )
-    attention: Literal["auto", "flash", "fused", "unfused"] = Field(
-        "auto",
-        description="kernel of the attention: flash (flash-attn), fused (cuDNN), unfused (Transformer Engine's own, or "
-        "torch without it); auto: the fastest that the machine has",
-    )
+    load: str | None = None
+    """Initial weights: a Hugging Face directory, or a Megatron-LM checkpoint (torch_dist) such as those of slime, Miles
+    and slimx itself; null: model.path."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer's state over DP ranks."""
+    max_tokens_per_microbatch: Amount = 8192
+    """Tokens packed into one forward pass, at most."""
+    balance: Literal["tokens", "flops"] = "flops"
+    """Measure by which DP ranks and micro-batches get equal amounts: tokens, or FLOPs by the model's sizes (a n + b n^2
+    for a sequence of n tokens)."""
+    logprob_chunk_tokens: Amount | None = None
+    """Tokens of a rank whose logits exist at once, in forward and backward; null: as many as make 256 MiB of fp32
+    logits, at least 128."""
+    attention: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    """Kernel of the attention: flash (flash-attn), fused (cuDNN), unfused (Transformer Engine's own, or torch without
+    it); auto: the fastest that the machine has."""
     moe: Moe = Moe()
     recompute: Recompute = Recompute()
-    threads: Size = Field(1, description="CPU threads of one trainer rank")
-    deadline: Seconds = Field(1800, description="seconds that one call to all trainer ranks may take")
-    watch_deadline: Seconds = Field(
-        60,
-        description="seconds that a rank may be silent between two calls, or stopped; then the run ends and names it",
-    )
-    offload: bool = Field(
-        True,
-        description="with schedule.colocate: weights, gradients and optimizer state leave the device for (pinned) host "
-        "memory while engines generate",
-    )
-    memory_margin_mib: Count = Field(
-        1024,
-        description="MiB of GPU memory that must be free before a training step; below it the caches are freed, then "
-        "the run stops and names the biggest holders; 0: no check (nor on the CPU)",
-    )
-    freeze: tuple[str, ...] = Field(
-        (),
-        description="globs over Megatron or Hugging Face names of parameters that are not trained, such as "
-        "'*.mlp.gate.weight'; they still publish and stand in checkpoints",
-    )
+    threads: Size = 1
+    """CPU threads of one trainer rank."""
+    deadline: Seconds = 1800
+    """Seconds that one call to all trainer ranks may take."""
+    watch_deadline: Seconds = 60
+    """Seconds that a rank may be silent between two calls, or stopped; then the run ends and names it."""
+    offload: bool = True
+    """With schedule.colocate: weights, gradients and optimizer state leave the device for (pinned) host memory while
+    engines generate."""
+    memory_margin_mib: Count = 1024
+    """MiB of GPU memory that must be free before a training step; below it the caches are freed, then the run stops and
+    names the biggest holders; 0: no check (nor on the CPU)."""
+    freeze: tuple[str, ...] = ()
+    """Globs over Megatron or Hugging Face names of parameters that are not trained, such as '*.mlp.gate.weight'; they
+    still publish and stand in checkpoints."""
     optimizer: Optimizer = Optimizer()
-    megatron: dict[str, Any] = Field(
-        default_factory=dict, description="fields of megatron-core's TransformerConfig, passed through after a check"
-    )
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig, passed through after a check."""
 
     @property
     def data_size(self) -> int:

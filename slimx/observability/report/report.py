@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
 from slimx.observability.report.charts import Chart
 from slimx.observability.report.curves import curves
-from slimx.observability.report.page import POLICY, STYLE, page_template
 from slimx.observability.report.phase_charts import phase_charts
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
@@ -41,7 +41,10 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     runs = [read_run(Path(directory)) for directory in run_dirs]
     figures = _FigureWriter()
     sections = [_section(run, figures, share=len(runs)) for run in runs]
-    html = page_template().render(title=title, policy=POLICY, style=STYLE, runs=sections)
+    pages = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    html = pages.get_template("page.html").render(title=title, runs=sections)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(html, encoding="utf-8")
 

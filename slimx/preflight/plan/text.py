@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rich.filesize import decimal
+
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.preflight.links.model import Stages
 from slimx.preflight.record import (
@@ -241,10 +243,7 @@ def _count(number: int, digits: int) -> str:
 
 
 def _size(nbytes: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} bytes"
+    return decimal(round(nbytes), precision=2)
 
 
 def _gib(nbytes: float) -> str:

@@ -534,4 +534,4 @@ def test_the_page_on_planning_names_every_key_of_the_record():
     text = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
     assert [key for key in PlanReport.model_fields if f"`{key}`" not in text] == []
     described = PlanReport.model_json_schema()["$defs"]["TrainerMemory"]["properties"]
-    assert described["optimizer"]["description"] == "on the device"
+    assert described["optimizer"]["description"] == "On the device."
