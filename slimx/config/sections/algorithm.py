@@ -37,13 +37,13 @@ class Algorithm(Section):
     """A published algorithm: default values of the other keys (docs/algorithms.md has the table)."""
     advantages: str = Field(
         "grpo",
-        description=f"estimator: {', '.join(ADVANTAGES)}; or the dotted path of a hook: advantages(groups) -> "
-        "one number or array [L-1] per trajectory",
+        description=f"Estimator: {', '.join(ADVANTAGES)}; or the dotted path of a hook: advantages(groups) -> "
+        "one number or array [L-1] per trajectory.",
     )
     loss: str = Field(
         "clip",
-        description=f"objective of a token: {', '.join(LOSSES)}; or the dotted path of a hook: loss(inputs) -> "
-        "(loss, metrics), which is then the whole loss",
+        description=f"Objective of a token: {', '.join(LOSSES)}; or the dotted path of a hook: loss(inputs) -> "
+        "(loss, metrics), which is then the whole loss.",
     )
     clip_low: Positive = 0.2
     """Ratio clipped below 1 - clip_low."""

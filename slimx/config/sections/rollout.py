@@ -18,9 +18,9 @@ class Sampling(Section):
     temperature: Weight = 1.0
     """Softmax temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description=f"nucleus mass kept, of at most {MAX_SUPPORT} candidates"
+        1.0, description=f"Nucleus mass kept, of at most {MAX_SUPPORT} candidates."
     )
-    top_k: int = Field(-1, ge=-1, le=LARGEST, description=f"candidates kept, at most {MAX_SUPPORT}; -1: all")
+    top_k: int = Field(-1, ge=-1, le=LARGEST, description=f"Candidates kept, at most {MAX_SUPPORT}; -1: all.")
     max_new_tokens: Amount = 1024
     """Tokens sampled per turn, at most."""
     stop_token_ids: tuple[Count, ...] = ()

@@ -103,8 +103,8 @@ class Tracker:
     """Sends each step's numbers to a JSONL file and to every sink.
 
     The file (`metrics.jsonl`, one StepRecord per line) is the run's record, which the report reads: if it fails, `log`
-    raises. A sink may fail: the failure is counted, its
-    first error is told through `warn`, and `close` tells the count.
+    raises. A sink may fail: the failure is counted, its first error is told through `warn`, and `close` tells the
+    count.
     """
 
     def __init__(
