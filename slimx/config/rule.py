@@ -34,8 +34,8 @@ FACTS = {
     "teacher_weights": "weights",
     "tokenizer": "tokenizer",
 }
-"""What a rule can ask for beside the sections of a configuration (the fields of `slimx.config.schema.Config`), and what
-must be at hand to know it."""
+"""Facts that a rule can ask for beside the sections of a configuration (the fields of `slimx.config.schema.Config`), and
+what must be at hand to know each."""
 NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
 """Things that must be at hand, the cheapest first."""
 

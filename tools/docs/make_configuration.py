@@ -87,7 +87,7 @@ def _nested(model: type[BaseModel], section: str) -> Iterator[tuple[str, type[Ba
 
 
 def _told(field: FieldInfo) -> str:
-    """What the field's docstring says, on one line."""
+    """The field's docstring on one line."""
     return " ".join((field.description or "").split())
 
 
