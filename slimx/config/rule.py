@@ -34,7 +34,7 @@ FACTS = {
     "teacher_weights": "weights",
     "tokenizer": "tokenizer",
 }
-"""Facts that a rule can ask for beside the sections of a configuration (the fields of `slimx.config.schema.Config`), and
+"""Facts that a rule can ask for beside the sections of a configuration (fields of `slimx.config.schema.Config`), and
 what must be at hand to know each."""
 NEEDS = ("configuration", "model", "machine", "weights", "tokenizer")
 """Things that must be at hand, the cheapest first."""

@@ -58,7 +58,6 @@ ENGINES = [
     ("qwen", EngineSizes(tensor=8, expert=4, redundant=4)),
     ("deepseek", EngineSizes(tensor=4, expert=2, attention_data=2)),
     ("fused", EngineSizes(tensor=2, expert=2, pipeline=2, redundant=2)),
-    ("draft", EngineSizes(tensor=2)),
     ("deepseek", None),
 ]
 DTYPE_PAIRS = [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")]

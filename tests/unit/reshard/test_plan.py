@@ -46,8 +46,6 @@ def cases() -> list[tuple[Sizes, str, EngineSizes | None, int]]:
     out: list[tuple[Sizes, str, EngineSizes | None, int]] = []
     for served in SERVED.values():
         for engine in (None, *draw.sample(engine_sizes(served), 6)):
-            if engine is None and served.draft:
-                continue
             out.append((LAYOUTS[len(out) % len(LAYOUTS)], served.name, engine, draw.choice([1, 3000, HUGE])))
     return out
 
