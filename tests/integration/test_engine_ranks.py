@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -124,12 +125,21 @@ def stand(
         routed_experts=read.experts > 0,
     )
     engine = Engine(spec, tmp_path_factory.mktemp("ranks") / "server.log")
+    if name == "qwen3_moe":  # one server starts its ranks as all do on GPUs
+        engine.process.argv.insert(engine.process.argv.index("--"), "--spawn")
     engine.start()
     try:
         asyncio.run(engine.wait_ready(START_S))
         yield Stand(engine, model, load_file(model / "model.safetensors"), layout, asyncio.run(answer(engine)))
     finally:
         asyncio.run(engine.stop())
+
+
+def test_ranks_are_forked_or_spawned(stand: Stand) -> None:
+    """The resource tracker of multiprocessing runs beside spawned processes alone."""
+    processes = psutil.Process(stand.engine.process.pid).children(recursive=True)
+    trackers = [process for process in processes if "multiprocessing.resource_tracker" in " ".join(process.cmdline())]
+    assert len(trackers) == ("--spawn" in stand.engine.process.argv)
 
 
 async def test_each_rank_holds_what_the_engine_layout_says(stand: Stand) -> None:

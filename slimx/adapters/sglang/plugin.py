@@ -30,7 +30,7 @@ from slimx.errors import SlimxError
 
 PROTOCOL = 4
 """Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
-NAME = "slimx"
+NAME, SPAWN = "slimx", "--spawn"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
 RESOLVED = "sglang.srt.server_args.ServerArgs.resolved_dict"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
@@ -61,17 +61,18 @@ def register() -> None:
         sglang_numerics.open_choices()
     # A hook makes SGLang import what it wraps, 3 s of CPU time for the model runner: each process gets only what it
     # runs. SGLang calls this after a spawned child has imported its own main module, and in the server's process before
-    # any of them. On the CPU that process forks the others, which find everything in its place.
+    # any of them. Where that process forks the others, these find everything in its place.
     server = SCHEDULER not in sys.modules and DETOKENIZER not in sys.modules
+    forks = server and is_cpu() and SPAWN not in sys.argv
     if server:
         HookRegistry.register(GENERATE, take_fields, HookType.BEFORE)
         os.memfd_create(LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
     if server or SCHEDULER in sys.modules:
         HookRegistry.register(RESOLVED, without_keys, HookType.AROUND)
         HookRegistry.register(LOADS_PATH, loads_path, HookType.REPLACE)
-    if server and is_cpu():
+    if forks:
         HookRegistry.register(START_METHOD, fork_from_here, HookType.AFTER)
-    if SCHEDULER in sys.modules or (server and is_cpu()):
+    if SCHEDULER in sys.modules or forks:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
         HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
         if is_cpu():
