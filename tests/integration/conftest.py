@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import runpy
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -29,6 +27,7 @@ from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.runtime.ports import free_port
 from tests.integration.recorded import recording_config
 from tests.integration.runs import TrainProcess
+from tests.workers import made_once
 
 if TYPE_CHECKING:
     from tests.integration.family_laboratory import Laboratory
@@ -63,20 +62,14 @@ def task_of_sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tiny_model: Path, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a finished run that wrote its tokens down, one request at a time; all workers of the session look
-    at the one that the first of them made."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    directory, done = shared / "uninterrupted", shared / "uninterrupted.done"
-    with (shared / "uninterrupted.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            shutil.rmtree(directory, ignore_errors=True)  # of a worker that failed
-            process = TrainProcess(recording_config(directory, tiny_model, task_of_sums))
-            assert process.wait() == 0, process.text()
-            process.assert_nothing_left()
-            done.touch()
-    return directory
+    """Directory of a finished run that wrote its tokens down, one request at a time."""
+
+    def run(directory: Path) -> None:
+        process = TrainProcess(recording_config(directory, tiny_model, task_of_sums))
+        assert process.wait() == 0, process.text()
+        process.assert_nothing_left()
+
+    return made_once(tmp_path_factory, "uninterrupted", run)
 
 
 @pytest.fixture(scope="session")

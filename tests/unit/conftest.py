@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, write_checkpoint
-from tests.unit.reshard.cuda_stand import build_emulator
+from tests.unit.reshard.cuda_stand import EMULATOR, build_emulator
+from tests.workers import made_once
 
 
 @pytest.fixture(scope="session")
 def emulator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels of csrc/ on emulated threads, behind the CUDA library's interface."""
-    return build_emulator(tmp_path_factory.mktemp("emulator"))
+    return made_once(tmp_path_factory, "emulator", build_emulator) / EMULATOR
 
 
 @pytest.fixture

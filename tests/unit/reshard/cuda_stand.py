@@ -17,20 +17,21 @@ from slimx.reshard.transports import device, landing
 
 CSRC = Path(__file__).parents[3] / "csrc"
 EMULATION = Path(__file__).with_name("cuda_emulation")
+EMULATOR = "emulator.so"
 DEVICE = torch.device("cpu")
 """The device of torch in whose memory tensors of the emulated device lie."""
 
 
-def build_emulator(folder: Path) -> Path:
-    """The kernels of csrc/*.cuh, compiled with the emulated device.cuh in place of theirs."""
+def build_emulator(folder: Path) -> None:
+    """Compile the kernels of csrc/*.cuh with the emulated device.cuh in place of theirs: `folder`/EMULATOR."""
+    folder.mkdir()
     for source in (*CSRC.glob("*.cuh"), *CSRC.glob("*.h"), *EMULATION.iterdir()):
         shutil.copy(source, folder)
     flags = ["-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]
     checks = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-static-libubsan"]
-    command = ["g++", *flags, *checks, "-shared", "-fPIC", "emulator.cpp", "-o", "emulator.so"]
+    command = ["g++", *flags, *checks, "-shared", "-fPIC", "emulator.cpp", "-o", EMULATOR]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return folder / "emulator.so"
 
 
 def use_emulator(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
