@@ -91,6 +91,7 @@ async def two_engines(tiny_model: Path, weights: Weights, directory: Path) -> As
             "model": {"path": str(tiny_model)},
             "numerics": {"dtype": "float32"},
             "cluster": {"device": "cpu", "start_deadline": RESTART_S},
+            "publish": {"transport": "gloo"},
             "rollout": {
                 "prompts": "none",
                 "engines": [{"name": "actor", "count": 2, "max_total_tokens": 4096}],

@@ -40,3 +40,8 @@ class Publish(Section):
     def one_machine(self) -> bool:
         """True if engines must be on the publisher's machine."""
         return self.transport in ("memory", "cuda_ipc")
+
+    @property
+    def over_channel(self) -> bool:
+        """Returns True if buckets are broadcast over a network."""
+        return self.transport in ("gloo", "nccl")

@@ -43,12 +43,15 @@ class EngineActor:
         network: str | None = LOOPBACK,
         others: tuple[Placement, ...] = (),
         url: str | None = None,
+        channel: bool = False,
     ):
         """`values`: an EngineSpec without what differs between starts. `call_deadline_s`: seconds for one call to the
         server. `network`: in which it takes its address (`slimx.runtime.ports.own_address`). `others`: of a server on
-        several machines, all but the first. `url`: of a server that runs already and is not ours."""
+        several machines, all but the first. `url`: of a server that runs already and is not ours.
+        `channel`: whether buckets come through one."""
         self.values, self.log_path, self.call_deadline_s = values, log_path, call_deadline_s
         self.network, self.host, self.places, self.url = network, own_address(network), others, url
+        self.channel = channel
         self.engine = Engine(self._spec(), log_path)
         self.epoch = -1
         """Membership epoch of the publication that was begun last."""
@@ -92,6 +95,8 @@ class EngineActor:
         self.engine = Engine(self._spec(node), self.log_path)
         self.engine.control.deadline_s = self.call_deadline_s
         self.engine.start()
+        if self.channel:
+            await self.end.prepare()
         await self._ready(deadline_s)
 
     async def _ready(self, deadline_s: float) -> None:

@@ -111,6 +111,7 @@ class EngineGroup:
             network=config.cluster.network,
             others=tuple(others),
             url=group.urls[number] if group.urls else None,
+            channel=config.publish.over_channel and not group.frozen,
         )
         return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=keys)
 

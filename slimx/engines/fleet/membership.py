@@ -240,13 +240,12 @@ class Membership:
             except SlimxError as problem:
                 error = problem
         with suppress(SlimxError):
-            if engine.incarnation == incarnation and await engine.serves():
-                await self.quarantine(
-                    engine,
-                    ReceiverLost(
-                        f"engine {engine.name} fails requests: {error}", code="engine.useless", about=engine.name
-                    ),
-                )
+            # A server whose scheduler has died breaks connections for a second before it ends itself.
+            if engine.incarnation != incarnation or await self._quarantine_if_ended(engine):
+                return
+            if await engine.serves():
+                said = f"engine {engine.name} fails requests: {error}; log {engine.log}"
+                await self.quarantine(engine, ReceiverLost(said, code="engine.useless", about=engine.name))
 
     async def _quarantine_if_ended(self, engine: EngineHandle) -> bool:
         incarnation = engine.incarnation

@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,12 @@ class ChannelEnd:
         self._channel: Any = None
         self._landing: Any = None
 
+    async def prepare(self) -> None:
+        """Import torch, which nothing else needs here: seconds that no publication should wait for."""
+        await asyncio.to_thread(import_module, "slimx.reshard.transports.collective")
+
     async def join(self, meeting: Any, rank: int) -> None:
         """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective) as the engine's `rank`."""
-        # torch, which only this transport needs here
         from slimx.reshard.transports.collective import Receiving
         from slimx.reshard.transports.landing import Landing
 
@@ -114,6 +118,7 @@ class NodeActor:
         keys = spec.keys.to_bytes()
         self.process = SupervisedProcess(name, server_argv(spec), self.log_path, server_env(spec), keys)
         self.process.start()
+        await self.end.prepare()
 
     async def ended(self) -> str | None:
         """The end of its process in words; None while it runs."""

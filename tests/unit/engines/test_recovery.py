@@ -313,6 +313,22 @@ async def test_an_engine_that_fails_requests_although_its_health_checks_pass_is_
         assert "answered 500: broken" in stand.restarts[0].reason
 
 
+async def test_an_engine_that_ends_while_its_requests_fail_is_lost_by_its_end():
+    """A server breaks connections for a second after its scheduler's death, and ends only then."""
+    async with Stand() as stand:
+
+        async def probe(engine: FakeEngine) -> None:
+            if engine.name == "e1":
+                engine.end = "engine e1 ended with status 137"
+                raise SlimxError("POST http://e1/generate was not answered")
+
+        stand.members.probe = probe
+        await stand.members.look()
+        assert stand.router.urls == {"http://e0/0"} and stand.members.lost == 1
+        await stand.until(lambda: stand.engines[1].standing is Standing.JOINING)
+        assert numbers(stand.restarts[0].reason) == [1, 137]
+
+
 async def test_an_engine_that_is_paused_is_asked_for_nothing_and_a_probe_has_a_deadline():
     async with Stand(timeout=0.05) as stand:
 
