@@ -55,7 +55,7 @@ def table_with_prediction(
 
 def _rows(hf: dict[str, Any], at: Layer, attention: Callable[[Layer], tuple[Row, ...]]) -> tuple[Row, ...]:
     """Projection of (embedding, hidden state), a decoder layer, a norm."""
-    hidden, inside = hf["hidden_size"], Layer(at.here + "transformer_layer.", at.there, stage=at.stage)
+    hidden, inside = hf["hidden_size"], Layer(at.here + "mtp_model_layer.", at.there, stage=at.stage)
     return (
         at.norm("enorm.weight", "enorm", hidden),
         at.norm("hnorm.weight", "hnorm", hidden),

@@ -1,5 +1,5 @@
 """Core attention of Transformer Engine's shape in plain torch: where Transformer Engine is absent, and for attention
-sinks, of which its 2.11 has no kernel for packed sequences. Written for megatron-core 0.16.1."""
+sinks, of which its 2.11 has no kernel for packed sequences. Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets megatron-core 0.16.1 train where torch has no CUDA: 'cuda' means the CPU, NCCL means gloo.
+"""Lets megatron-core 0.19.2 train where torch has no CUDA: 'cuda' means the CPU, NCCL means gloo.
 
 `install()` changes torch for the whole process, so only the trainer's process entry calls it, before it imports
 megatron.core. Where torch has CUDA it does nothing. Each entry below names the line of upstream that needs it.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-MEGATRON_CORE = "0.16.1"
+MEGATRON_CORE = "0.19.2"
 
 _FACTORIES = (
     "arange empty empty_like eye full full_like linspace ones ones_like rand randint randn randperm tensor zeros "

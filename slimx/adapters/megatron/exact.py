@@ -1,7 +1,7 @@
 """Exact mode in the trainer: megatron-core's modules with the operations of `slimx.numerics.exact`.
 
 The modules are those of `megatron_layers` and megatron-core with other arithmetic: names, shapes and checkpoint keys of
-parameters stay. `install` puts them into a layer's spec. Written for megatron-core 0.16.1.
+parameters stay. `install` puts them into a layer's spec. Written for megatron-core 0.19.2.
 
 Tensor parallelism: partial sums of row-parallel products stay fp32, every rank gathers them and adds them in the order
 of the tree, and the sum is rounded once. A reduction by the communication library would add in its own order.
@@ -10,12 +10,14 @@ of the tree, and the sum is rounded once. A reduction by the communication libra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import _build_shared_experts
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -27,14 +29,14 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slimx.adapters.megatron.attention import PackedAttention
+from slimx.adapters.megatron.latent import LatentAttention
 from slimx.adapters.megatron.layers import (
     ColumnGroupedLinear,
     Norm,
@@ -49,7 +51,7 @@ WITHOUT_ARITHMETIC = (
     IdentityFuncOp,
     IdentityOp,
     Linear,  # exchanged by ExactLatentAttention, the one that has it
-    MLP,
+    MLP.as_mlp_submodule,
     SelfAttention,
     SharedExpertMLP,
     TransformerLayer,
@@ -68,39 +70,60 @@ def install(block: Any, *, leaves: int, rotary: exact.Rotary, known: Collection[
         ColumnParallelLinear: ModuleSpec(ExactColumn),
         NormColumnParallelLinear: ModuleSpec(ExactNormColumn),
         RowParallelLinear: ModuleSpec(ExactRow, params={"leaves": leaves}),
-        MLASelfAttention: ModuleSpec(ExactLatentAttention),
+        LatentAttention: ModuleSpec(ExactLatentAttention),
         Norm: ModuleSpec(ExactNorm),
         PackedAttention: ModuleSpec(ExactAttention, params={"rotary": rotary}),
         ColumnGroupedLinear: ModuleSpec(ExactColumnGrouped),
         RowGroupedLinear: ModuleSpec(ExactRowGrouped, params={"leaves": leaves}),
         TEGroupedMLP: ModuleSpec(ExactExperts),
         MoELayer: ModuleSpec(ExactMoe),
+        _build_shared_experts: ModuleSpec(SharedExpertMLP),
     }
     for layer in block.layer_specs:
-        _replace(layer, parts)
+        _exchange(layer, parts)
         _check(layer, "a layer", known)
     block.layer_norm = ExactNorm
 
 
-def _replace(spec: ModuleSpec, parts: dict[type, ModuleSpec]) -> None:
-    """Exchange what `spec` and its submodules name, in place."""
-    if (other := parts.get(spec.module)) is not None:
-        spec.module, spec.params = other.module, {**spec.params, **other.params}
-    if spec.submodules is None:
-        return
-    for field in dataclasses.fields(spec.submodules):
-        value = getattr(spec.submodules, field.name)
-        if isinstance(value, ModuleSpec):
-            _replace(value, parts)
-        elif isinstance(value, type) and value in parts:
-            setattr(spec.submodules, field.name, parts[value])
-    if isinstance(spec.submodules, MLPSubmodules):
-        spec.submodules.activation_func = ExactSwiGLU
+Builder = ModuleSpec | partial | Callable[..., Any]
+"""How a spec names a module: a ModuleSpec, a class or function, or either with some of its arguments."""
 
 
-def _check(module: Any, place: str, known: Collection[type]) -> None:
-    """Refuse what would round by a rule of its own. module: a ModuleSpec, class or function at `place` of a layer."""
-    kind = module.module if isinstance(module, ModuleSpec) else module
+def _kind(builder: Builder) -> Callable[..., Any]:
+    if isinstance(builder, ModuleSpec):
+        return builder.module
+    return builder.func if isinstance(builder, partial) else builder
+
+
+def _submodules(builder: Builder) -> dict[str, Builder]:
+    """Builders that `builder` passes on, by the field of its submodules."""
+    parts = get_submodules(builder) if isinstance(builder, ModuleSpec | partial) else None
+    named = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)} if parts is not None else {}
+    return {name: value for name, value in named.items() if callable(value)}
+
+
+def _exchange(builder: Builder, parts: dict[Callable[..., Any], ModuleSpec]) -> Builder:
+    """What builds in the place of `builder`; its submodules are exchanged in place, and so is a ModuleSpec."""
+    for name, value in _submodules(builder).items():
+        setattr(get_submodules(builder), name, _exchange(value, parts))
+    other = parts.get(_kind(builder))
+    if isinstance(builder, ModuleSpec | partial):
+        submodules = get_submodules(builder)
+        if isinstance(submodules, MLPSubmodules | GroupedMLPSubmodules):
+            submodules.activation_func = ExactSwiGLU
+    if other is None:
+        return builder
+    if isinstance(builder, ModuleSpec):
+        builder.module, builder.params = other.module, {**builder.params, **other.params}
+        return builder
+    if isinstance(builder, partial):
+        return partial(other.module, *builder.args, **builder.keywords, **other.params)
+    return other
+
+
+def _check(builder: Builder, place: str, known: Collection[type]) -> None:
+    """Refuse what would round by a rule of its own. `place`: of the builder in a layer."""
+    kind = _kind(builder)
     if kind not in WITHOUT_ARITHMETIC and kind not in known and getattr(kind, "__module__", None) != __name__:
         raise SlimxError(
             f"numerics.mode exact does not know {getattr(kind, '__name__', kind)}, which is {place} of this model in "
@@ -108,11 +131,8 @@ def _check(module: Any, place: str, known: Collection[type]) -> None:
             code="exact.module",
             about=getattr(kind, "__name__", str(kind)),
         )
-    parts = module.submodules if isinstance(module, ModuleSpec) else None
-    for field in dataclasses.fields(parts) if parts is not None else ():
-        value = getattr(parts, field.name)
-        if isinstance(value, ModuleSpec) or callable(value):
-            _check(value, field.name, known)
+    for name, value in _submodules(builder).items():
+        _check(value, name, known)
 
 
 # Weights that engines hold rounded ---------------------------------------------------------------------------------
@@ -295,7 +315,7 @@ class ExactAttention(PackedAttention):
         return exact.attention(query, key, value, bounds, self.scale, **how).flatten(1)
 
 
-class ExactLatentAttention(MLASelfAttention):
+class ExactLatentAttention(LatentAttention):
     """Core attention rotates; upstream only takes the pairs apart.
 
     Upstream looks at the very classes of the down projections in a spec, so they are exchanged afterwards."""

@@ -3,11 +3,12 @@ and for exact mode, whose operations take the place of theirs.
 
 Parameter names, shapes and checkpoint keys are those of the Transformer Engine layers that
 `get_gpt_decoder_block_spec(config, use_transformer_engine=True)` asks for, so that one model definition, one weight
-table and one checkpoint serve both. The arithmetic is that of `slimx.numerics`. Written for megatron-core 0.16.1.
+table and one checkpoint serve both. The arithmetic is that of `slimx.numerics`. Written for megatron-core 0.19.2.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.adapters.megatron import without_te as megatron_without_te
@@ -190,14 +190,15 @@ class TorchSpecProvider(BackendSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type:
         return NormColumnParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         return Norm
 
     def core_attention(self) -> type:
         return PackedAttention
 
-    def grouped_mlp_modules(self, *_: Any) -> tuple[type, MLPSubmodules]:
-        return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> partial[TEGroupedMLP]:
+        parts = GroupedMLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+        return partial(TEGroupedMLP, submodules=parts)
 
     def activation_func(self) -> None:
         return None

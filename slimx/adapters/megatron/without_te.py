@@ -1,4 +1,4 @@
-"""Repairs of megatron-core 0.16.1 where Transformer Engine is absent: names that its fallbacks leave unbound.
+"""Repairs of megatron-core 0.19.2 where Transformer Engine is absent: names that its fallbacks leave unbound.
 
 `install()` is called by `megatron_layers`, which supplies the layers, before a model is built. Each entry names the
 line of upstream that needs it.
@@ -19,18 +19,18 @@ def install() -> None:
 
 
 def _router() -> None:
-    """moe_utils.router_gating_linear reads te_general_gemm, which a failed import leaves unbound (and which, where the
-    import succeeds, has no CPU)."""
+    """moe_utils.router_gating_linear takes Transformer Engine's te_general_gemm where it is installed; it has no CPU."""
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
 
 
 def _latent_attention() -> None:
-    """multi_latent_attention sets HAVE_TE although TELinear is None."""
+    """MLASelfAttention knows the duplicated Linear, which the down projections are, only beside Transformer Engine."""
+    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
 
-    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+    multi_latent_attention.Linear = Linear
 
 
 def _output_discarding_recomputation() -> None:

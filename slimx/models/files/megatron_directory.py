@@ -33,9 +33,13 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _PADDINGS = sorted({*(2**k for k in range(13)), *(192 * 2**k for k in range(6))})
 """Multiples that the vocabulary is padded to: divisors up to 128 times tensor-parallel sizes up to 48, in powers of two
 and three times them."""
-_BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|random_state|rerun_state_machine_state|.*\._extra_state")
+_BESIDE = re.compile(
+    r"(chained_\d+\.)?optimizer\.|rng_state|random_state|rerun_state_machine_state|common_state|.*\._extra_state"
+)
 """Keys of a checkpoint's entries that are no weights of the model."""
 _PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.")
+_PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer\.")
+"""Part of a name that checkpoints still keep as `transformer_layer`, megatron-core's name for it up to 0.16."""
 _PROJECTION_NORM = re.compile(r"(?<=self_attention\.[qk]_)layernorm(?=\.weight$)")
 """Part of a key that names a norm over all heads. megatron-core has none: slimx puts its own where the norm per head
 would be, slime (slime_plugins/models/minimax_m2.py) beside it as `q_norm` and `k_norm`."""
@@ -168,7 +172,7 @@ class TensorPlace:
 def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
     """Every tensor of the model in the order of the Hugging Face checkpoint, keyed and stacked as Megatron-LM does."""
     for entry, part in zip(table.entries(), MegatronLayout(table, Sizes()).parts(), strict=True):
-        name, index, axes = part.name, (), ()
+        name, index, axes = _PREDICTION_LAYER.sub(r"\1transformer_layer.", part.name), (), ()
         if not per_layer and entry.row.stage == "layer":
             name, index, axes = _LAYER.sub("decoder.layers.", name), (entry.layer,), (table.layers,)
         if _EXPERT.search(name):

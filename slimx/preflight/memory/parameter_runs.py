@@ -179,5 +179,5 @@ class Holdings:
 
 
 def _order(row: Row) -> int:
-    name = row.name.split("{layer}.", 1)[-1].removeprefix("transformer_layer.").removeprefix("decoder.")
+    name = row.name.split("{layer}.", 1)[-1].removeprefix("mtp_model_layer.").removeprefix("decoder.")
     return next((number for number, head in enumerate(_ORDER) if name.startswith(head)), len(_ORDER))

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
-    TorchDistLoadShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -109,56 +109,44 @@ def _fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
 
 
 def _load(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str, Any]:
+    """Read what the sharded `state` describes, as megatron-core's `dist_checkpointing.load` does with a reader and a
+    planner that run code."""
     metadata = read_metadata(path / ".metadata")
-    return dist_checkpointing.load(
-        state, str(path), _Tensors(metadata, tensors_only=tensors_only), _Common(skip=tensors_only)
-    )
+    wanted, loaded, factories = load_preprocess(state)
+    wanted, _ = extract_sharded_base(wanted)
+    validate_sharding_integrity(determine_global_metadata(wanted)[1])
+    if not tensors_only:
+        merge(loaded, read_common(path))
+    merge(loaded, _read(wanted, path, metadata, tensors_only=tensors_only))
+    return apply_factory_merges(loaded, factories)
 
 
-class _Common(TorchCommonLoadStrategy):
-    """Loads `common.pt`, or nothing with `skip`."""
+def _read(sharded: dict[str, Any], path: Path, metadata: Metadata, *, tensors_only: bool) -> dict[str, Any]:
+    """Read the tensors and objects of `sharded` that the checkpoint is asked for."""
 
-    def __init__(self, *, skip: bool):
-        super().__init__()
-        self.skip = skip
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return {} if self.skip else read_common(Path(checkpoint_dir))
-
-
-class _Tensors(TorchDistLoadShardedStrategy):
-    """megatron-core's loading with a reader and a planner that run no code."""
-
-    def __init__(self, metadata: Metadata, *, tensors_only: bool):
-        super().__init__()
-        self.metadata, self.tensors_only = metadata, tensors_only
-
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
-        wanted, _ = extract_matching_values(sharded_state_dict, self._present)
-        tensors = [value for value in nested_values(wanted) if isinstance(value, ShardedTensor)]
-        flat, flat_mapping, renamed = _replace_state_dict_keys_with_sharded_keys(wanted)
-        target = mcore_to_pyt_state_dict(flat, is_loading=True)
-        torch_checkpoint.load(
-            target,
-            storage_reader=_Reader(checkpoint_dir, self.metadata),
-            planner=_Planner(
-                flatten_state_dict=False,
-                shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
-                allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
-            ),
-        )
-        found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in target.items()}
-        out = _replace_sharded_keys_with_state_dict_keys(found, flat_mapping, renamed)
-        _restore_dict_types(out, wanted)
-        return out
-
-    def _present(self, value: Any) -> bool:
-        """Returns True for what is asked of the checkpoint: everything but extra state that it does not have."""
+    def asked(value: Any) -> bool:
+        # Everything but extra state that the checkpoint does not have.
         if not isinstance(value, ShardedObject):
             return True
-        return not self.tensors_only and (
-            _EXTRA not in value.key or value.unique_key in self.metadata.state_dict_metadata
-        )
+        return not tensors_only and (_EXTRA not in value.key or value.unique_key in metadata.state_dict_metadata)
+
+    wanted, _ = extract_matching_values(sharded, asked)
+    tensors = [value for value in nested_values(wanted) if isinstance(value, ShardedTensor)]
+    flat, flat_mapping, renamed = _replace_state_dict_keys_with_sharded_keys(wanted)
+    target = mcore_to_pyt_state_dict(flat, is_loading=True)
+    torch_checkpoint.load(
+        target,
+        storage_reader=_Reader(path, metadata),
+        planner=_Planner(
+            flatten_state_dict=False,
+            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+        ),
+    )
+    found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in target.items()}
+    out = _replace_sharded_keys_with_state_dict_keys(found, flat_mapping, renamed)
+    _restore_dict_types(out, wanted)
+    return out
 
 
 class _Reader(torch_checkpoint.FileSystemReader):

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.adapters.megatron import attention as megatron_attention
 from slimx.adapters.megatron import exact as megatron_exact
+from slimx.adapters.megatron import latent as megatron_latent
 from slimx.config.schema import Config
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.patterns import select
@@ -92,6 +93,7 @@ def _build_chunk(
 ) -> torch.nn.Module:
     """`leaves`: of exact mode; None in fast mode."""
     layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
+    megatron_latent.install(layers)
     router.install(layers, router.PolicyRouter if leaves is None else router.ExactRouter)
     if spec.normalises_projections:
         projection_norm.install(layers, transformer)

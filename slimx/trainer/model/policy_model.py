@@ -3,7 +3,6 @@ recomputed over packed sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class PolicyModel(GPTModel):
     their log-probs and entropies, a pair of fp32 tensors [T]; the logits exist for a chunk of tokens at a time
     (`slimx.trainer.model.logprobs`). Where there are MTP layers, a `loss_mask` adds their loss to the backward pass.
     Without targets it returns all logits [1, T, V / TP], as upstream's does without labels.
-    Written for megatron-core 0.16.1.
+    Written for megatron-core 0.19.2.
     """
 
     def __init__(self, *args: Any, logprob_chunk_tokens: int | None = None, exact: bool = False, **kwargs: Any):
@@ -100,17 +99,18 @@ class PolicyModel(GPTModel):
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's layer, but for full recomputation: 0.16.1 saves every argument for the backward pass as a tensor,
-    which the bounds of packed sequences are not."""
+    """megatron-core's layer, but for full recomputation: 0.19.2 refuses it where decoder layers are recomputed several
+    at a time."""
 
-    def _checkpointed_forward(self, forward_func: Callable[..., torch.Tensor], **inputs: Any) -> torch.Tensor:
+    def _checkpointed_forward(self, **inputs: Any) -> torch.Tensor:
         if self.config.recompute_method == "block":
-            return forward_func(**inputs)  # as upstream: only uniform recomputation covers these layers
+            # As upstream: only uniform recomputation covers these layers.
+            return self._proj_and_transformer_layer(**inputs)
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
         others = {name: value for name, value in inputs.items() if name not in tensors}
 
         def run(*values: torch.Tensor) -> torch.Tensor:
-            return forward_func(**dict(zip(tensors, values, strict=True)), **others)
+            return self._proj_and_transformer_layer(**dict(zip(tensors, values, strict=True)), **others)
 
         return checkpoint(run, self.config.distribute_saved_activations, *tensors.values())
 

@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.errors import SlimxError
@@ -22,9 +21,8 @@ from slimx.numerics.norm import rms_scale
 class ProjectionNorm(torch.nn.Module):
     """RMSNorm over the `heads` heads of a projection, of which every tensor-parallel rank holds its share.
 
-    megatron-core builds it in the place of a norm per head, and leaves its gradient alone as long as its config has no
-    qk_layernorm: with it, 0.16.1 sums the gradients of whatever is named q_layernorm or k_layernorm over the ranks,
-    which here hold different parts.
+    megatron-core leaves its gradient alone as long as its config has no qk_layernorm: with it, 0.19.2 sums the gradients
+    of whatever is named q_layernorm or k_layernorm over the ranks, which here hold different parts.
     """
 
     def __init__(self, hidden_size: int, config: Any, eps: float, heads: int):
@@ -58,6 +56,17 @@ class ProjectionNorm(torch.nn.Module):
         )
 
 
+class ProjectionNormAttention(SelfAttention):
+    """SelfAttention with norms of queries and keys over all heads, which 0.19.2 refuses in a spec as long as its config
+    has no qk_layernorm."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        size, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+        self.q_layernorm = ProjectionNorm(size, config, eps, config.num_attention_heads)
+        self.k_layernorm = ProjectionNorm(size, config, eps, config.num_query_groups)
+
+
 def install(block: Any, config: Any) -> None:
     """Have the attention of a decoder's spec (TransformerBlockSubmodules) built with this norm of queries and keys.
 
@@ -77,5 +86,4 @@ def install(block: Any, config: Any) -> None:
                 code="trainer.projection_norm",
                 about=str(attention.module),
             )
-        attention.submodules.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": config.num_attention_heads})
-        attention.submodules.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": config.num_query_groups})
+        attention.module = ProjectionNormAttention

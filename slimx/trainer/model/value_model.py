@@ -39,7 +39,7 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueModel(GPTModel):
-    """megatron-core's GPTModel with a `value_head` instead of its output layer. Written for megatron-core 0.16.1."""
+    """megatron-core's GPTModel with a `value_head` instead of its output layer. Written for megatron-core 0.19.2."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import get_submodules
 
 from slimx.algorithms.router_terms import LayerTally
 from slimx.errors import SlimxError
@@ -120,7 +121,7 @@ class PolicyRouter(TopKRouter):
     Upstream's auxiliary losses and bias update stay off: they count padding, weigh micro-batches by their number, take
     a pack for one sequence, and with calculate_per_token_loss divide by TP x CP. Upstream's RouterReplay keeps one
     target per router, in a global list, and wants to be told from outside when a backward pass begins, which nobody can
-    while several micro-batches are in flight: a RouterChoice answers in its place. Written for megatron-core 0.16.1.
+    while several micro-batches are in flight: a RouterChoice answers in its place. Written for megatron-core 0.19.2.
     """
 
     watch: RouterWatch | None = None
@@ -185,6 +186,6 @@ class ExactRouter(PolicyRouter, _ExactRouting):
 def install(block: Any, kind: type[PolicyRouter] = PolicyRouter) -> None:
     """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with routers of `kind`."""
     for layer in block.layer_specs:
-        experts = getattr(layer.submodules.mlp, "submodules", None)
-        if isinstance(experts, MoESubmodules):
-            experts.router = kind
+        parts = get_submodules(layer.submodules.mlp)
+        if isinstance(parts, MoESubmodules):
+            parts.router = kind

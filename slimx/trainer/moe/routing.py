@@ -62,7 +62,7 @@ class Routing:
                     self.layers.append(number)
                     self._places.append(_PlacedRouter(router, cursor, number, row, f"the router of layer {number}"))
             for index, layer in enumerate(chunk.mtp.layers if getattr(chunk, "mtp", None) is not None else ()):
-                if isinstance(router := getattr(layer.transformer_layer.mlp, "router", None), PolicyRouter):
+                if isinstance(router := getattr(layer.mtp_model_layer.mlp, "router", None), PolicyRouter):
                     number, name = config.num_layers + index, f"the router of MTP layer {index}"
                     self._places.append(_PlacedRouter(router, cursor, number, None, name))
         self.experts, self.topk, self._function = (

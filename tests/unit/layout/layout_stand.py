@@ -226,7 +226,7 @@ def _chunk(
             yield f"{here}{norm}.weight", whole[f"{there}{name}.weight"]
         yield here + "eh_proj.weight", whole[there + "eh_proj.weight"].chunk(sizes.tensor)[place.tensor]
         for name, tensor in layer(model.hf, whole, sizes, place, model.layers):
-            yield f"{here}transformer_layer.{name}", tensor
+            yield f"{here}mtp_model_layer.{name}", tensor
 
 
 def _grouped_attention(

@@ -18,6 +18,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from slimx.adapters.megatron import exact as megatron_exact
+from slimx.adapters.megatron import latent as megatron_latent
 from slimx.errors import SlimxError
 from slimx.numerics.exact import Rotary
 from slimx.trainer.model.transformer import rotary_of
@@ -27,6 +28,7 @@ def refusal(kind=router.ExactRouter, latent=False, **parts):
     options = {"num_experts": 4, "moe_grouped_gemm": True, "multi_latent_attention": latent, "qk_layernorm": True}
     layer = get_gpt_layer_with_transformer_engine_spec(**options)
     block = SimpleNamespace(layer_specs=[layer])
+    megatron_latent.install(block)
     router.install(block, kind)
     vars(layer.submodules.self_attention.submodules).update(parts)
     try:
