@@ -6,8 +6,6 @@
 #
 # The packages are those of requirements/cu130.txt. What has no wheel is compiled here: Transformer Engine's PyTorch
 # library, flash-attn and apex. The compiler stays in the image: SGLang's kernels are compiled when they are first used.
-FROM ghcr.io/astral-sh/uv:0.13.8 AS uv
-
 FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 
@@ -15,14 +13,9 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update \
   && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-    ca-certificates g++ git make hostname iproute2 numactl libnuma1 \
+    ca-certificates g++ git make python3.12-dev python3.12-venv hostname iproute2 numactl libnuma1 \
     ibverbs-providers libibverbs1 librdmacm1 rdma-core infiniband-diags \
   && rm -rf /var/lib/apt/lists/*
-
-# megatron-core 0.16.1 is the last for Python 3.11, Ubuntu 24.04 has 3.12.
-COPY --from=uv /uv /usr/local/bin/uv
-ENV UV_PYTHON_INSTALL_DIR=/opt/python
-RUN uv python install 3.11.14 && ln -s "$(uv python find 3.11.14)" /usr/local/bin/python3.11
 
 # Compute capabilities: H100 and H200, B200, B300 and GB300. MAX_JOBS: each job takes up to 8 GB.
 ARG MAX_JOBS=8
@@ -32,7 +25,7 @@ ENV CUDA_HOME=/usr/local/cuda TORCH_CUDA_ARCH_LIST="9.0;10.0;10.3" NVTE_CUDA_ARC
 WORKDIR /opt/slimx
 COPY Makefile setup.py pyproject.toml ./
 COPY requirements requirements
-RUN make venv LOCK=cu130 PYTHON=python3.11
+RUN make venv LOCK=cu130 PYTHON=python3.12
 
 # Never the package of this name on PyPI, which is another project. What is needed is the extension that adds a weight
 # gradient into an fp32 buffer.
@@ -45,17 +38,17 @@ RUN git init --quiet /tmp/apex \
   && rm -rf /tmp/apex \
   && python -c 'import torch, fused_weight_gradient_mlp_cuda'
 
-# The newest that Transformer Engine 2.11 takes. It compiles as C++17, which torch 2.14's headers refuse, and it writes
+# The newest that Transformer Engine takes, which wants less than 2.8.4. It compiles as C++17, which torch 2.14's headers refuse, and it writes
 # over flash_attn/cute of flash-attn-4, which is therefore installed once more.
-RUN python -m pip download --no-deps --no-build-isolation --no-binary :all: --dest /tmp flash-attn==2.8.3 \
-  && tar -xzf /tmp/flash_attn-2.8.3.tar.gz -C /tmp \
-  && sed -i 's/-std=c++17/-std=c++20/g' /tmp/flash_attn-2.8.3/setup.py \
+RUN python -m pip download --no-deps --no-build-isolation --no-binary :all: --dest /tmp flash-attn==2.8.3.post2 \
+  && tar -xzf /tmp/flash_attn-2.8.3.post2.tar.gz -C /tmp \
+  && sed -i 's/-std=c++17/-std=c++20/g' /tmp/flash_attn-2.8.3.post2/setup.py \
   && FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS="90;100" \
-    python -m pip install --no-deps --no-build-isolation /tmp/flash_attn-2.8.3 \
+    python -m pip install --no-deps --no-build-isolation /tmp/flash_attn-2.8.3.post2 \
   && python -m pip install --no-deps --force-reinstall "$(grep -o '^flash-attn-4==[^ ]*' requirements/cu130.txt)" \
-  && rm -rf /tmp/flash_attn-2.8.3 /tmp/flash_attn-2.8.3.tar.gz
+  && rm -rf /tmp/flash_attn-2.8.3.post2 /tmp/flash_attn-2.8.3.post2.tar.gz
 
 COPY . .
-RUN make build LOCK=cu130 PYTHON=python3.11 && python -c 'import slimx.cli'
+RUN make build LOCK=cu130 PYTHON=python3.12 && python -c 'import slimx.cli'
 
 CMD ["slimx", "doctor"]

@@ -1,9 +1,10 @@
 # Everything from a bare machine to a trained model: `make help` lists the targets.
 #
-# PYTHON       the interpreter of the environment (3.11)
-# LOCK         the lock that is installed: cpu, or cu130 for CUDA 13.0
-# TORCH_INDEX  package index that torch comes from, to choose its CPU or its CUDA wheels; unset: pip's own
-# VENV         where the environment lies
+# PYTHON           the interpreter of the environment, 3.12; unset: the first that runs, from PATH, pyenv or uv
+# LOCK             the lock that is installed: cpu, or cu130 for CUDA 13.0
+# TORCH_INDEX      package index that torch comes from, to choose its build
+# TORCH_CPU_INDEX  package index of torch's CPU wheels: tried first on a machine without a GPU if TORCH_INDEX is unset
+# VENV             where the environment lies
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,11 +12,14 @@ SHELL := bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
 
+# pyenv puts programs on PATH that run only where their version is selected, so every candidate has to show that it runs.
 ifndef PYTHON
-PYTHON := $(shell command -v python3.11 || echo python3)
+PYTHON := $(shell { for each in python3.12 python3 "$$(pyenv prefix 3.12)/bin/python3.12" "$$(uv python find --system 3.12)"; do \
+  "$$each" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' && echo "$$each" && break; done; } 2> /dev/null)
 endif
 LOCK ?= cpu
 TORCH_INDEX ?=
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV ?= .venv
 
 BIN := $(VENV)/bin
@@ -24,8 +28,9 @@ STAMP := $(VENV)/.installed-$(LOCK)
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
 LIBRARY := slimx/_lib/libslimx_cpu.so
 REQUIREMENTS := requirements/$(LOCK).txt
-CUDNN_HEADERS := $(abspath $(VENV))/lib/python3.11/site-packages/nvidia/cudnn/include
+CUDNN_HEADERS := $(abspath $(VENV))/lib/python3.12/site-packages/nvidia/cudnn/include
 TORCH = $(shell grep -om1 '^torch==[^ ]*' $(REQUIREMENTS))
+CPU_WHEEL = $(and $(filter cpu,$(LOCK)),$(if $(TORCH_INDEX),,yes),$(if $(wildcard /dev/nvidiactl),,yes))
 
 .PHONY: help
 help: ## this list
@@ -39,12 +44,15 @@ venv: $(STAMP) ## create .venv with every package of the lock
 # transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest; it needs CUDA_HOME.
 # The last install gives a CUDA build of torch the CUDA libraries that the CPU lock has not, and else does nothing.
 $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v[:2] == (3, 11) or sys.exit("slimx needs Python 3.11, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.11" % v[:2])'
-	@$(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "$(PYTHON) cannot make environments: apt-get install python3.11-venv"; exit 1; }
+	@$(if $(PYTHON),,echo "slimx needs Python 3.12, and neither PATH, pyenv nor uv has one that runs: install it (pyenv install 3.12, or uv python install 3.12), or name one: make PYTHON=/path/to/python3.12"; exit 1)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v[:2] == (3, 12) or sys.exit("slimx needs Python 3.12, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.12" % v[:2])'
+	@$(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "$(PYTHON) cannot make environments: apt-get install python3.12-venv"; exit 1; }
 	@set -- $${CXX:-g++}; command -v "$$1" > /dev/null || { echo "slimx needs a C++17 compiler: apt-get install g++, or name one in CXX"; exit 1; }
-	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 2.5 GB, 6 GB where torch is a CUDA build"
+	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 3 GB, 7 GB where torch is a CUDA build"
 	@$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(VENV)
 	@$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)")
+	@$(if $(CPU_WHEEL),$(PIP) --no-deps --retries 0 --timeout 15 --index-url "$(TORCH_CPU_INDEX)" "$(TORCH)" 2> /dev/null \
+	  || echo "venv: no CPU build of $(TORCH) at $(TORCH_CPU_INDEX): it comes from pip's own index, 6 GB if that has its CUDA build")
 	@grep -v '^transformer-engine-torch' $(REQUIREMENTS) > $(VENV)/wheels.txt
 	@$(PIP) --no-deps -r $(VENV)/wheels.txt
 	@if grep -q '^transformer-engine-torch' $(REQUIREMENTS); then \
@@ -100,13 +108,12 @@ bench: $(LIBRARY) ## where the time of a step goes, and the parts driven bare be
 	$(BIN)/python benchmarks/loop.py
 
 # bubblewrap encloses the sandbox; chromium draws the report in a test; shellcheck reads scripts/launch, and Slurm with
-# munge runs it. Debian's own Python 3.11 cannot make environments without python3-venv.
+# munge runs it.
 .PHONY: ci-deps
 ci-deps: ## Debian packages that tests use (as root)
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap chromium \
-	  munge shellcheck slurm-client slurmctld slurmd \
-	  $$($(PYTHON) -c 'import ensurepip' 2> /dev/null || echo python3-venv)
+	  munge shellcheck slurm-client slurmctld slurmd
 
 # The GPU's machine needs nvcc and an interpreter with torch and pytest, not the rest of slimx: tools/gpu/check.py.
 .PHONY: gpu

@@ -23,7 +23,7 @@ import slimx
 ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
 """Packages that are always shown; of the others only what is wrong."""
-STAND_INS = ("sgl_kernel", "triton", "torchvision")
+STAND_INS = ("sgl_kernel", "torchvision")
 """`slimx.adapters.sglang.absent.PACKAGES`: this room may not import the servers' adapters, a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
 MEMORY_GIB = 4.0
@@ -93,8 +93,8 @@ def machine() -> Iterator[Finding]:
     yield Finding(
         "python",
         f"{version} at {sys.executable}",
-        None if sys.version_info[:2] == (3, 11) else f"the locks and megatron-core 0.16.1 are for 3.11, not {version}",
-        needed=sys.version_info < (3, 11),
+        None if sys.version_info[:2] == (3, 12) else f"the locks are for 3.12, not {version}",
+        needed=sys.version_info < (3, 12),
     )
     yield Finding("slimx", f"{slimx.__version__} in {ROOT}")
     yield Finding("processor", f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for this process")

@@ -1,5 +1,5 @@
 """Core attention of Transformer Engine's shape in plain torch: where Transformer Engine is absent, and for attention
-sinks, of which its 2.11 has no kernel for packed sequences. Written for megatron-core 0.19.2."""
+sinks, of which its kernel for packed sequences was never tried here. Written for megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -106,9 +106,8 @@ class PackedAttention(MegatronModule):
 def install_for_sinks(block: Any) -> None:
     """Have the layers of a decoder's spec (TransformerBlockSubmodules) built with this attention.
 
-    Transformer Engine's DotProductAttention takes `softmax_type` from 2.8 on, but up to 2.11 it then refuses every
-    backend for packed sequences (get_attention_backend, "softmax_type ... and qkv_format = thd"). 2.12 has one, with
-    cuDNN 9.18; megatron-core 0.16.1 wants less than 2.12.
+    Transformer Engine's DotProductAttention takes `softmax_type` for packed sequences from 2.12 on, with cuDNN 9.18
+    (get_attention_backend). Whether it computes what this one does was never seen, for want of a GPU.
     """
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention

@@ -1,4 +1,4 @@
-"""Inert stand-ins for the packages that SGLang imports but never calls on the CPU: sgl_kernel, triton, torchvision.
+"""Inert stand-ins for the packages that SGLang imports but never calls on the CPU: sgl_kernel, torchvision.
 
 Written for sglang 0.5.23 beside CPU builds of torch. SGLang imports names of these packages at module level; their
 wheels are CUDA builds (torchvision's even breaks transformers beside a CPU torch). A package that is installed is never
@@ -16,7 +16,6 @@ from typing import Any
 
 PACKAGES = {
     "sgl_kernel": "CUDA kernels; top-level imports in srt/layers",
-    "triton": "GPU compiler; @triton.jit decorates functions at import, nothing launches them on the CPU",
     "torchvision": "image transforms; imported by processors of multimodal models, unused for text",
 }
 
@@ -27,8 +26,6 @@ class StandIn(ModuleType):
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__version__" and self.__name__ == "triton":
-            return "3.0.0"  # SGLang parses it while it is imported
         if name.startswith("__"):
             raise AttributeError(name)  # import machinery and inspect probe dunder names and expect the truth
         full = f"{self.__name__}.{name}"
@@ -37,10 +34,6 @@ class StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.__name__.partition(".")[0] == "triton":
-            # Both spellings of a decorator: @triton.jit and @triton.autotune(...). The function stays as it was.
-            bare = len(args) == 1 and callable(args[0]) and not kwargs
-            return args[0] if bare else lambda function: function
         raise NotImplementedError(
             f"{self.__name__} was called, but {self.__name__.partition('.')[0]} is not installed here"
         )
@@ -74,10 +67,9 @@ def install() -> tuple[str, ...]:
         return tuple(sorted(next(f for f in sys.meta_path if isinstance(f, StandInFinder)).absent))
     absent = frozenset(name for name in PACKAGES if importlib.util.find_spec(name) is None)
     if absent:
-        # torch and transformers look for these packages too and remember the answer: let them hear the true one first.
-        from torch.utils._triton import has_triton_package
+        # transformers looks for torchvision too and remembers the answer: let it hear the true one first.
         from transformers.utils import is_torchvision_available
 
-        has_triton_package(), is_torchvision_available()
+        is_torchvision_available()
         sys.meta_path.append(StandInFinder(absent))
     return tuple(sorted(absent))

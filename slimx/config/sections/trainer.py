@@ -207,11 +207,11 @@ class Trainer(RankLayout):
                 about="trainer.expert",
             )
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
-            # megatron-core 0.16.1 marks expert weights for the expert groups only if EP > 1; otherwise their gradients
-            # are summed over the dense DP ranks, which is wrong as soon as ETP differs from TP.
+            # megatron-core 0.19.2 then reduces experts over groups of their own; here they count as dense layers if EP
+            # is 1 (layout, memory plan).
             yield SlimxError(
                 f"trainer.expert is 1 but trainer.expert_tensor {self.expert_tensor_size} differs from trainer.tensor "
-                f"{self.tensor}; megatron-core would sum expert gradients over the wrong ranks: set "
+                f"{self.tensor}; experts that are cut otherwise than the dense layers need expert parallelism here: set "
                 "trainer.expert_tensor=null",
                 code="trainer.expert_tensor",
                 about="trainer.expert_tensor",

@@ -20,7 +20,7 @@ from slimx.runtime.process import end_with_parent
 CPU_VARIABLES = {
     # SGLang's own: its modules ask for the device while they are imported, before arguments are parsed.
     "SGLANG_USE_CPU_ENGINE": "1",
-    # torch's own: inductor would compile with the stand-in for triton.
+    # torch's own: inductor would run a compiler for small functions, and gain nothing here.
     "TORCHDYNAMO_DISABLE": "1",
 }
 MODELS = "slimx.adapters.sglang.models"

@@ -62,12 +62,12 @@ FAMILIES: dict[str, Family] = {
 }
 
 _GATED_DELTA_NET = (
-    "its gated delta net takes no packed sequences in megatron-core 0.16.1 (ssm/gated_delta_net.py), has no context "
-    "parallelism there and needs flash-linear-attention's CUDA kernels"
+    "slimx has no layout of its gated delta net, and in megatron-core 0.19.2 (ssm/gated_delta_net) packed sequences go "
+    "through flash-linear-attention's CUDA kernels only"
 )
 _SPARSE_ATTENTION = (
-    "its sparse attention takes no packed sequences in megatron-core 0.16.1 "
-    "(transformer/experimental_attention_variant/dsa.py), which wants bf16 and fast_hadamard_transform's CUDA kernels"
+    "slimx has no layout of its sparse attention, and in megatron-core 0.19.2 "
+    "(transformer/experimental_attention_variant/dsa.py) it wants bf16 and fast_hadamard_transform's CUDA kernels"
 )
 UNBUILDABLE: dict[str, str] = {
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
@@ -78,7 +78,7 @@ UNBUILDABLE: dict[str, str] = {
     "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,
     "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA_NET,
 }
-"""Architecture -> what megatron-core 0.16.1 lacks for it, as the end of "... is not supported: "."""
+"""Architecture -> what it lacks here and in megatron-core 0.19.2, as the end of "... is not supported: "."""
 
 
 @dataclass(frozen=True, slots=True)

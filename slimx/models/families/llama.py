@@ -13,7 +13,7 @@ from slimx.models.rows import Attention
 ARCHITECTURE = "LlamaForCausalLM"
 
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only values with which megatron-core 0.16.1 scales rotary frequencies (`RotaryEmbedding._apply_scaling`): those
+"""The only values with which megatron-core 0.19.2 scales rotary frequencies (`RotaryEmbedding._apply_scaling`): those
 of all published Llama 3 models. Only `factor` can be chosen."""
 
 

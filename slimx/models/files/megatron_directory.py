@@ -184,7 +184,7 @@ def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
 
 def numbers_layers(transformer: Mapping[str, Any]) -> bool:
     """Returns True if megatron-core gives every layer keys of its own, as it does where layers differ
-    (`TransformerBlock.sharded_state_dict`, 0.16.1). `transformer`: fields of its TransformerConfig."""
+    (`TransformerBlock.sharded_state_dict`, 0.19.2). `transformer`: fields of its TransformerConfig."""
     return any(
         isinstance(frequency, list) or frequency > 1
         for frequency in (transformer.get(key) or 1 for key in ("moe_layer_freq", "linear_attention_freq"))

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state on one trainer rank, counted as megatron-core 0.16.1 allocates them.
+"""Bytes of weights, gradients and optimizer state on one trainer rank, counted as megatron-core 0.19.2 allocates them.
 
     weights     one buffer per model chunk, kind of parallelism (dense, experts) and dtype; without the distributed
                 optimizer one tensor per parameter

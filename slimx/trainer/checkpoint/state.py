@@ -1,4 +1,4 @@
-"""Content of a checkpoint: model, optimizer and random state as sharded tensors, keyed as in Megatron-LM 0.16."""
+"""Content of a checkpoint: model, optimizer and random state as sharded tensors, keyed as in Megatron-LM since 0.16."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 
 @dataclasses.dataclass
 class YarnTransformerConfig(TransformerConfig):
-    """TransformerConfig with the fields that GPTModel reads where position_embedding_type is yarn; megatron-core 0.16.1
+    """TransformerConfig with the fields that GPTModel reads where position_embedding_type is yarn; megatron-core 0.19.2
     declares them nowhere."""
 
     yarn_rotary_scaling_factor: float = 1.0

@@ -53,7 +53,7 @@ def _groups(config: OptimizerConfig, undecayed: Iterable[torch.nn.Parameter]) ->
     """Groups of parameters beside the usual one: norms, biases and `undecayed`, which are not decayed; and the fp32
     ones of a bf16 model (a value head).
 
-    In a group of both dtypes megatron-core 0.16.1's distributed optimizer takes the states of one parameter for
+    In a group of both dtypes megatron-core 0.19.2's distributed optimizer takes the states of one parameter for
     another's when it saves: it numbers them in the order of its buffers but keeps fp32 ones first."""
     overrides = get_standard_config_overrides(config)
     if config.bf16:

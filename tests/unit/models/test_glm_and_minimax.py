@@ -246,14 +246,16 @@ def test_a_family_that_upstream_cannot_build_is_refused_with_the_reason(tmp_path
         read(tmp_path, {"architectures": [architecture]})
 
 
-def test_upstream_still_refuses_packed_sequences_where_families_are_refused_for_it():
-    """When one of these fails, the family can be built: delete it from UNBUILDABLE."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
+def test_upstream_still_needs_cuda_kernels_where_families_are_refused_for_it():
+    """When one of these fails, the family can be built without them: correct its reason in UNBUILDABLE."""
+    from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNet
+    from megatron.core.transformer.experimental_attention_variant.dsa import rotate_activation
 
-    for upstream in (GatedDeltaNet.forward, DSAIndexer):
-        source = inspect.getsource(upstream)
-        assert re.search(r"(raise|assert)\b[^\n]*(\n[^\n]*)?[Pp]acked sequence", source), upstream
+    assert not HAVE_FLA
+    # What torch alone computes refuses packed sequences.
+    assert re.search(r"assert \(?\s*not self\.config\.deterministic_mode", inspect.getsource(GatedDeltaNet.forward))
+    with pytest.raises(AssertionError):
+        rotate_activation(torch.zeros(1, 2))
 
 
 # Publication ------------------------------------------------------------------------------------------------------
