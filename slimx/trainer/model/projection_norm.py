@@ -80,6 +80,8 @@ def install(block: Any, config: Any) -> None:
         )
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
+        if attention.module is ProjectionNormAttention:
+            continue  # layers share one spec
         if attention.module is not SelfAttention or not isinstance(attention.submodules, SelfAttentionSubmodules):
             raise SlimxError(
                 f"a norm of all heads together cannot stand in {attention.module}: it is no SelfAttention",
