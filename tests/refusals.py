@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import pytest
 from pydantic import ValidationError
 
 from slimx.config.rule import Refusal
 from slimx.errors import SlimxError
-
-Kind = TypeVar("Kind", bound=BaseException)
 
 
 def told(error: BaseException) -> list[str]:
@@ -28,7 +25,7 @@ def numbers(said: object) -> list[float]:
     return [float(number.replace(",", "")) for number in found]
 
 
-def cause(error: BaseException, kind: type[Kind]) -> Kind:
+def cause[Kind: BaseException](error: BaseException, kind: type[Kind]) -> Kind:
     """The first of an error's causes, itself among them, that is a `kind`."""
     while not isinstance(error, kind):
         assert error.__cause__ is not None, error

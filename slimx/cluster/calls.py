@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 from slimx.errors import DeadlineError, PartLost
 from slimx.runtime.threads import in_thread
 
-T = TypeVar("T")
 KILL_S = 10.0
 """Seconds for the order to end an actor."""
 
 
-async def ask_ray(what: str, holder: str, deadline_s: float, function: Callable[..., T], *arguments: Any) -> T:
+async def ask_ray[T](what: str, holder: str, deadline_s: float, function: Callable[..., T], *arguments: Any) -> T:
     """The result of `function`, which calls Ray. `what` is asked of `holder`, a part of Ray: raises DeadlineError if it
     does not answer in time, PartLost if it fails."""
     try:

@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -26,8 +26,6 @@ from slimx.data.records import RETIRED, SCHEMA_VERSION, Group
 from slimx.digest import fingerprint
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
-
-T = TypeVar("T")
 
 ARRAY = 1
 """Code of the MessagePack extension that holds an array."""
@@ -49,7 +47,7 @@ def encode(value: Any) -> bytes:
         ) from error
 
 
-def decode(kind: type[T], data: bytes) -> T:
+def decode[T](kind: type[T], data: bytes) -> T:
     """The `kind` that `encode` wrote; arrays are fresh and writable.
 
     Raises SlimxError for damaged bytes, for a field that `kind` does not have, for a value of the wrong type and for a

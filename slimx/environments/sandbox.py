@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
 
 from slimx.environments import memory_group, sandbox_probe, seccomp
 from slimx.environments.sandbox_watch import Ended, Limits, SandboxWatch, end
@@ -33,7 +32,6 @@ NOBODY = 65534
 OWN_PROCESSES = 4
 """Processes of the sandbox itself: two of bubblewrap's, the interpreter, and one to spare."""
 MIB = 2**20
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Ran:
         return self.ended == "exit" and self.status == 0
 
 
-async def in_thread(call: Callable[[threading.Event], T]) -> T:
+async def in_thread[T](call: Callable[[threading.Event], T]) -> T:
     """Have `call` run in a thread that only sandboxes use, so that a hundred slow programs delay nobody but each other.
     The event that it gets is set when the awaiting task is cancelled."""
     stop = threading.Event()

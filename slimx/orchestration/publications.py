@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import TypeVar
 
 from slimx.cluster.restarts import Restarts
 from slimx.cluster.waiting import first_line
@@ -20,8 +19,6 @@ from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, Tra
 from slimx.reshard.publish import Publication, Publisher
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.runtime.threads import in_thread
-
-T = TypeVar("T")
 
 
 class Publications:
@@ -58,7 +55,7 @@ class Publications:
                 await self.trainers.offload()
             return done
 
-    async def watched(self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
+    async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
         """Wait for `work`, but not beyond the moment when the run has lost its engines for good.
 
         Where engines are all out and one of them comes back, it gets the weights of `step`; not while `training`, when

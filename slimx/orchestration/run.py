@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.data.batch import TrainingRow
@@ -29,8 +29,6 @@ from slimx.preflight.checks.routing import route_shape
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.replay import Replay
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
-
-T = TypeVar("T")
 
 
 class Run:
@@ -82,12 +80,12 @@ class Run:
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
-    async def watched(self, work: Awaitable[T], *, training: bool = False) -> T:
+    async def watched[T](self, work: Awaitable[T], *, training: bool = False) -> T:
         """Wait for `work`, but not beyond the moment when the run has lost its engines for good; see
         `Publications.watched`."""
         return await self.publications.watched(work, self.step, training=training)
 
-    async def unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
+    async def unless_leaving[T](self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if the run is to end first: `work` is cancelled then."""
         return await unless(self.leaving, work)
 

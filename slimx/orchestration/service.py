@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 from slimx.cluster.connection import device_of
 from slimx.cluster.restarts import Restart
@@ -28,8 +27,6 @@ from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.proxy.server import ChatProxy
-
-T = TypeVar("T")
 
 
 class EngineService:
@@ -130,7 +127,7 @@ class EngineService:
             outage,
         )
 
-    async def watched(self, work: Awaitable[T]) -> T:
+    async def watched[T](self, work: Awaitable[T]) -> T:
         """The result of `work`. Raises SlimxError when no engine is left that could come back."""
         return await while_served(work, self.engines.members.failed)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from slimx.runtime.tasks import cancelled
 
-T = TypeVar("T")
 
-
-async def while_served(
+async def while_served[T](
     work: Awaitable[T],
     needed: Callable[[], Awaitable[None]],
     supply: Callable[[], Awaitable[None]] | None = None,
@@ -36,7 +34,7 @@ async def while_served(
         await cancelled(task, event)
 
 
-async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless[T](event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`; None if `event` comes first: `work` is cancelled then."""
     task, asked = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:

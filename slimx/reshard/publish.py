@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
@@ -38,7 +38,6 @@ from slimx.reshard.parties import (
 )
 from slimx.runtime.tasks import cancelled
 
-T = TypeVar("T")
 ABORT_S = 10.0
 """Seconds that engines and trainers get to drop what they hold of a publication that has failed."""
 
@@ -250,7 +249,7 @@ class _Attempt:
             for recipient in self.active
         )
 
-    async def _together(self, calls: Iterator[Awaitable[T]]) -> list[T | None]:
+    async def _together[T](self, calls: Iterator[Awaitable[T]]) -> list[T | None]:
         """Results of all calls, None for an engine that was dropped. One that fails waits for the others: none may run
         on into an abort."""
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -264,7 +263,7 @@ class _Attempt:
         """One verb of one engine."""
         return await self._timely(recipient, verb, partial(recipient.perform, verb, self.epoch, *arguments))
 
-    async def _timely(self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def _timely[T](self, recipient: Recipient, step: str, work: Callable[[], Awaitable[T]]) -> T:
         """One step of one engine within its deadline. An engine that fails is dropped."""
         self.out.engines[recipient.name].step = step
         if recipient.incarnation != self.incarnations[recipient.name]:
@@ -301,7 +300,7 @@ class _Attempt:
             await self.members.quarantine(recipient, error)
         raise _EngineDropped
 
-    async def _of_trainers(self, stage: str, work: Awaitable[T]) -> T:
+    async def _of_trainers[T](self, stage: str, work: Awaitable[T]) -> T:
         """Wait for the trainers, not beyond the publication's deadline."""
         try:
             async with asyncio.timeout(self._left()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
@@ -18,7 +18,6 @@ from slimx.rewards.needs import needs_process
 from slimx.rewards.shared.context import Context, answer_of
 from slimx.rewards.shared.notation import DELIMITED, expression, last_boxes, latex
 
-T = TypeVar("T")
 SECONDS = 5
 """For parsing a response, and again for comparing it."""
 ANSWER_SECONDS = 60
@@ -47,7 +46,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
     return float(verify(*compared, timeout_seconds=SECONDS)) if compared else 0.0
 
 
-def _in_time(compute: Callable[[], T]) -> T | None:
+def _in_time[T](compute: Callable[[], T]) -> T | None:
     """The result of `compute`; None if it takes too long, or recurses too deep."""
     try:
         return timeout(SECONDS)(compute)()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+Hook = Callable[..., Any]
 
 
-def needs_process(hook: Hook) -> Hook:
+def needs_process[H: Hook](hook: H) -> H:
     """Mark a hook that computes for long without awaiting: in a thread it could not be ended at its deadline, and would
     hold up all others while it runs."""
     hook.needs_process = True  # type: ignore[attr-defined]

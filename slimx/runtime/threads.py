@@ -10,13 +10,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from typing import Any
 
 
-async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+async def in_thread[**P, T](function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """The result of a call in a new thread, which ends with the process wherever it is then (a daemon)."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()

@@ -19,7 +19,7 @@ def install() -> None:
 
 
 def _router() -> None:
-    """moe_utils.router_gating_linear takes Transformer Engine's te_general_gemm where it is installed; it has no CPU."""
+    """moe_utils.router_gating_linear takes te_general_gemm where Transformer Engine is installed; it has no CPU."""
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None

@@ -211,8 +211,8 @@ class Trainer(RankLayout):
             # is 1 (layout, memory plan).
             yield SlimxError(
                 f"trainer.expert is 1 but trainer.expert_tensor {self.expert_tensor_size} differs from trainer.tensor "
-                f"{self.tensor}; experts that are cut otherwise than the dense layers need expert parallelism here: set "
-                "trainer.expert_tensor=null",
+                f"{self.tensor}; experts that are cut otherwise than the dense layers need expert parallelism here: "
+                "set trainer.expert_tensor=null",
                 code="trainer.expert_tensor",
                 about="trainer.expert_tensor",
             )

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
-
-T = TypeVar("T")
 
 
 class JsonlFile:
@@ -72,7 +70,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]
             yield number, line, record if isinstance(record, dict) else None
 
 
-def load_records(path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[str]]:
+def load_records[T](path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[str]]:
     """Every record of a file, and one sentence per line that holds none, for a reader that must not stop at damage."""
     records, problems = [], []
     for number, _, record in read_lines(path):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from omegaconf import OmegaConf
@@ -19,7 +19,6 @@ from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import RecordedSample
 
-T = TypeVar("T")
 FILES = ("metrics.jsonl", "timeline.jsonl", "samples.jsonl", "config.yaml", "summary.json")
 
 
@@ -96,7 +95,7 @@ def read_run(directory: Path) -> RunFiles:
     return run
 
 
-def _records(run: RunFiles, name: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+def _records[T](run: RunFiles, name: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
     if name in run.missing:
         return []
     records, problems = load_records(run.directory / name, parse)

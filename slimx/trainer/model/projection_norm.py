@@ -21,8 +21,8 @@ from slimx.numerics.norm import rms_scale
 class ProjectionNorm(torch.nn.Module):
     """RMSNorm over the `heads` heads of a projection, of which every tensor-parallel rank holds its share.
 
-    megatron-core leaves its gradient alone as long as its config has no qk_layernorm: with it, 0.19.2 sums the gradients
-    of whatever is named q_layernorm or k_layernorm over the ranks, which here hold different parts.
+    megatron-core leaves its gradient alone as long as its config has no qk_layernorm: with it, 0.19.2 sums the
+    gradients of whatever is named q_layernorm or k_layernorm over the ranks, which here hold different parts.
     """
 
     def __init__(self, hidden_size: int, config: Any, eps: float, heads: int):
