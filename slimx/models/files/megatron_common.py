@@ -1,16 +1,22 @@
-"""Content of `common.pt`, which a torch_dist checkpoint has beside its tensors and Megatron-LM reads first."""
+"""What a torch_dist checkpoint says of itself and Megatron-LM reads first: `common.pt`, or since megatron-core 0.19 an
+object among the tensors. slimx writes `common.pt`, which both read."""
 
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slimx.models.files.safe_pickle import read_object
+
 VERSION = 3.0
 """Megatron-LM's `checkpoint_version`: the order of query, key and value in a fused weight."""
+_OBJECT = "common_state/shard_0_1"
+"""Key of the object: a list whose only element is what `common.pt` would hold."""
 
 
 def preloaded(
@@ -52,9 +58,13 @@ def preloaded(
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """Read `common.pt` of the torch_dist checkpoint `path`; no class but the arguments' is let in."""
+    """Read what the torch_dist checkpoint `path` says of itself; no class but the arguments' is let in."""
+    file = path / "common.pt"
+    inside = None if file.is_file() else read_object(path, _OBJECT)
     with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(path / "common.pt", map_location="cpu", weights_only=True)
+        if inside is None:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(inside), map_location="cpu", weights_only=True)[0]
 
 
 def saved_vocabulary(path: Path) -> int | None:

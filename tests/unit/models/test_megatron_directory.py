@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slimx.errors import SlimxError
+from slimx.models.files.megatron_common import read_common, saved_vocabulary
 from slimx.models.files.megatron_directory import TRACKER, find_checkpoint, is_megatron
 from slimx.models.files.safe_pickle import read_metadata
 from tests.refusals import refused
@@ -162,3 +165,16 @@ def test_metadata_that_no_writer_writes_is_refused(tmp_path, changed):
     with pytest.raises(SlimxError) as error:
         read_metadata(file)
     assert (error.value.code, error.value.about) == ("megatron.metadata", str(file))
+
+
+def test_what_a_checkpoint_says_of_itself_is_read_beside_its_tensors_and_among_them(tmp_path):
+    """megatron-core 0.19 writes no `common.pt`, but a list of one dictionary among the tensors."""
+    told = {"args": argparse.Namespace(vocab_size=77), "iteration": 3}
+    dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "none", no_dist=True)
+    with pytest.raises(FileNotFoundError):
+        read_common(tmp_path / "none")
+    among = {"w": torch.zeros(2), "common_state/shard_0_1": [told]}
+    dcp.save(among, checkpoint_id=tmp_path, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    assert read_common(tmp_path) == told and saved_vocabulary(tmp_path) == 77
+    torch.save({"args": argparse.Namespace(vocab_size=78)}, tmp_path / "common.pt")
+    assert saved_vocabulary(tmp_path) == 78
