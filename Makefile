@@ -42,7 +42,7 @@ venv: $(STAMP) ## create .venv with every package of the lock
 
 # The locks are complete, and pip must not resolve them again: sglang's metadata asks for CUDA packages on every machine.
 # transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest; it needs CUDA_HOME.
-# The last install gives a CUDA build of torch the CUDA libraries that the CPU lock has not, and else does nothing.
+# The last install gives a CUDA build of torch the CUDA libraries that only the GPU lock has, and else does nothing.
 $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
 	@$(if $(PYTHON),,echo "slimx needs Python 3.12, and neither PATH, pyenv nor uv has one that runs: install it (pyenv install 3.12, or uv python install 3.12), or name one: make PYTHON=/path/to/python3.12"; exit 1)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v[:2] == (3, 12) or sys.exit("slimx needs Python 3.12, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.12" % v[:2])'
@@ -51,13 +51,14 @@ $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
 	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 3 GB, 7 GB where torch is a CUDA build"
 	@$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(VENV)
 	@$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)")
-	@$(if $(CPU_WHEEL),$(PIP) --no-deps --retries 0 --timeout 15 --index-url "$(TORCH_CPU_INDEX)" "$(TORCH)" 2> /dev/null \
-	  || echo "venv: no CPU build of $(TORCH) at $(TORCH_CPU_INDEX): it comes from pip's own index, 6 GB if that has its CUDA build")
+	@if [ -n "$(CPU_WHEEL)" ]; then \
+	  $(PIP) --no-deps --retries 0 --timeout 15 --index-url "$(TORCH_CPU_INDEX)" "$(TORCH)" 2> /dev/null \
+	    || echo "venv: no CPU build of $(TORCH) at $(TORCH_CPU_INDEX): pip's own index may give its CUDA build"; fi
 	@grep -v '^transformer-engine-torch' $(REQUIREMENTS) > $(VENV)/wheels.txt
 	@$(PIP) --no-deps -r $(VENV)/wheels.txt
 	@if grep -q '^transformer-engine-torch' $(REQUIREMENTS); then \
 	  CPATH="$(CUDNN_HEADERS)" NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation -r $(REQUIREMENTS); fi
-	@$(PIP) --no-warn-conflicts -c $(REQUIREMENTS) "$(TORCH)"
+	@$(PIP) --no-warn-conflicts -c requirements/cu130.txt "$(TORCH)"
 	@touch $@
 
 .PHONY: build
