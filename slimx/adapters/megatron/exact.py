@@ -86,7 +86,7 @@ def install(block: Any, *, leaves: int, rotary: exact.Rotary, known: Collection[
 
 
 Builder = ModuleSpec | partial | Callable[..., Any]
-"""How a spec names a module: a ModuleSpec, a class or function, or either with some of its arguments."""
+"""Names a module in a spec: a ModuleSpec, a class or function, or either with some of its arguments."""
 
 
 def _kind(builder: Builder) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def _submodules(builder: Builder) -> dict[str, Builder]:
 
 
 def _exchange(builder: Builder, parts: dict[Callable[..., Any], ModuleSpec]) -> Builder:
-    """What builds in the place of `builder`; its submodules are exchanged in place, and so is a ModuleSpec."""
+    """Returns the builder that stands in the place of `builder`; submodules and a ModuleSpec are exchanged in place."""
     for name, value in _submodules(builder).items():
         setattr(get_submodules(builder), name, _exchange(value, parts))
     other = parts.get(_kind(builder))

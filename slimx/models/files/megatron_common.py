@@ -1,5 +1,5 @@
-"""What a torch_dist checkpoint says of itself and Megatron-LM reads first: `common.pt`, or since megatron-core 0.19 an
-object among the tensors. slimx writes `common.pt`, which both read."""
+"""Arguments and iteration in a torch_dist checkpoint, which Megatron-LM reads first: `common.pt`, or since
+megatron-core 0.19 an object among the tensors. slimx writes `common.pt`, which both read."""
 
 from __future__ import annotations
 
