@@ -73,7 +73,7 @@ async def test_calls_that_break_fail_alone_and_the_others_are_judged(deadline_s)
 
 async def test_workers_that_are_stopped_while_they_are_idle_are_replaced_and_no_call_fails(deadline_s):
     config = Reward(function=HOOK, isolation="process", workers=1, deadline=deadline_s, options={"worth": 0.5})
-    runner = RewardProcesses(config, load_reward(config, RunFacts()), "no tokenizer is needed", RunFacts(), take_s=2.0)
+    runner = RewardProcesses(config, load_reward(config, RunFacts()), "no tokenizer is needed", RunFacts(), take_s=8.0)
     try:
         pid, _ = await judge(runner, "process")
         os.kill(int(pid), signal.SIGSTOP)
