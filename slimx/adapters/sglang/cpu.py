@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 MINIMAX_SQUARES = "sglang.srt.models.minimax_m2.rms_sumsq_serial"
 MINIMAX_NORM = "sglang.srt.models.minimax_m2.rms_apply_serial"
 NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+DEVICE_MODULE = "torch.get_device_module"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,12 @@ def moe_without_absent_experts(
     return out
 
 
+def device_module(device: Any = None) -> ModuleType:
+    """In place of torch's, which names torch.cuda in a CUDA build without a GPU too: SGLang would synchronise with one
+    to release memory."""
+    return torch.cpu
+
+
 def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """In place of MiniMax-M2's Triton kernel: fp32 [2 * tokens], of query [tokens, n] and then of key [tokens, m]."""
     return torch.cat([x.float().square().sum(-1) for x in (query, key)])
@@ -204,6 +212,7 @@ def normed_by_sums(
 def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     """Register the wrapped functions with SGLang's HookRegistry (`kinds`: its HookType). `experts`: also those of
     experts, which exact mode replaces altogether."""
+    registry.register(DEVICE_MODULE, device_module, kinds.REPLACE)
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
     if experts:
         registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)

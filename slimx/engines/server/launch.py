@@ -22,6 +22,8 @@ CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # torch's own: inductor would run a compiler for small functions, and gain nothing here.
     "TORCHDYNAMO_DISABLE": "1",
+    # SGLang's own: ranks would meet through the NCCL of a CUDA build of torch, which finds no GPU here.
+    "SGLANG_NCCL_SO_PATH": "none",
 }
 MODELS = "slimx.adapters.sglang.models"
 

@@ -119,8 +119,9 @@ def test_within_the_bound_values_and_gradients_are_unchanged_to_the_bit(name):
 
 
 def test_beyond_the_bound_a_ratio_is_constant():
-    """A = -1 at a ratio that no clip bounds: e^19 at log-ratio 19, and e^20 without a gradient at 21. (At 20 itself torch
-    has a gradient up to 2.13, and none since.)"""
+    """A = -1 at a ratio that no clip bounds: e^19 at log-ratio 19, and e^20 without a gradient at 21.
+
+    At 20 itself torch has a gradient up to 2.13, and none since."""
     values = []
     for distance in (19.0, 21.0):
         logprobs = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True)
