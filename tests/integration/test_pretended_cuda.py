@@ -81,7 +81,7 @@ def test_the_host_waits_for_the_gpu_only_where_it_must(runs):
     }
     places = {place.split("/")[-1].split(":")[0] for place in waits}
     assert not places & set(NO_WAITS), waits
-    assert {"rope_utils.py", "moe_utils.py"} <= places  # upstream's: the count works
+    assert "rope_utils.py" in places  # upstream's: the count works
     steps = 2 * 5
     norm = [count for place, count in waits.items() if "clip_grads.py" in place]
     assert norm and sum(norm) <= steps, "one wait for the gradient norm of a step"
