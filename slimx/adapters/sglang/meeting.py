@@ -1,6 +1,6 @@
 """SGLang's ranks meet at one address of one machine, where torch would listen on every interface.
 
-Written for torch 2.13 (`torch.distributed.rendezvous`), through which sglang 0.5.23 makes its first process group. The
+Written for torch 2.14 (`torch.distributed.rendezvous`), through which sglang 0.5.23 makes its first process group. The
 store keeps the groups' addresses: who can write to it decides whom the ranks hear, and what gloo brings is unpickled.
 """
 
