@@ -49,7 +49,7 @@ $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
 	@$(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "$(PYTHON) cannot make environments: apt-get install python3.12-venv"; exit 1; }
 	@set -- $${CXX:-g++}; command -v "$$1" > /dev/null || { echo "slimx needs a C++17 compiler: apt-get install g++, or name one in CXX"; exit 1; }
 	@echo "venv: installing $(REQUIREMENTS) into $(VENV): about 2 minutes and 3 GB, 7 GB where torch is a CUDA build"
-	@$(PYTHON) -m venv $(if $(OTHER_STAMPS),--clear) $(VENV)
+	@$(PYTHON) -m venv $(if $(OTHER_STAMPS)$(if $(wildcard $(VENV)/lib/python3.12),,another Python),--clear) $(VENV)
 	@$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)")
 	@if [ -n "$(CPU_WHEEL)" ]; then \
 	  $(PIP) --no-deps --retries 0 --timeout 15 --index-url "$(TORCH_CPU_INDEX)" "$(TORCH)" 2> /dev/null \
