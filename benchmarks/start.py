@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.machine import cpu_seconds, surroundings
+from machine import cpu_seconds, surroundings
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, PROMPTS = ROOT / "runs/quickstart-sft/hf", ROOT / "runs/quickstart-data/train.jsonl"
@@ -104,7 +104,9 @@ def main() -> None:
             trl.append(start_trl(options.trl, Path(directory)))
     others = (cpu_seconds() - others) / (time.time() - clock)
     print(surroundings("torch", "megatron-core", "sglang", "ray"))
-    print(f"medians of {options.pairs} pairs; processes of others used {others:.2f} cores")
+    print(
+        f"medians of {options.pairs} pairs; what is not a child of this process used {others:.2f} cores, Ray's own included"
+    )
     print(f"{'':24}{'begins s':>10}{'done s':>10}")
     for name in slimx[0].parts:
         begins, ends = (median(one.parts[name][side] for one in slimx) for side in (0, 1))

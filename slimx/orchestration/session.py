@@ -180,7 +180,8 @@ async def _session(
             starting.append(records.starting("critic", critic.start()))
         service = EngineService(config, prepared, directory, note=table.note, record=records.restarted)
         await stack.enter_async_context(service)
-        starting.append(records.starting("frozen engines", service.frozen.start()))
+        if service.frozen.groups:
+            starting.append(records.starting("frozen engines", service.frozen.start()))
         shared = []
         if config.schedule.colocate and device == "cuda":
             # Engines are placed where the trainers are, which is known when these have started.
