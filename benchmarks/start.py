@@ -104,9 +104,7 @@ def main() -> None:
             trl.append(start_trl(options.trl, Path(directory)))
     others = (cpu_seconds() - others) / (time.time() - clock)
     print(surroundings("torch", "megatron-core", "sglang", "ray"))
-    print(
-        f"medians of {options.pairs} pairs; what is not a child of this process used {others:.2f} cores, Ray's own included"
-    )
+    print(f"medians of {options.pairs} pairs; what is no child of this process, as Ray's own, used {others:.2f} cores")
     print(f"{'':24}{'begins s':>10}{'done s':>10}")
     for name in slimx[0].parts:
         begins, ends = (median(one.parts[name][side] for one in slimx) for side in (0, 1))
