@@ -46,7 +46,9 @@ def measured(argv: list[str], env: dict[str, str], log: Path, done: Callable[[],
     """Run a command until it ends; raises RuntimeError if it fails."""
     with log.open("wb") as output:
         began, step = time.time(), 0.0
-        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=os.environ | env, cwd=ROOT)
+        process = subprocess.Popen(
+            argv, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | env, cwd=ROOT
+        )
         try:
             while process.poll() is None and time.time() < began + DEADLINE_S:
                 if not step and done():
@@ -95,7 +97,6 @@ def main() -> None:
         sys.exit(f"{MODEL} is missing: run `make quickstart` first")
     if not (options.trl / "trl").is_dir():
         sys.exit(f"{options.trl} holds no trl: install it as the head of {Path(__file__).name} says")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     slimx, trl = [], []
     clock, others = time.time(), cpu_seconds()
     for _ in range(options.pairs):

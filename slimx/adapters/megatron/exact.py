@@ -9,7 +9,6 @@ of the tree, and the sum is rounded once. A reduction by the communication libra
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from slimx.adapters.megatron.attention import PackedAttention
+from slimx.adapters.megatron.builders import Builder, kind_of, submodules_of
 from slimx.adapters.megatron.latent import LatentAttention
 from slimx.adapters.megatron.layers import (
     ColumnGroupedLinear,
@@ -85,28 +85,11 @@ def install(block: Any, *, leaves: int, rotary: exact.Rotary, known: Collection[
     block.layer_norm = ExactNorm
 
 
-Builder = ModuleSpec | partial | Callable[..., Any]
-"""Names a module in a spec: a ModuleSpec, a class or function, or either with some of its arguments."""
-
-
-def _kind(builder: Builder) -> Callable[..., Any]:
-    if isinstance(builder, ModuleSpec):
-        return builder.module
-    return builder.func if isinstance(builder, partial) else builder
-
-
-def _submodules(builder: Builder) -> dict[str, Builder]:
-    """Builders that `builder` passes on, by the field of its submodules."""
-    parts = get_submodules(builder) if isinstance(builder, ModuleSpec | partial) else None
-    named = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)} if parts is not None else {}
-    return {name: value for name, value in named.items() if callable(value)}
-
-
 def _exchange(builder: Builder, parts: dict[Callable[..., Any], ModuleSpec]) -> Builder:
     """Returns the builder that stands in the place of `builder`; submodules and a ModuleSpec are exchanged in place."""
-    for name, value in _submodules(builder).items():
+    for name, value in submodules_of(builder).items():
         setattr(get_submodules(builder), name, _exchange(value, parts))
-    other = parts.get(_kind(builder))
+    other = parts.get(kind_of(builder))
     if isinstance(builder, ModuleSpec | partial):
         submodules = get_submodules(builder)
         if isinstance(submodules, MLPSubmodules | GroupedMLPSubmodules):
@@ -123,7 +106,7 @@ def _exchange(builder: Builder, parts: dict[Callable[..., Any], ModuleSpec]) -> 
 
 def _check(builder: Builder, place: str, known: Collection[type]) -> None:
     """Refuse what would round by a rule of its own. `place`: of the builder in a layer."""
-    kind = _kind(builder)
+    kind = kind_of(builder)
     if kind not in WITHOUT_ARITHMETIC and kind not in known and getattr(kind, "__module__", None) != __name__:
         raise SlimxError(
             f"numerics.mode exact does not know {getattr(kind, '__name__', kind)}, which is {place} of this model in "
@@ -131,7 +114,7 @@ def _check(builder: Builder, place: str, known: Collection[type]) -> None:
             code="exact.module",
             about=getattr(kind, "__name__", str(kind)),
         )
-    for name, value in _submodules(builder).items():
+    for name, value in submodules_of(builder).items():
         _check(value, name, known)
 
 

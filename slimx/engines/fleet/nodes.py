@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slimx.engines.server.spec import EngineSpec, NodeShare, server_argv, server_env
+from slimx.engines.server.spec import EngineSpec, NodeShare, ending_grace, server_argv, server_env
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.packed import PackedBucket
 from slimx.runtime.ports import address, free_port, own_address
@@ -128,7 +128,7 @@ class NodeActor:
 
     async def stop(self, grace_s: float) -> None:
         if self.process is not None:
-            await asyncio.to_thread(self.process.stop, grace_s)
+            await asyncio.to_thread(self.process.stop, ending_grace(self.values["device"], grace_s))
 
     async def join(self, meeting: Any, rank: int) -> None:
         await self.end.join(meeting, rank)

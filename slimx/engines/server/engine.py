@@ -125,8 +125,7 @@ class Engine:
     async def stop(self, grace_s: float = 10.0) -> None:
         """End the server with its whole process tree; DEAD afterwards. May be called in any state.
 
-        Somebody else's server is not ended, but left. One on the CPU is killed: SGLang looks only every 5 s whether it
-        was told to end, and there is nothing to give back but memory.
+        Somebody else's server is not ended, but left.
         """
         before, self.state = self.state, State.DEAD
         if self.spec.external and not self.spec.frozen and before is not State.DEAD:

@@ -37,11 +37,11 @@ def prepare(arguments: list[str]) -> None:
         os.environ.update(CPU_VARIABLES)
 
 
-def install_stand_ins() -> None:
-    """Put stand-ins for absent GPU packages before SGLang's first import; on a GPU nothing may be absent."""
+def prepare_imports() -> None:
+    """Hide megatron-core and put stand-ins for absent GPU packages, before SGLang's first import."""
     # SGLang's dumper of tensors, which trainers use too, imports megatron-core if it can: a second for nothing here.
     sys.modules["megatron"] = None
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":  # on a GPU nothing may be absent
         from slimx.adapters.sglang import absent as sglang_absent
 
         sglang_absent.install()
@@ -66,7 +66,7 @@ def main(arguments: list[str], keys: Keys) -> None:
 if __name__ == "__mp_main__":
     # SGLang sets this too, but only after some seconds of imports; a parent lost in between would leave an orphan.
     end_with_parent(os.getppid(), signal.SIGKILL)
-    install_stand_ins()
+    prepare_imports()
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m slimx.engines.server.launch", description=__doc__.splitlines()[0])
@@ -94,5 +94,5 @@ if __name__ == "__main__":
         end_with_parent(options.parent, signal.SIGTERM)
     given = options.sglang[1:] if options.sglang[:1] == ["--"] else options.sglang
     prepare(given)
-    install_stand_ins()
+    prepare_imports()
     sys.exit(main(given, Keys() if options.keys is None else Keys.read(options.keys)))

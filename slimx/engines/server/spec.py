@@ -77,6 +77,12 @@ class EngineSpec:
         return f"http://{address(self.host, self.port)}"
 
 
+def ending_grace(device: str, grace_s: float) -> float:
+    """Seconds that a server gets to end by itself when `grace_s` are allowed: none on the CPU, where SGLang looks only
+    every 5 s whether it was told to end, and has nothing to give back but memory."""
+    return 0.0 if device == "cpu" else grace_s
+
+
 def server_args(spec: EngineSpec) -> dict[str, Any]:
     """SGLang's arguments for `spec`: ours, the user's, and defaults that the user may replace."""
     ours: dict[str, Any] = {

@@ -219,3 +219,14 @@ async def test_a_save_is_due_by_steps_or_by_time(tmp_path, parts, monkeypatch):
     run.checkpoints._saved_at -= 61
     assert run.checkpoints.due(1)
     await stopped(run)
+
+
+async def test_the_start_of_a_part_is_a_phase_of_its_own_track(tmp_path):
+    config = Config.model_validate(
+        {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "rollout": {"prompts": "p"}, "track": {"report": False}}
+    )
+    records = Records(config, LiveTable(1, 0, Console(quiet=True)), None)
+    await records.starting("engines", asyncio.sleep(0.05))
+    records.close()
+    (phase,) = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
+    assert (phase["name"], phase["track"], phase["step"]) == ("start", "engines", None) and phase["seconds"] >= 0.05

@@ -1,0 +1,27 @@
+"""Reads the specs of megatron-core's layers, in which a module is named in several ways. Written for 0.19.2."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
+
+Builder = ModuleSpec | partial | Callable[..., Any]
+"""Names a module in a spec: a ModuleSpec, a class or function, or either with some of its arguments."""
+
+
+def kind_of(builder: Builder) -> Callable[..., Any]:
+    """The class or function that a builder calls."""
+    if isinstance(builder, ModuleSpec):
+        return builder.module
+    return builder.func if isinstance(builder, partial) else builder
+
+
+def submodules_of(builder: Builder) -> dict[str, Builder]:
+    """Builders that `builder` passes on, by the field of its submodules."""
+    parts = get_submodules(builder) if isinstance(builder, ModuleSpec | partial) else None
+    named = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)} if parts is not None else {}
+    return {name: value for name, value in named.items() if callable(value)}
