@@ -16,10 +16,12 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache, partial
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from slimx.adapters.slime.arguments import RunFacts
@@ -131,23 +133,25 @@ class _Worker:
 
     def __init__(self, take_s: float) -> None:
         self._take_s = take_s
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: BaseProcess | None = None
         self._connection: Connection | None = None
         self._closed = False
+        self._ending = threading.Lock()
+        """Held while a process is ended: of two threads that reap one, the second is told that it lives."""
 
     def offer(self, call: tuple[Any, ...]) -> None:
         """Hand over a call. Raises TimeoutError, EOFError or OSError if the process did not take it."""
         if self._closed:
             raise SlimxError("a reward was asked for after its workers were told to end", code="reward.closed")
         seconds = self._take_s
-        if self._process is None or not self._process.is_alive():
+        if not self._lives():
             self._start()
             seconds = BEGIN_S
-        exchange(self._connection, call, seconds, self.kill)
+        self._exchange(call, seconds)
 
     def result(self, seconds: float) -> tuple[bool, Any]:
-        """GroupOutcome of the call: (True, what the hook returned), or (False, what it raised)."""
-        return exchange(self._connection, None, seconds, self.kill)
+        """Outcome of the call: (True, what the hook returned), or (False, what it raised)."""
+        return self._exchange(None, seconds)
 
     def exit_status(self) -> int | None:
         assert self._process is not None
@@ -156,16 +160,29 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and what it started, whatever it is at; SIGKILL reaches a stopped one too."""
-        if self._process is not None and self._process.pid is not None and self._process.is_alive():
-            kill_descendants(self._process.pid)
-            self._process.kill()
-            self._process.join(TAKE_S)
+        if self._process is not None:
+            self._kill(self._process)
 
     def close(self) -> None:
         self._closed = True
         self.kill()
         if self._connection is not None:
             self._connection.close()
+
+    def _exchange(self, message: Any, seconds: float) -> Any:
+        # A deadline that strikes late must not end the process that has come in this one's place.
+        return exchange(self._connection, message, seconds, partial(self._kill, self._process))
+
+    def _lives(self) -> bool:
+        with self._ending:
+            return self._process is not None and self._process.is_alive()
+
+    def _kill(self, process: BaseProcess) -> None:
+        with self._ending:
+            if process.is_alive():
+                kill_descendants(process.pid)
+                process.kill()
+                process.join(TAKE_S)
 
     def _start(self) -> None:
         if self._connection is not None:

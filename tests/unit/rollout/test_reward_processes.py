@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ async def judge(runner: RewardProcesses, text: str) -> Any:
 
 @pytest.fixture
 def deadline_s() -> float:
-    """Long enough for a worker to start and import."""
+    """Long enough for a worker to load the hook."""
     return 6.0
 
 
@@ -84,6 +86,37 @@ async def test_workers_that_are_stopped_while_they_are_idle_are_replaced_and_no_
         assert not psutil.pid_exists(int(pid))
     finally:
         runner.close()
+
+
+async def test_a_deadline_and_its_call_may_end_one_worker_at_once(deadline_s, monkeypatch):
+    """The thread of the deadline kills the worker while the thread of the call, which sees it die, kills it too."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    runner = processes(workers=1, deadline=deadline_s)
+    worker = runner._workers[0]
+    monkeypatch.setattr(worker, "_start", lambda: fork_one_that_sleeps(worker))
+    try:
+        for _ in range(60):
+            worker._start()
+            deadline = threading.Thread(target=worker.kill)
+            deadline.start()
+            with pytest.raises((EOFError, OSError)):
+                worker._connection.recv()
+            worker.kill()
+            assert not worker._process.is_alive()
+            deadline.join()
+    finally:
+        sys.setswitchinterval(interval)
+        runner.close()
+
+
+def fork_one_that_sleeps(worker: Any) -> None:
+    """Give `worker` a process that costs a millisecond to start."""
+    context = multiprocessing.get_context("fork")
+    worker._connection, theirs = context.Pipe()
+    worker._process = context.Process(target=time.sleep, args=(600,), daemon=True)
+    worker._process.start()
+    theirs.close()
 
 
 async def test_a_worker_that_is_killed_while_it_is_idle_costs_no_call(deadline_s):
