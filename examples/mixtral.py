@@ -10,7 +10,7 @@ from typing import Any
 from slimx.layout.maps import Concat
 from slimx.layout.table import Row, Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, quantised_otherwise, rotary, unusual
+from slimx.models.decoder import decoder_fields, quantised_otherwise, scaled_otherwise, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.rows import Attention, Layer, embedding, head
 
@@ -33,10 +33,8 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """The first thing in the configuration that this file would build wrongly: it is refused, never ignored."""
-    if (kind := rotary(hf)[0]) != "default":
-        return f"rotary scaling of type {kind}"
     usual = (("sliding_window", None), ("hidden_act", "silu"), ("tie_word_embeddings", False))
-    return unusual(hf, *usual) or quantised_otherwise(hf)
+    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
 
 
 def mtp_layers(hf: dict[str, Any]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any
 
 from slimx.models.rows import Attention
@@ -36,12 +38,20 @@ def first_of(hf: dict[str, Any], *names: str) -> Any:
     return hf[next((name for name in names if name in hf), names[0])]
 
 
-def rotary(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def rotary(hf: dict[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Type ("default": not scaled) and fields of the rotary embedding, in transformers' present form (rope_parameters)
     or the checkpoints' older one (rope_theta and rope_scaling)."""
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    return kind, fields if "rope_theta" in fields else {**fields, "rope_theta": hf["rope_theta"]}
+    named = [kind for kind in (fields.get("rope_type"), fields.get("type")) if kind]
+    kind = " and ".join(dict.fromkeys(named)) or "default"
+    return kind, fields if "rope_theta" in fields else ChainMap(fields, {"rope_theta": hf["rope_theta"]})
+
+
+def scaled_otherwise(hf: dict[str, Any], *kinds: str) -> str | None:
+    """The rotary embedding's scaling, in words, where its type is none of `kinds` ("default": not scaled)."""
+    if (kind := rotary(hf)[0]) in kinds:
+        return None
+    return f"{'rope_parameters' if hf.get('rope_parameters') else 'rope_scaling'} of type {kind}"
 
 
 def rotary_share(hf: dict[str, Any], *, default: float) -> float:

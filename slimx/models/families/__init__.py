@@ -21,17 +21,20 @@ from slimx.models.families import (
     qwen3,
     qwen3_moe,
 )
+from slimx.models.fields import Fields
 from slimx.models.files.index import read_object
 
 
 class Family(Protocol):
-    """The names that a family's file defines; `hf` is the content of config.json, and a missing field is a KeyError."""
+    """The names that a family's file defines; `hf` is the content of config.json, and a missing field is a KeyError.
+
+    A field that none of these functions but `engine_table` reads by its name is refused (`slimx.models.fields`)."""
 
     ARCHITECTURE: str
     """The name in config.json's `architectures`."""
 
     def unsupported(self, hf: dict[str, Any]) -> str | None:
-        """Name the part of config.json `hf` that cannot be built; None if all can."""
+        """Name the part of config.json `hf` that cannot be built, the field's name first; None if all can."""
         ...
 
     def transformer_config(self, hf: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +100,7 @@ class ModelSpec:
 
     @property
     def vocab_size(self) -> int:
-        return self.hf["vocab_size"]
+        return self.gpt["vocab_size"]
 
     @property
     def prediction_layers(self) -> int:
@@ -170,7 +173,7 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
     """Read `path`/config.json, for a model with `mtp_layers` layers of multi-token prediction.
 
     `family`: None for the one that config.json's architecture belongs to. Raises SlimxError for a missing directory, an
-    unknown family, an unsupported field or layers that are not there."""
+    unknown family, a field that is unsupported or that nobody reads, or layers that are not there."""
     file = Path(path) / "config.json"
     hf, architecture = _config_of(file)
     if not isinstance(mtp_layers, int) or mtp_layers < 0:
@@ -181,19 +184,30 @@ def read_model(path: str | Path, *, mtp_layers: int = 0, family: Family | None =
         )
     family = _family_of(architecture, file, family)
     try:
-        problem = family.unsupported(hf)
+        fields = Fields(hf)
+        problem = family.unsupported(fields)
         if problem:
             raise SlimxError(
-                f"{file}: {architecture} with {problem} is not supported", code="model.unsupported", about=problem
+                f"{file}: {architecture} with {problem} is not supported",
+                code="model.unsupported",
+                about=problem.split()[0],
             )
-        if mtp_layers > (declared := family.mtp_layers(hf)):
+        if mtp_layers > (declared := family.mtp_layers(fields)):
             raise SlimxError(
                 f"{file}: the checkpoint has {declared} MTP layers; lower trainer.megatron.mtp_num_layers={mtp_layers}",
                 code="model.mtp_layers",
                 about="trainer.megatron.mtp_num_layers",
             )
-        table = family.weight_table(hf, mtp_layers)
-        return ModelSpec(str(path), hf, family.transformer_config(hf), family.gpt_arguments(hf), table, family)
+        table = family.weight_table(fields, mtp_layers)
+        spec = ModelSpec(str(path), hf, family.transformer_config(fields), family.gpt_arguments(fields), table, family)
+        if name := next(fields.unread(), None):
+            raise SlimxError(
+                f"{file}: nothing in slimx reads field {name} of a {architecture}, and it may change what the model "
+                "computes; remove it if it changes nothing, or give a family that reads it (model.family)",
+                code="model.field_unread",
+                about=name,
+            )
+        return spec
     except KeyError as error:
         raise SlimxError(
             f"{file}: field {error} is missing; a {architecture} checkpoint must have it",

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from slimx.layout.table import Row, Table
-from slimx.models.decoder import quantised_otherwise, rotary
+from slimx.models.decoder import quantised_otherwise, rotary, scaled_otherwise, unusual
 from slimx.models.families.deepseek_v3_engine import engine_table as engine_table
 from slimx.models.prediction import mtp_layers as mtp_layers
 from slimx.models.prediction import table_with_prediction
@@ -78,32 +78,36 @@ def unsupported(hf: dict[str, Any]) -> str | None:
 
 
 def _unsupported_rotary(hf: dict[str, Any]) -> str | None:
+    if scaled := scaled_otherwise(hf, "default", "yarn"):
+        return scaled
     kind, scaling = rotary(hf)
-    if kind not in ("default", "yarn"):
-        return f"rotary scaling of type {kind}"
     if not hf.get("rope_interleave", True):
         return "rope_interleave false"
     if kind == "yarn":
         # Megatron's MLA derives the factor from the two mscales and rounds the ramp's bounds.
         if scaling.get("attention_factor") is not None:
-            return "a yarn attention_factor"
+            return f"rope_scaling.attention_factor {scaling['attention_factor']}"
         if not scaling.get("truncate", True):
-            return "yarn truncate false"
+            return "rope_scaling.truncate false"
         mscale, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
         # Where one of the two is missing, transformers and DeepSeek's own code disagree on what the other one means.
         if bool(mscale) != bool(of_all) and not (mscale == 1 and not of_all):
-            return f"yarn mscale {mscale} and mscale_all_dim {of_all}, of which one is missing"
+            return f"rope_scaling.mscale {mscale} and mscale_all_dim {of_all}, of which one is missing"
     return None
 
 
 def _unsupported_rest(hf: dict[str, Any]) -> str | None:
-    if hf.get("attention_bias"):
-        return "attention_bias"
-    if hf.get("tie_word_embeddings"):
-        return "tie_word_embeddings"
-    if hf.get("hidden_act", "silu") != "silu":
-        return f"hidden_act {hf['hidden_act']}"
-    return quantised_otherwise(hf)
+    rotating = hf["qk_rope_head_dim"]
+    only = (
+        ("attention_bias", False),
+        ("tie_word_embeddings", False),
+        ("hidden_act", "silu"),
+        # Latent attention has no heads of key and value of its own; files repeat these sizes.
+        ("num_key_value_heads", hf["num_attention_heads"]),
+        ("head_dim", rotating),
+        ("qk_head_dim", hf["qk_nope_head_dim"] + rotating),
+    )
+    return unusual(hf, *only) or quantised_otherwise(hf)
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:

@@ -30,10 +30,9 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
-    if (kind := decoder.rotary(hf)[0]) != "default":
-        return f"rotary scaling of type {kind}"
     other = decoder.unusual(hf, ("hidden_act", "silu"), ("tie_word_embeddings", False))
-    return unsupported_router(hf) or decoder.quantised_otherwise(hf) or other
+    scaled = decoder.scaled_otherwise(hf, "default")
+    return scaled or unsupported_router(hf) or decoder.quantised_otherwise(hf) or other
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:

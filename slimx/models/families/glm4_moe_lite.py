@@ -21,7 +21,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
     # transformers builds the layers that this list names, SGLang those after the first ones.
     if hf.get("mlp_layer_types") not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
-        return f"mlp_layer_types that are not {dense} dense layers and then sparse ones (first_k_dense_replace)"
+        return f"mlp_layer_types other than {dense} dense layers and then sparse ones (first_k_dense_replace)"
     return deepseek_v3.unsupported(hf)
 
 

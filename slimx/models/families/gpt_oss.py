@@ -63,16 +63,16 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
-    kind, scaling = decoder.rotary(hf)
-    if kind != "yarn":
-        return f"rope scaling {kind} (its own is yarn)"
-    if given := sorted({"attention_factor", "mscale", "mscale_all_dim"} & {k for k, v in scaling.items() if v}):
-        return f"yarn's {given[0]}"
+    if scaled := decoder.scaled_otherwise(hf, "yarn"):
+        return scaled
+    scaling = decoder.rotary(hf)[1]
+    if given := [key for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key)]:
+        return f"rope_scaling.{given[0]} {scaling[given[0]]}"
     if odd := set(hf["layer_types"]) - set(_WINDOWED):
-        return f"layers of type {min(odd)}"
+        return f"layer_types with {min(odd)}"
     quantisation = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if quantisation != "mxfp4":
-        return f"quantization {quantisation}"
+        return f"quantization_config.quant_method {quantisation}"
     if odd := [key for key in ("hidden_size", "intermediate_size") if hf[key] % mxfp4.GROUP]:
         return f"{odd[0]} {hf[odd[0]]}, no multiple of {mxfp4.GROUP}"
     only = (("tie_word_embeddings", False), ("attention_bias", True), ("hidden_act", "silu"), ("swiglu_alpha", 1.702))

@@ -31,13 +31,13 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
+    if scaled := decoder.scaled_otherwise(hf, "default", "llama3"):
+        return scaled
     kind, fields = decoder.rotary(hf)
-    if kind not in ("default", "llama3"):
-        return f"rotary scaling of type {kind}"
     if kind == "llama3":
         for key, only in _SCALING.items():
             if fields[key] != only:
-                return f"rotary scaling of {key} {fields[key]} instead of {only}"
+                return f"rope_scaling.{key} {fields[key]} instead of {only}"
     usual = (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"))
     return decoder.unusual(hf, *usual) or decoder.quantised_otherwise(hf)
 

@@ -40,8 +40,10 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
-    if (kind := decoder.rotary(hf)[0]) != "default":
-        return f"rotary scaling of type {kind}"
+    if scaled := decoder.scaled_otherwise(hf, "default"):
+        return scaled
+    if (share := decoder.rotary_share(hf, default=_rotary_share(hf))) != _rotary_share(hf):
+        return f"partial_rotary_factor {share} and rotary_dim {hf['rotary_dim']}"
     if set(hf.get("attn_type_list") or [1]) != {1}:
         return "attn_type_list with layers of linear attention"
     if hf["num_experts_per_tok"] == 1:
@@ -52,6 +54,7 @@ def unsupported(hf: dict[str, Any]) -> str | None:
         ("qk_norm_type", "per_layer"),
         ("scoring_func", "sigmoid"),
         ("use_routing_bias", True),
+        ("norm_topk_prob", True),
         ("shared_intermediate_size", 0),
         ("hidden_act", "silu"),
         ("tie_word_embeddings", False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.layout.table import Table
-from slimx.models.decoder import decoder_fields, quantised_otherwise, rotary, unusual
+from slimx.models.decoder import decoder_fields, quantised_otherwise, scaled_otherwise, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.dense import dense_engine_table, dense_table
@@ -21,10 +21,8 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
-    if (kind := rotary(hf)[0]) != "default":
-        return f"rotary scaling of type {kind}"
     usual = (("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu"))
-    return unusual(hf, *usual) or quantised_otherwise(hf)
+    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:

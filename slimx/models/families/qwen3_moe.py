@@ -7,7 +7,7 @@ from typing import Any
 from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import engine_rows
-from slimx.models.decoder import decoder_fields, first_of, quantised_otherwise, rotary, unusual
+from slimx.models.decoder import decoder_fields, first_of, quantised_otherwise, scaled_otherwise, unusual
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
@@ -35,12 +35,10 @@ def unsupported(hf: dict[str, Any]) -> str | None:
     # Of this architecture SGLang 0.5.23 builds MoE layers only: an engine could not serve such a checkpoint. No
     # published one has dense layers.
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
-        return "dense layers among the MoE layers (decoder_sparse_step, mlp_only_layers)"
-    if hf.get("attention_bias"):
-        return "attention_bias"
-    if rotary(hf)[0] != "default":
-        return "rope scaling (rope_parameters.rope_type)"
-    return unusual(hf, ("hidden_act", "silu")) or quantised_otherwise(hf)
+        key = "mlp_only_layers" if hf.get("mlp_only_layers") else "decoder_sparse_step"
+        return f"{key} {hf[key]} (dense layers among the MoE layers)"
+    usual = (("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu"))
+    return scaled_otherwise(hf, "default") or unusual(hf, *usual) or quantised_otherwise(hf)
 
 
 def _attention(hf: dict[str, Any]) -> Attention:

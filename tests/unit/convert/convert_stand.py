@@ -24,7 +24,9 @@ WIDE: dict[str, Any] = QWEN3_MOE | {
     "num_hidden_layers": 1,
 }
 """Rows in whole blocks of 128, columns that end inside one."""
-QWEN3: dict[str, Any] = {key: value for key, value in QWEN3_MOE.items() if "expert" not in key and "moe" not in key} | {
+QWEN3: dict[str, Any] = {
+    key: value for key, value in QWEN3_MOE.items() if not any(part in key for part in ("expert", "moe", "topk"))
+} | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "tie_word_embeddings": True,

@@ -26,6 +26,7 @@ from tests.unit.models.deepseek_v3_config import V3, YARN
 KIMI_K2 = V3 | {
     "vocab_size": 163840,
     "num_attention_heads": 64,
+    "num_key_value_heads": 64,
     "n_routed_experts": 384,
     "routed_scaling_factor": 2.827,
     "first_k_dense_replace": 1,
@@ -41,6 +42,7 @@ MOONLIGHT = KIMI_K2 | {
     "moe_intermediate_size": 1408,
     "num_hidden_layers": 27,
     "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "n_shared_experts": 2,
     "n_routed_experts": 64,
     "num_experts_per_tok": 6,
@@ -197,30 +199,31 @@ def test_the_published_configs_are_supported(hf):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "type linear"),
-        ({"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale 0.7 and mscale_all_dim None"),
-        ({"rope_scaling": {**YARN, "mscale_all_dim": 1.0}}, "mscale None and mscale_all_dim 1.0"),
-        ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "attention_factor"),
-        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling"),
+        ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope_scaling.mscale"),
+        ({"rope_scaling": {**YARN, "mscale_all_dim": 1.0}}, "rope_scaling.mscale"),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "rope_scaling.attention_factor"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate"),
         ({"rope_interleave": False}, "rope_interleave"),
-        ({"scoring_func": "softmax"}, "scoring_func softmax"),
-        ({"topk_method": "greedy"}, "topk_method greedy"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        ({"norm_topk_prob": False}, "norm_topk_prob false"),
-        ({"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok 1"),
-        ({"num_experts_per_tok": 6}, "num_experts_per_tok 6 in topk_group 4"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"topk_method": "greedy"}, "topk_method"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "norm_topk_prob"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok"),
         ({"attention_bias": True}, "attention_bias"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config.quant_method"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads"),
+        ({"head_dim": 128}, "head_dim"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_megatron_would_compute_otherwise_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str):
     (tmp_path / "config.json").write_text(json.dumps(V3 | changes))
-    with refused("model.unsupported") as error:
+    with refused("model.unsupported", about=named):
         read_model(tmp_path)
-    assert named in error.value.about
 
 
 def test_more_prediction_layers_than_the_checkpoint_has_are_refused_with_both_numbers(tmp_path: Path):

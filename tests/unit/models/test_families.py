@@ -207,27 +207,27 @@ def test_a_dense_model_has_no_routes_to_ask_for(tmp_path: Path):
 @pytest.mark.parametrize(
     ("hf", "changes", "named"),
     [
-        (QWEN3_32B, {"attention_bias": True}, "attention_bias True"),
-        (QWEN3_32B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling of type yarn"),
-        (QWEN25_7B, {"use_sliding_window": True}, "use_sliding_window True"),
-        (QWEN25_7B, {"hidden_act": "gelu"}, "hidden_act gelu"),
-        (QWEN25_7B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method awq"),
-        (LLAMA_3_8B, {"attention_bias": True}, "attention_bias True"),
-        (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias True"),
-        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "dynamic"}}, "rotary scaling of type dynamic"),
-        (LLAMA_32_1B, {"rope_scaling": SCALING | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0 instead of 4.0"),
+        (QWEN3_32B, {"attention_bias": True}, "attention_bias"),
+        (QWEN3_32B, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        (QWEN25_7B, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN25_7B, {"hidden_act": "gelu"}, "hidden_act"),
+        (QWEN25_7B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
+        (LLAMA_3_8B, {"attention_bias": True}, "attention_bias"),
+        (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA_32_1B, {"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling"),
+        (LLAMA_32_1B, {"rope_scaling": SCALING | {"high_freq_factor": 8.0}}, "rope_scaling.high_freq_factor"),
         (
             LLAMA_32_1B,
             {"rope_scaling": SCALING | {"original_max_position_embeddings": 4096}},
-            "original_max_position_embeddings 4096 instead of 8192",
+            "rope_scaling.original_max_position_embeddings",
         ),
+        (LLAMA_32_1B, {"rope_scaling": SCALING | {"type": "yarn"}}, "rope_scaling"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path: Path, hf, changes, named: str):
-    with refused("model.unsupported") as error:
+    with refused("model.unsupported", about=named):
         read(tmp_path, hf | changes)
-    assert named in error.value.about
 
 
 def test_an_unknown_architecture_is_told_how_to_become_known(tmp_path: Path):

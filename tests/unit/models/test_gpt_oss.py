@@ -280,23 +280,22 @@ def test_a_damaged_mxfp4_tensor_is_refused_by_name(tmp_path: Path, whole, suffix
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope scaling linear"),
-        ({"rope_scaling": {**HF["rope_scaling"], "mscale": 0.7}}, "yarn's mscale"),
-        ({"layer_types": ["sliding_attention", "chunked_attention"]}, "layers of type chunked_attention"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
-        ({"attention_bias": False}, "attention_bias False"),
-        ({"intermediate_size": 100}, "intermediate_size 100, no multiple of 32"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings True"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {**HF["rope_scaling"], "mscale": 0.7}}, "rope_scaling.mscale"),
+        ({"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha"),
+        ({"attention_bias": False}, "attention_bias"),
+        ({"intermediate_size": 100}, "intermediate_size"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
-def test_what_cannot_be_built_is_refused_in_words(tmp_path: Path, change, words):
+def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path, change, named):
     (tmp_path / "config.json").write_text(json.dumps({**HF, **change}))
-    with refused("model.unsupported") as error:
+    with refused("model.unsupported", about=named):
         read_model(tmp_path)
-    assert words in error.value.about
 
 
 def test_the_published_sizes_give_the_published_numbers_of_parameters():

@@ -1,0 +1,138 @@
+"""A field of config.json that nobody reads, and that could change what the model computes, is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimx.models.families import FAMILIES, Family, load_family, read_model
+from slimx.models.fields import Fields
+from tests.checkpoint_stand import QWEN3_MOE
+from tests.refusals import refused
+from tests.unit.models.deepseek_v3_config import V3
+from tests.unit.models.test_families import LLAMA_32_1B, QWEN3_32B, QWEN25_7B
+from tests.unit.models.test_glm_and_minimax import FLASH, GLM, MINIMAX
+from tests.unit.models.test_gpt_oss import HF as GPT_OSS
+
+ROOT = Path(__file__).parents[3]
+OUTSIDE = {"MixtralForCausalLM": "examples.mixtral"}
+MIXTRAL = {key: value for key, value in QWEN3_32B.items() if key != "use_sliding_window"} | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+KNOWN: dict[str, dict[str, Any]] = {
+    hf["architectures"][0]: {**hf, "num_hidden_layers": 4}
+    for hf in (V3, FLASH, GLM, GPT_OSS, LLAMA_32_1B, MINIMAX, QWEN25_7B, QWEN3_32B, QWEN3_MOE, MIXTRAL)
+}
+for _architecture, _fields in (
+    ("GptOssForCausalLM", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    ("MiniMaxM2ForCausalLM", {"attn_type_list": [1] * 4}),
+):
+    KNOWN[_architecture] |= _fields
+IDLE = {
+    "auto_map": {"AutoConfig": "configuration.Config"},
+    "dtype": "bfloat16",
+    "transformers_version": "4.46.1",
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": 0,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "use_cache": True,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "logit_scale": None,
+}
+"""Fields without a meaning for what is computed, and one that would have one."""
+
+
+def family_of(architecture: str) -> Family | None:
+    return load_family(OUTSIDE[architecture]) if architecture in OUTSIDE else None
+
+
+def read(directory: Path, hf: dict[str, Any]):
+    (directory / "config.json").write_text(json.dumps(hf))
+    return read_model(directory, family=family_of(hf["architectures"][0]))
+
+
+def test_every_family_is_held_to_it():
+    assert set(KNOWN) == FAMILIES.keys() | OUTSIDE.keys()
+
+
+@pytest.mark.parametrize("architecture", sorted(KNOWN))
+def test_fields_without_a_meaning_change_nothing(tmp_path: Path, architecture: str):
+    plain, more = (read(tmp_path, fields) for fields in (KNOWN[architecture], {**IDLE, **KNOWN[architecture]}))
+    assert (more.transformer, more.gpt, more.table) == (plain.transformer, plain.gpt, plain.table)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_scale", 0.5),
+        ("use_parallel_residual", False),
+        ("attention_dropout", 0.1),
+        ("layer_types", ["full_attention", "linear_attention"] * 2),
+        ("sliding_window", 128),
+        ("dual_chunk_attention_config", {"chunk_size": 8192}),
+    ],
+)
+@pytest.mark.parametrize("architecture", sorted(KNOWN))
+def test_a_field_that_may_change_the_computation_is_refused_by_name(
+    tmp_path: Path, architecture: str, field: str, value: Any
+):
+    if (architecture, field) == ("GptOssForCausalLM", "sliding_window"):
+        field = "sliding_window_size"  # it has a window, under its own name
+    hf = {key: kept for key, kept in KNOWN[architecture].items() if "sliding_window" not in key} | {
+        key: KNOWN[architecture][key] for key in ("sliding_window",) if architecture == "GptOssForCausalLM"
+    }
+    own = (architecture, field) in (("GptOssForCausalLM", "layer_types"), ("MixtralForCausalLM", "sliding_window"))
+    with refused("model.unsupported" if own else "model.field_unread", about=field):
+        read(tmp_path, hf | {field: value})
+
+
+@pytest.mark.parametrize("architecture", sorted(KNOWN))
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+def test_another_scaling_of_positions_is_refused_by_name(tmp_path: Path, architecture: str, form: str):
+    hf = {key: kept for key, kept in KNOWN[architecture].items() if key != "rope_scaling"}
+    with refused("model.unsupported", about=form):
+        read(tmp_path, hf | {form: {"rope_type": "longrope", "factor": 2.0}})
+
+
+@pytest.mark.parametrize("architecture", sorted(KNOWN))
+def test_a_field_within_the_scaling_that_nobody_reads_is_refused_by_name(tmp_path: Path, architecture: str):
+    hf = KNOWN[architecture]
+    scaling = {"rope_scaling": {**(hf.get("rope_scaling") or {}), "mrope_section": [16, 24, 24]}}
+    with refused("model.field_unread", about="rope_scaling.mrope_section"):
+        read(tmp_path, hf | scaling)
+
+
+@pytest.mark.parametrize("switched", [True, None])
+def test_a_window_means_nothing_only_where_it_is_switched_off(tmp_path: Path, switched: bool | None):
+    assert QWEN25_7B["sliding_window"] and QWEN25_7B["use_sliding_window"] is False
+    read(tmp_path, QWEN25_7B)
+    with refused("model.unsupported" if switched else "model.field_unread") as error:
+        read(tmp_path, QWEN25_7B | {"use_sliding_window": switched})
+    assert error.value.about == ("use_sliding_window" if switched else "sliding_window")
+
+
+def test_a_base_that_is_said_twice_is_said_the_same(tmp_path: Path):
+    twice = QWEN3_32B | {"rope_parameters": {"rope_type": "default", "rope_theta": QWEN3_32B["rope_theta"]}}
+    assert read(tmp_path, twice).gpt == read(tmp_path, QWEN3_32B).gpt
+    with refused("model.field_unread", about="rope_theta"):
+        read(tmp_path, twice | {"rope_theta": 1.0})
+
+
+@pytest.mark.parametrize("directory", sorted((ROOT / "configs/moe/models").iterdir()), ids=lambda path: path.name)
+def test_the_published_configurations_are_read(directory: Path):
+    assert read_model(directory).table.rows
+
+
+def test_a_copy_of_the_fields_counts_as_unread():
+    """A family that reads a copy is refused more than it must be, and never less."""
+    fields = Fields({"logit_scale": 2.0, "within": {"a": 1, "b": 2}})
+    assert {**fields}["logit_scale"] == 2.0 and fields["within"]["a"] == 1
+    assert [*fields.unread()] == ["logit_scale", "within.b"]
