@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model")
 """Files of which a Hugging Face tokenizer has at least one."""
+
+BATCH = 512
+"""Prompts that a tokenizer is given together: it splits them over the cores, and half of its own work goes."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -144,11 +148,7 @@ def check_prompts(
     vocab_size: int,
 ) -> None:
     """Raise SlimxError on the first prompt of file `path` that has too many tokens or an id outside [0, vocab_size)."""
-    for prompt in prompts:
-        try:
-            ids = encode_prompt(tokenizer, prompt)
-        except SlimxError as error:
-            raise SlimxError(f"{path}: {error}", code="prompts.template", about=prompt.id) from error
+    for prompt, ids in _encoded(tokenizer, prompts, path):
         if len(ids) > max_prompt_tokens:
             raise SlimxError(
                 f"{path}: prompt {prompt.id!r} has {len(ids)} tokens, the limit is {max_prompt_tokens}; "
@@ -164,6 +164,26 @@ def check_prompts(
                 code="prompts.token_id",
                 about=prompt.id,
             )
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], path: str | Path
+) -> Iterator[tuple[Prompt, list[int]]]:
+    """Each prompt of file `path` with its `encode_prompt`."""
+    for several in batched(prompts, BATCH):
+        chats = [prompt.messages for prompt in several if prompt.token_ids is None]
+        try:
+            ids = iter(tokenizer.apply_chat_template(chats, **_given(None), return_dict=False) if chats else [])
+        except Exception:  # whose prompt it is, and what it lacks, is told for one alone
+            ids = None
+        for prompt in several:
+            if ids is not None and prompt.token_ids is None:
+                yield prompt, next(ids)
+                continue
+            try:
+                yield prompt, encode_prompt(tokenizer, prompt)
+            except SlimxError as error:
+                raise SlimxError(f"{path}: {error}", code="prompts.template", about=prompt.id) from error
 
 
 def _given(tools: list[dict[str, Any]] | None) -> dict[str, Any]:

@@ -214,13 +214,24 @@ def test_a_prompt_that_the_tokenizer_refuses_is_named():
         check_prompts(FakeTokenizer(), [prompt_of("a!")], "train.jsonl", 9, 128)
 
 
-def test_the_first_prompt_that_is_too_long_or_outside_the_vocabulary_is_named():
+class OfSeveral(FakeTokenizer):
+    """Takes several conversations in one call, as transformers' tokenizers do."""
+
+    def apply_chat_template(self, messages, **options):
+        one = super().apply_chat_template
+        return [one(each, **options) for each in messages] if isinstance(messages[0], list) else one(messages, **options)
+
+
+@pytest.mark.parametrize("tokenizer", [FakeTokenizer(), OfSeveral()])
+def test_the_first_prompt_that_is_too_long_or_outside_the_vocabulary_is_named(tokenizer):
     def check(*prompts: Prompt) -> None:
-        check_prompts(FakeTokenizer(), prompts, "train.jsonl", max_prompt_tokens=4, vocab_size=128)
+        check_prompts(tokenizer, prompts, "train.jsonl", max_prompt_tokens=4, vocab_size=128)
 
     check(prompt_of("abc"), Prompt(id="ids", token_ids=[0, 127]))
     with refused("prompts.length", about="abcd"):
-        check(prompt_of("abc"), prompt_of("abcd"), prompt_of("abcdefg"))
+        check(prompt_of("abc"), Prompt(id="ids", token_ids=[0]), prompt_of("abcd"), prompt_of("abcdefg"))
+    with refused("prompts.length", about="abcd"):
+        check(prompt_of("abc"), prompt_of("abcd"), prompt_of("a!"))
     for wrong in (128, -1):
         with refused("prompts.token_id", about="ids"):
             check(Prompt(id="ids", token_ids=[1, wrong]))
