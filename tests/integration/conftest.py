@@ -38,6 +38,11 @@ START_S = 600
 Weights = dict[str, torch.Tensor]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files of whole runs first: with a long one at the end, all other cores would wait for it."""
+    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "TrainProcess"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hugging Face directory of the quickstart's Qwen3-MoE (float32, 2 layers, 8 experts, vocabulary 128)."""

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
     "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
 }
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name == "PP2xVPP2" else []) for name in LAYOUTS]
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name == "TP2xPP2" else []) for name in LAYOUTS]
 SEVERAL = NAMES[1:]
 FREEZING = {"single": {"recompute": {"granularity": "full"}}, "PP2xVPP2": {"recompute": {"granularity": "selective"}}}
 """Recomputed layers get no gradient if their input, a frozen embedding's output, needs none."""

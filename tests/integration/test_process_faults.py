@@ -25,7 +25,7 @@ FAULTS = [
     Fault("gcs", SIGKILL, ends=LOST, names="Ray's GCS "),
     Fault("gcs", SIGSTOP, ends=LOST, names="Ray's GCS "),
 ]
-QUICK = {"trainer-SIGKILL", "raylet-SIGSTOP"}
+QUICK = {"trainer-SIGKILL"}
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ class Job:
         assert not list(self.jobs.rglob("token"))
 
 
+@pytest.mark.slow
 def test_a_job_over_two_nodes_that_is_preempted_saves_comes_back_and_ends_with_the_same_losses(
     slurm: Slurm, uninterrupted: Path, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ):

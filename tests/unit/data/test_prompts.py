@@ -218,8 +218,9 @@ class OfSeveral(FakeTokenizer):
     """Takes several conversations in one call, as transformers' tokenizers do."""
 
     def apply_chat_template(self, messages, **options):
-        one = super().apply_chat_template
-        return [one(each, **options) for each in messages] if isinstance(messages[0], list) else one(messages, **options)
+        if isinstance(messages[0], list):
+            return [self.apply_chat_template(each, **options) for each in messages]
+        return super().apply_chat_template(messages, **options)
 
 
 @pytest.mark.parametrize("tokenizer", [FakeTokenizer(), OfSeveral()])
