@@ -22,6 +22,7 @@ from slimx.trainer.checkpoint import files
 from tests.integration.conftest import free_port
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.integration.rank_processes import run_ranks
+from tests.integration.saved_tensors import saved_tensors, written_by_0_16
 from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
@@ -111,6 +112,10 @@ def test_a_rank_that_cannot_write_is_named_with_the_reason_and_nothing_is_comple
         assert (code, about) == ("checkpoint.write", str(ranks.out / "bad"))
         assert "trainer rank 1" in sentence and "IsADirectoryError" in sentence
     assert not (ranks.out / "bad" / "metadata.json").exists()
+
+
+def test_a_checkpoint_has_the_names_types_and_shapes_that_megatron_core_0_16_gave_it(ranks):
+    assert saved_tensors(ranks.out / "DP2") == written_by_0_16("Qwen3-MoE")
 
 
 # Other layouts --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 
 from tests.integration.family_cases import CASES
 from tests.integration.family_laboratory import SIZES, difference
+from tests.integration.saved_tensors import saved_tensors, written_by_0_16
 
 pytestmark = pytest.mark.integration
 
@@ -71,6 +72,12 @@ def test_a_trainers_checkpoint_gives_every_weight_back_bit_for_bit(families, lay
     for rank in range(ran.sizes.world):
         saved, restored = (ran.local(kind, rank) for kind in ("after", "restored"))
         assert [name for name, tensor in saved.items() if not torch.equal(restored[name], tensor)] == []
+
+
+@pytest.mark.parametrize("model", ["V3", "MiniMax-M2"])
+def test_a_trainers_checkpoint_has_the_names_types_and_shapes_that_megatron_core_0_16_gave_it(families, model):
+    """Latent attention, a layer of multi-token prediction, norms over all heads; without the distributed optimizer."""
+    assert saved_tensors(families("single", model).directory / f"{model}.checkpoint") == written_by_0_16(model)
 
 
 @thorough_models
