@@ -86,19 +86,57 @@ class Moe(Section):
         return self
 
 
-_ROUTING = {
+_PRECISION = (
+    "its log-probs and publications were never compared with an engine's; train in numerics.dtype=bfloat16, and let "
+    "engines compute in fp8 by publish.quantise"
+)
+_SHARDS = "ranks are planned without such shards; set trainer.tensor, and trainer.distributed_optimizer for the state"
+_OTHER_WEIGHTS = "it builds layers whose weights checkpoints and publications do not know; leave it out"
+_INTERLEAVED = "it mixes the rows of gate and up, which checkpoints and engines hold in two blocks; leave it out"
+_DROPPED = "it drops tokens that engines compute, so that log-probs differ; bound trainer.max_tokens_per_microbatch"
+NOT_PASSED = {
     "moe_aux_loss_coeff": "set trainer.moe.aux_loss_coef",
     "moe_router_load_balancing_type": "set trainer.moe.aux_loss_type",
     "moe_z_loss_coeff": "set trainer.moe.z_loss_coef",
     "moe_router_bias_update_rate": "set trainer.moe.bias_update_rate",
     "moe_enable_routing_replay": "set trainer.moe.routing_replay",
     "moe_router_fusion": "a fused router can be neither recorded nor replayed",
+    "moe_router_force_biased": "it replaces the routers' choice by noise; leave it out",
     "overlap_moe_expert_parallel_comm": "its schedule takes layers apart, and their routers would lose their batch",
     "cuda_graph_impl": "a captured router would see the first micro-batch for ever",
     "enable_cuda_graph": "a captured router would see the first micro-batch for ever",
     "external_cuda_graph": "a captured router would see the first micro-batch for ever",
+    "fp8": _PRECISION,
+    "fp8_param": _PRECISION,
+    "fp8_quantizer_factory": _PRECISION,
+    "fp8_output_proj": _PRECISION,
+    "fp8_dot_product_attention": _PRECISION,
+    "fp8_multi_head_attention": _PRECISION,
+    "fp4": _PRECISION,
+    "fp4_param": _PRECISION,
+    "fp4_quantizer_factory": _PRECISION,
+    "quant_recipe": _PRECISION,
+    "use_kitchen": _PRECISION,
+    "use_mup": "it scales embeddings, attention and logits, which engines do not; leave it out",
+    "tensor_parallel_num_weight_shards": _SHARDS,
+    "gtp_weight_remat_size": _SHARDS,
+    "expert_tensor_parallel_num_weight_shards": _SHARDS,
+    "expert_gtp_weight_remat_size": _SHARDS,
+    "mtp_use_repeated_layer": "every prediction layer has weights of its own in checkpoints and engines; leave it out",
+    "mla_down_proj_fusion": _OTHER_WEIGHTS,
+    "moe_single_grouped_weight": _OTHER_WEIGHTS,
+    "moe_single_grouped_bias": _OTHER_WEIGHTS,
+    "use_transformer_engine_op_fuser": _OTHER_WEIGHTS,
+    "use_grouped_gemm_for_shared_expert": _OTHER_WEIGHTS,
+    "use_grouped_gemm_for_dense_mlp": _OTHER_WEIGHTS,
+    "moe_mlp_glu_interleave_size": _INTERLEAVED,
+    "moe_shared_expert_glu_interleave_size": _INTERLEAVED,
+    "moe_expert_rank_capacity_factor": _DROPPED,
+    "moe_paged_stash": _DROPPED,
 }
-"""Fields of megatron-core's TransformerConfig that routing has to itself, and what a user does instead."""
+"""Fields of megatron-core's TransformerConfig that `trainer.megatron` must not set, with the reason or what to do
+instead: those that routing has to itself, and those that would change what is computed, published or saved unnoticed,
+such as precision, names and shapes of weights."""
 
 
 class RankLayout(Section):
@@ -175,11 +213,11 @@ class Trainer(RankLayout):
 
     @model_validator(mode="after")
     def _check(self) -> Trainer:
-        refuse([*self._routing_problems(), *self._layout_problems()])
+        refuse([*self._megatron_problems(), *self._layout_problems()])
         return self
 
-    def _routing_problems(self) -> Iterator[SlimxError]:
-        for key, instead in _ROUTING.items():
+    def _megatron_problems(self) -> Iterator[SlimxError]:
+        for key, instead in NOT_PASSED.items():
             if self.megatron.get(key) not in (None, False, 0, "none"):
                 about = f"trainer.megatron.{key}"
                 yield SlimxError(f"{about} is not passed through; {instead}", code="trainer.megatron", about=about)

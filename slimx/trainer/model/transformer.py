@@ -67,6 +67,9 @@ def transformer_config(spec: ModelSpec, config: Config, backends: Backends, *, c
         "attention_backend": AttnBackend[backends.attention],
         "moe_token_dispatcher_type": backends.dispatcher,
         "moe_flex_dispatcher_backend": backends.flex_backend,
+        # Micro-batches are packed, and HybridEP wants the same number of tokens from every rank.
+        "moe_hybridep_pad_uneven_dispatch_inputs": backends.dispatcher == "flex"
+        and backends.flex_backend == "hybridep",
         "moe_router_dtype": "fp32",
         # megatron-core would move the router's selection bias before the optimizer's step, skipped or not, and count
         # padding; slimx.trainer.moe.routing moves it where trainer.moe.bias_update_rate asks for it.

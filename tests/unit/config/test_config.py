@@ -169,6 +169,8 @@ def test_a_missing_key_is_named_with_the_way_to_set_it(command, file):
         ("rollout.sampling.top_k=5000", "sampling.top_k", "rollout.sampling.top_k"),
         ("algorithm.kl_coef=0.1", "algorithm.reference", "algorithm.kl_coef"),
         ("trainer.megatron={moe_aux_loss_coeff: 0.1}", "trainer.megatron", "trainer.megatron.moe_aux_loss_coeff"),
+        ("trainer.megatron={fp8: e4m3}", "trainer.megatron", "trainer.megatron.fp8"),
+        ("trainer.megatron={use_mup: true}", "trainer.megatron", "trainer.megatron.use_mup"),
         ("trainer.moe.aux_loss_coef=-1", "config.value", "trainer.moe.aux_loss_coef"),
         ("trainer.moe.aux_loss_type=aux_loss", "routing.aux_loss_type", "trainer.moe.aux_loss_type"),
         ("rollout.engines=[]", "algorithm.engines", "rollout.engines"),

@@ -105,7 +105,6 @@ def test_what_leaves_the_forward_pass_alone_may_be_set_and_megatron_has_it() -> 
         ({"numerics": {"mode": "fast", "leaves": 2}}, "exact.leaves", "numerics.leaves"),
         ({"trainer": {"attention": "flash"}}, "exact.attention", "trainer.attention"),
         ({"trainer": {"moe": {"routing_replay": "R3"}}}, "exact.replay", "trainer.moe.routing_replay"),
-        ({"trainer": {"megatron": {"fp8": "e4m3"}}}, "exact.megatron", "trainer.megatron.fp8"),
         (
             {"trainer": {"megatron": {"moe_router_pre_softmax": False}}},
             "exact.megatron",

@@ -12,6 +12,7 @@ import torch
 
 from slimx.config.schema import Config
 from slimx.config.sections.algorithm import Algorithm
+from slimx.config.sections.trainer import NOT_PASSED
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
@@ -66,6 +67,34 @@ def test_what_megatrons_configuration_does_not_take_is_refused(
     backends = choose_backends(config.trainer, device="cpu", packages=())
     with refused(code, about=about or spec.path):
         transformer_config(spec, config, backends, cpu=True)
+
+
+def test_every_field_that_is_not_passed_through_is_one_of_megatrons():
+    from megatron.core.transformer import MLATransformerConfig
+
+    from slimx.trainer.model.transformer import check_megatron_fields  # imports megatron-core
+
+    check_megatron_fields(NOT_PASSED, MLATransformerConfig)
+
+
+@pytest.mark.parametrize(("flex_backend", "padded"), [("hybridep", True), ("deepep", False)])
+def test_packed_microbatches_are_padded_for_the_dispatcher_that_wants_them_of_one_size(
+    spec: ModelSpec, flex_backend: str, padded: bool
+):
+    from slimx.trainer.model.transformer import transformer_config  # imports megatron-core
+
+    config = Config.model_validate(
+        {
+            "run": {"dir": "r"},
+            "model": {"path": spec.path},
+            "numerics": {"dtype": "bfloat16"},
+            "trainer": {"world_size": 2, "expert": 2, "moe": {"dispatcher": "flex", "flex_backend": flex_backend}},
+            "rollout": {"prompts": "p", "engines": [{}]},
+        }
+    )
+    backends = choose_backends(config.trainer, device="cuda", packages={"deep_ep"})
+    transformer = transformer_config(spec, config, backends, cpu=False)
+    assert transformer.moe_hybridep_pad_uneven_dispatch_inputs is padded
 
 
 def test_a_norm_of_all_heads_stands_in_self_attention_only():
