@@ -20,6 +20,7 @@ from slimx.convert.torch_dist_reader import TorchDistReader
 from slimx.errors import SlimxError
 from slimx.layout.stored import stored
 from slimx.models.families import Family, ModelSpec, read_model
+from slimx.models.fields import without_quantisation
 from slimx.models.files.megatron_directory import find_checkpoint, numbers_layers
 from slimx.models.files.reader import CheckpointReader
 from slimx.models.files.safe_pickle import read_metadata
@@ -97,14 +98,13 @@ def megatron_to_hf(
     if theirs is not None:
         theirs.check_copies(table)
         units += _others(spec, theirs, dtype)
-    config = {key: value for key, value in spec.hf.items() if key != "quantization_config"}
     return ToHuggingFace(
         units,
         source_of,
         file_bytes=file_bytes,
         what=f"megatron-to-hf {_content(path)} {_content(original)} {dtype}",
         template=original,
-        config=_stored_as(config, dtypes),
+        config=_stored_as(without_quantisation(spec.hf), dtypes),
     )
 
 

@@ -18,27 +18,45 @@ WITHOUT_MEANING = frozenset(
         *("problem_type", "id2label", "label2id"),
         # how weights began, and auxiliary losses, which a run has keys of its own for
         *("initializer_range", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp"),
+        # of an older transformers, and of pictures, which a model's text knows nothing of
+        *("tf_legacy_loss", "torchscript", "use_bfloat16"),
+        *("ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
         # layers of multi-token prediction that MiniMax-M2 only declares: no published file has their tensors
         *("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
     }
 )
 """Fields that change nothing that a model computes, whatever their value."""
+_READ_ELSEWHERE = ("quantization_config", "vision_config")
+"""Objects whose fields the readers of the files know, and those of a tower that is carried over."""
 _NEUTRAL: dict[str, Any] = {
+    "add_cross_attention": False,
     "attention_bias": False,
     "attention_dropout": 0,
     "chunk_size_feed_forward": 0,
     "embedding_dropout": 0,
+    "is_decoder": False,
     "is_encoder_decoder": False,
     "mlp_bias": False,
     "norm_head": False,
     "num_nextn_predict_layers": 0,
     "output_dropout": 0,
     "partial_rotary_factor": 1,
+    "pruned_heads": {},
     "router_jitter_noise": 0,
+    "tie_encoder_decoder": False,
     "use_mrope": False,
     "use_sliding_window": False,
 }
 """Field -> the value with which it changes nothing. A field that is null never does."""
+
+
+def without_quantisation(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json `hf`, objects within it too, of the same model stored plainly."""
+    return {
+        key: without_quantisation(value) if isinstance(value, dict) else value
+        for key, value in hf.items()
+        if key != "quantization_config"
+    }
 
 
 class Fields(dict[str, Any]):
@@ -69,7 +87,7 @@ class Fields(dict[str, Any]):
             if key not in self._read:
                 if not self._neutral(key, value):
                     yield key
-            elif isinstance(value, Fields) and key != "quantization_config":  # the readers of the files know the rest
+            elif isinstance(value, Fields) and key not in _READ_ELSEWHERE:
                 yield from (f"{key}.{inner}" for inner in value.unread())
 
     def _neutral(self, key: str, value: Any) -> bool:

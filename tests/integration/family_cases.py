@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.layout.ranks import Sizes
-from tests.integration import deepseek_v3_oracle, prediction_oracle
+from tests.integration import deepseek_v3_oracle, nested_oracle, prediction_oracle
 from tests.integration.family_oracle import Oracle
 
 
@@ -51,6 +51,10 @@ def predicting(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
 
 def deepseek(name: str) -> Callable[[Path, int], Oracle]:
     return lambda path, seed: deepseek_v3_oracle.Oracle(path, seed, deepseek_v3_oracle.MODELS[name])
+
+
+def mimo(path: Path, seed: int) -> Oracle:
+    return nested_oracle.MiMo(path, seed, {name: value for name, value in SHAPE.items() if name != "head_dim"})
 
 
 SHAPE = {
@@ -139,6 +143,9 @@ CASES: dict[str, Case] = {
         make=stock("MiniMaxM2Config", num_local_experts=8, num_experts_per_tok=3, rope_parameters=ROTARY),
         thorough=True,
     ),
+    # Engines of these two are refused.
+    "Kimi-K2.5": Case(make=nested_oracle.KimiK25, thorough=True),
+    "MiMo": Case(make=mimo, dense=True),
     # Added from outside, as docs/models.md says.
     "Mixtral": Case(
         make=stock("MixtralConfig", num_local_experts=8, num_experts_per_tok=3),

@@ -15,7 +15,9 @@ from slimx.models.families import (
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    kimi_k25,
     llama,
+    mimo,
     minimax_m2,
     qwen2,
     qwen3,
@@ -61,7 +63,19 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = {
     family.ARCHITECTURE: family
-    for family in (deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, llama, minimax_m2, qwen2, qwen3, qwen3_moe)
+    for family in (
+        deepseek_v3,
+        glm4_moe,
+        glm4_moe_lite,
+        gpt_oss,
+        kimi_k25,
+        llama,
+        mimo,
+        minimax_m2,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+    )
 }
 
 _GATED_DELTA_NET = (

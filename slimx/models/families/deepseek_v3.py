@@ -74,6 +74,11 @@ def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
+    return unsupported_model(hf) or quantised_otherwise(hf)
+
+
+def unsupported_model(hf: dict[str, Any]) -> str | None:
+    """The same whatever the checkpoint is stored in."""
     return _unsupported_rotary(hf) or unsupported_router(hf) or _unsupported_rest(hf)
 
 
@@ -107,7 +112,7 @@ def _unsupported_rest(hf: dict[str, Any]) -> str | None:
         ("head_dim", rotating),
         ("qk_head_dim", hf["qk_nope_head_dim"] + rotating),
     )
-    return unusual(hf, *only) or quantised_otherwise(hf)
+    return unusual(hf, *only)
 
 
 def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:

@@ -16,7 +16,7 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.stored import Stored, stored
 from slimx.layout.table import Table
-from slimx.models.files import mxfp4
+from slimx.models.files import int4, mxfp4
 from slimx.models.files.block_fp8 import SCALE_SUFFIX, Block, Dequantise, block_of, dequantise, scales_shape
 from slimx.models.files.index import INDEX, SINGLE, indexed_files
 
@@ -78,9 +78,9 @@ class CheckpointReader:
         return tuple(self._view(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype in which `read` returns source `name`: blocks of fp8 and MXFP4 are read as bf16."""
+        """Dtype in which `read` returns source `name`: blocks of fp8, MXFP4 and INT4 are read as bf16."""
         name = stored(name).name
-        if self._packed(name):
+        if self._packed(name) or self._in_int4(name):
             return torch.bfloat16
         found = self._view(name).get_dtype()
         if found not in _DTYPES:
@@ -160,6 +160,11 @@ class CheckpointReader:
         """Refuse a tensor of another dtype than `_DTYPES`: its bits would be read as numbers that they are not."""
         if found == _FP8 and quantised and len(shape) == 2:
             self._check_scales(name, shape)
+        elif suffix := self._where_int4.get(name):
+            if found not in int4.DTYPES[suffix]:
+                wanted = " or ".join(int4.DTYPES[suffix])
+                what = f"is stored as {found}, not {wanted}; restore the file from its source"
+                raise self._wrong(name, "dtype", what)
         elif name not in self._where_packed and (found == _FP8 or found not in _DTYPES):
             raise self._unread(name, found)
         elif name in self._where_packed and found != "U8":
@@ -170,6 +175,15 @@ class CheckpointReader:
         """Names of the tensors in MXFP4: codes and scales."""
         stems = {n.removesuffix(mxfp4.BLOCKS) for n in self._where if n.endswith(mxfp4.BLOCKS)} - self._where.keys()
         return frozenset(stem + suffix for stem in stems for suffix in (mxfp4.BLOCKS, mxfp4.SCALES))
+
+    def _in_int4(self, name: str) -> bool:
+        return name not in self._where and name + int4.CODES in self._where
+
+    @cached_property
+    def _where_int4(self) -> dict[str, str]:
+        """Names of the tensors that hold matrices in INT4, with what they are of them: a suffix of `int4`."""
+        stems = {n.removesuffix(int4.CODES) for n in self._where if n.endswith(int4.CODES)} - self._where.keys()
+        return {stem + suffix: suffix for stem in stems for suffix in int4.DTYPES}
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
         scales = name + SCALE_SUFFIX
@@ -206,7 +220,12 @@ class CheckpointReader:
         them."""
         place, (rows, cols) = stored(name), rect.extent
         window = slice(rect.row, rect.row + rows), slice(rect.col, rect.col + cols)
-        part = self._packed_window(place, *window) if self._packed(place.name) else self._window(place, *window)
+        if self._packed(place.name):
+            part = self._packed_window(place, *window)
+        elif self._in_int4(place.name):
+            part = self._int4_window(place.name, *window)
+        else:
+            part = self._window(place, *window)
         return part[:: rect.step]
 
     def _window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
@@ -223,6 +242,9 @@ class CheckpointReader:
             # A stack of matrices, read as one matrix; no rectangle reaches over the edge of one.
             index, row = divmod(rows.start, shape[1])
             part = view[index : index + 1, row : row + rows.stop - rows.start, cols][0]
+        elif len(shape) > 3:
+            # A convolution of a vision tower: small enough to read whole.
+            part = view[:].reshape(-1, shape[-1])[rows, cols]
         else:
             part = view[rows, cols]
         if view.get_dtype() == _FP8:
@@ -235,16 +257,26 @@ class CheckpointReader:
         return name not in self._where and name + mxfp4.BLOCKS in self._where
 
     def _as_packed(self, shapes: Mapping[str, tuple[int, ...]], turned: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """`shapes` with the tensors that this checkpoint keeps in MXFP4 under the names and shapes that they have
-        there."""
+        """`shapes` with the tensors that this checkpoint keeps in MXFP4 or INT4 under the names and shapes that they
+        have there."""
         out: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
             if name in turned and self._packed(name):
                 count, rows, cols = shape
                 out |= {name + suffix: packed for suffix, packed in mxfp4.packed_shapes((count, cols, rows)).items()}
+            elif len(shape) == 2 and self._in_int4(name):
+                out |= {name + suffix: packed for suffix, packed in int4.packed_shapes(shape).items()}
             else:
                 out[name] = shape
         return out
+
+    def _int4_window(self, name: str, rows: slice, cols: slice) -> torch.Tensor:
+        first, stop = cols.start // int4.GROUP, -(-cols.stop // int4.GROUP)
+        words = int4.GROUP // int4.PER_WORD
+        codes = self._view(name + int4.CODES)[rows, first * words : stop * words]
+        values = int4.dequantise(codes, self._view(name + int4.SCALES)[rows, first:stop])
+        start = first * int4.GROUP
+        return values[:, cols.start - start : cols.stop - start]
 
     def _packed_window(self, place: Stored, rows: slice, cols: slice) -> torch.Tensor:
         """Window of an MXFP4 stack, whose codes stand as the table names its matrices: transposed to a stack's own."""

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slimx.layout.table import Table
+from slimx.models.fields import without_quantisation
 from slimx.models.files.reader import CheckpointReader
 
 _SHARD_BYTES = 4 * 2**30
@@ -72,8 +73,8 @@ def finish_directory(
             shutil.copy2(file, directory / file.name)
     config = directory / "config.json"
     fields = json.loads(config.read_text()) if config.is_file() else {}
-    if fields.pop("quantization_config", None) is not None:  # what is exported is in the trainer's dtype
-        config.write_text(json.dumps(fields, indent=2) + "\n")
+    if (plain := without_quantisation(fields)) != fields:  # what is exported is in the trainer's dtype
+        config.write_text(json.dumps(plain, indent=2) + "\n")
 
 
 def _carried(reader: CheckpointReader, table: Table) -> Iterator[list[str]]:

@@ -28,6 +28,12 @@ KNOWN: dict[str, dict[str, Any]] = {
     hf["architectures"][0]: {**hf, "num_hidden_layers": 4}
     for hf in (V3, FLASH, GLM, GPT_OSS, LLAMA_32_1B, MINIMAX, QWEN25_7B, QWEN3_32B, QWEN3_MOE, MIXTRAL)
 }
+KNOWN["MiMoForCausalLM"] = KNOWN["Qwen2ForCausalLM"] | {"architectures": ["MiMoForCausalLM"]}
+KNOWN["KimiK25ForConditionalGeneration"] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "text_config": {key: value for key, value in KNOWN["DeepseekV3ForCausalLM"].items() if "quant" not in key},
+    "vision_config": json.loads((ROOT / "configs/moe/models/Kimi-K2.5/config.json").read_text())["vision_config"],
+}
 for _architecture, _fields in (
     ("GptOssForCausalLM", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     ("MiniMaxM2ForCausalLM", {"attn_type_list": [1] * 4}),
@@ -52,6 +58,13 @@ IDLE = {
 
 def family_of(architecture: str) -> Family | None:
     return load_family(OUTSIDE[architecture]) if architecture in OUTSIDE else None
+
+
+def with_text(hf: dict[str, Any], *without: str, **changes: Any) -> tuple[dict[str, Any], str]:
+    """A config.json whose text has `changes` and no field named in `without`, and how refusals name those of a text."""
+    if "text_config" in hf:
+        return {**hf, "text_config": with_text(hf["text_config"], *without, **changes)[0]}, "text_config."
+    return {key: value for key, value in hf.items() if key not in without} | changes, ""
 
 
 def read(directory: Path, hf: dict[str, Any]):
@@ -86,28 +99,29 @@ def test_a_field_that_may_change_the_computation_is_refused_by_name(
 ):
     if (architecture, field) == ("GptOssForCausalLM", "sliding_window"):
         field = "sliding_window_size"  # it has a window, under its own name
-    hf = {key: kept for key, kept in KNOWN[architecture].items() if "sliding_window" not in key} | {
-        key: KNOWN[architecture][key] for key in ("sliding_window",) if architecture == "GptOssForCausalLM"
-    }
+    switches = () if architecture == "GptOssForCausalLM" else ("sliding_window", "use_sliding_window")
+    hf, within = with_text(KNOWN[architecture], *switches, **{field: value})
     own = (architecture, field) in (("GptOssForCausalLM", "layer_types"), ("MixtralForCausalLM", "sliding_window"))
-    with refused("model.unsupported" if own else "model.field_unread", about=field):
-        read(tmp_path, hf | {field: value})
+    with refused("model.unsupported" if own else "model.field_unread", about=within + field):
+        read(tmp_path, hf)
 
 
 @pytest.mark.parametrize("architecture", sorted(KNOWN))
 @pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
 def test_another_scaling_of_positions_is_refused_by_name(tmp_path: Path, architecture: str, form: str):
-    hf = {key: kept for key, kept in KNOWN[architecture].items() if key != "rope_scaling"}
-    with refused("model.unsupported", about=form):
-        read(tmp_path, hf | {form: {"rope_type": "longrope", "factor": 2.0}})
+    changed = {form: {"rope_type": "longrope", "factor": 2.0}}
+    hf, within = with_text(KNOWN[architecture], "rope_scaling", **changed)
+    with refused("model.unsupported", about=within + form):
+        read(tmp_path, hf)
 
 
 @pytest.mark.parametrize("architecture", sorted(KNOWN))
 def test_a_field_within_the_scaling_that_nobody_reads_is_refused_by_name(tmp_path: Path, architecture: str):
-    hf = KNOWN[architecture]
-    scaling = {"rope_scaling": {**(hf.get("rope_scaling") or {}), "mrope_section": [16, 24, 24]}}
-    with refused("model.field_unread", about="rope_scaling.mrope_section"):
-        read(tmp_path, hf | scaling)
+    known = KNOWN[architecture].get("text_config", KNOWN[architecture])
+    scaling = {**(known.get("rope_scaling") or {}), "mrope_section": [16, 24, 24]}
+    hf, within = with_text(KNOWN[architecture], rope_scaling=scaling)
+    with refused("model.field_unread", about=within + "rope_scaling.mrope_section"):
+        read(tmp_path, hf)
 
 
 @pytest.mark.parametrize("switched", [True, None])

@@ -1,0 +1,54 @@
+"""Reads matrices that a checkpoint keeps in INT4 (Kimi-K2.5's experts): compressed-tensors' pack-quantized format with
+a symmetric scale per 32 columns.
+
+`NAME_packed` [rows, cols / 8] holds eight codes per int32, the lowest bits first, each with 8 added; `NAME_scale`
+[rows, cols / 32] their scales; `NAME_shape` [2] rows and columns. A value is code * scale, rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+CODES, SCALES, SHAPE = "_packed", "_scale", "_shape"
+"""Suffixes of a matrix's name for its codes, its scales and its shape."""
+DTYPES = {CODES: ("I32",), SCALES: ("BF16",), SHAPE: ("I32", "I64")}
+"""Dtypes of the three, by the names of safetensors files."""
+PER_WORD, GROUP = 8, 32
+"""Codes in an int32; values that share a scale."""
+_SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+
+
+def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Suffix -> shape of the three tensors that hold a matrix of `shape`, whose columns GROUP divides."""
+    rows, cols = shape
+    return {CODES: (rows, cols // PER_WORD), SCALES: (rows, cols // GROUP), SHAPE: (2,)}
+
+
+def other_scheme(quantisation: Mapping[str, Any]) -> str | None:
+    """The first field of a `quantization_config` that says another format than this one, with its value."""
+    for key, only in (("quant_method", "compressed-tensors"), ("format", "pack-quantized")):
+        if quantisation.get(key) != only:
+            return f"quantization_config.{key} {quantisation.get(key)}"
+    for name, group in (quantisation.get("config_groups") or {}).items():
+        here = f"quantization_config.config_groups.{name}"
+        if group.get("input_activations") is not None:
+            return f"{here}.input_activations"
+        weights = group.get("weights") or {}
+        for key, only in {**_SCHEME, "actorder": None}.items():
+            if weights.get(key) != only:
+                return f"{here}.weights.{key} {weights.get(key)}"
+    return None
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Values, bf16 [rows, words * 8], of int32 codes [rows, words] and bf16 scales [rows, words / 4]."""
+    import torch  # here: who only asks for shapes plans a run, without torch
+
+    shifts = torch.arange(0, 32, 32 // PER_WORD, dtype=torch.int32)
+    values = ((codes.unsqueeze(-1) >> shifts) & 0xF) - 8
+    grouped = values.view(len(codes), -1, GROUP).to(torch.float32) * scales.float().unsqueeze(-1)
+    return grouped.flatten(1).to(torch.bfloat16)
