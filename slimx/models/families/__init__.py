@@ -87,8 +87,13 @@ _SPARSE_ATTENTION = (
     "(transformer/experimental_attention_variant/dsa.py) it wants bf16 and fast_hadamard_transform's CUDA kernels"
 )
 UNBUILDABLE: dict[str, str] = {
+    "BailingMoeV2ForCausalLM": "slimx has no table of its projection that holds query, key and value in one",
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
     "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,
+    "NemotronHForCausalLM": (
+        "slimx has no layout of its Mamba-2 layers, and megatron-core 0.19.2 (ssm/mamba_mixer) builds them with "
+        "mamba_ssm's CUDA kernels only"
+    ),
     "Qwen3NextForCausalLM": _GATED_DELTA_NET,
     "Qwen3_5ForCausalLM": _GATED_DELTA_NET,
     "Qwen3_5ForConditionalGeneration": _GATED_DELTA_NET,

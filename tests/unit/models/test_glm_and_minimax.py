@@ -246,9 +246,10 @@ def test_a_family_that_upstream_cannot_build_is_refused_with_the_reason(tmp_path
 def test_upstream_still_needs_cuda_kernels_where_families_are_refused_for_it():
     """When one of these fails, the family can be built without them: correct its reason in UNBUILDABLE."""
     from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNet
+    from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM
     from megatron.core.transformer.experimental_attention_variant.dsa import rotate_activation
 
-    assert not HAVE_FLA
+    assert not HAVE_FLA and not HAVE_MAMBA_SSM
     # What torch alone computes refuses packed sequences.
     assert re.search(r"assert \(?\s*not self\.config\.deterministic_mode", inspect.getsource(GatedDeltaNet.forward))
     with pytest.raises(AssertionError):
