@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from slimx.errors import SlimxError
 from slimx.layout.maps import Blocks, Concat
 from slimx.layout.table import Group, Row, Sources, padded_vocabulary
 from slimx.models.rows import Attention, Layer
 
 LAYER = "model.layers.{layer}."
+
+
+def no_engine(architecture: str, why: str) -> SlimxError:
+    """The refusal of engines for a family that is trained only, with the reason."""
+    return SlimxError(
+        f"{architecture} cannot be published to engines: {why}; train it without them (algorithm.name=sft)",
+        code="model.no_engine",
+        about=architecture,
+    )
 
 
 def layer(layers: range | None = None) -> Layer:

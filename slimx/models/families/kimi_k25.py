@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slimx.errors import SlimxError
 from slimx.layout.table import Row, Table
 from slimx.models.decoder import unusual
+from slimx.models.engine_rows import no_engine
 from slimx.models.families import deepseek_v3
 from slimx.models.files import int4
 
@@ -57,12 +57,7 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
     """Raises SlimxError: a publication proves every tensor of an engine, and no trainer has the vision tower's."""
-    raise SlimxError(
-        f"{ARCHITECTURE} cannot be published to engines: they hold a vision tower that no trainer has; train it "
-        "without them (algorithm.name=sft)",
-        code="model.no_engine",
-        about=ARCHITECTURE,
-    )
+    raise no_engine(ARCHITECTURE, "they hold a vision tower that no trainer has")
 
 
 def _of_text(row: Row) -> Row:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models.decoder import gpt_arguments as gpt_arguments
 from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.decoder import unusual
+from slimx.models.engine_rows import no_engine
 from slimx.models.families import qwen2
 from slimx.models.families.qwen2 import transformer_config as transformer_config
 
@@ -38,9 +38,4 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
     """Raises SlimxError: no engine of it was ever tried."""
-    raise SlimxError(
-        f"{ARCHITECTURE} cannot be published to engines: none was ever tried; train it without them "
-        "(algorithm.name=sft)",
-        code="model.no_engine",
-        about=ARCHITECTURE,
-    )
+    raise no_engine(ARCHITECTURE, "none was ever tried")
