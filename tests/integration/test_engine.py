@@ -303,7 +303,9 @@ async def test_the_router_sends_to_registered_engines_only(
             with refused("request.refused", about=f"{router.url}/generate") as caught:
                 await client.generate(GenerationRequest(PROMPT, SAMPLING, 1))
             assert caught.value.status == 503
+            await engine.pause()  # a router takes an engine in whether it can generate or not
             await router.add(engine.spec.url)
+            await engine.resume()
             completion = await client.generate(GenerationRequest(PROMPT, {**SAMPLING, "top_k": 5}, 1, True))
             assert completion.routed_experts is not None and completion.support is not None
             # A request in flight survives the removal of its worker.

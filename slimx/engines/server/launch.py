@@ -33,6 +33,9 @@ def prepare(arguments: list[str]) -> None:
     named = [name for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     os.environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys(["slimx", *named]))
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
+    # The router asks for /health before it takes an engine in. SGLang would generate a token for that, which takes 1 s,
+    # and for ever while it is paused. Whether an engine generates, slimx asks itself (/health_generate).
+    os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
     if ("--device", "cpu") in zip(arguments, arguments[1:], strict=False) or "--device=cpu" in arguments:
         os.environ.update(CPU_VARIABLES)
 
