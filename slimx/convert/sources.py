@@ -109,7 +109,7 @@ def row_blocks(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> Iter
     """The rows of a tensor from first to last in blocks of about BLOCK_BYTES that hold a `multiple` of rows, or end
     with their matrix; none reaches from one matrix of a stack into the next."""
     rows, cols = matrix(shape)
-    single = shape[-2] if len(shape) == 3 else rows
+    single = shape[-2] if len(shape) == 3 and shape[-2] > 1 else rows  # not of a convolution: a row of each channel
     step = max(1, BLOCK_BYTES // max(1, cols * itemsize) // multiple) * multiple
     for first in range(0, rows, single):
         for row in range(first, first + single, step):

@@ -41,6 +41,7 @@ from slimx.convert.work import Stream
 from slimx.durable import write_synced
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
+from slimx.layout.parts import matrix
 from slimx.models.families import ModelSpec
 from slimx.models.files.megatron_common import preloaded
 from slimx.models.files.megatron_directory import TRACKER, TensorPlace, places
@@ -61,18 +62,23 @@ class Piece:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Position of its first element in the whole tensor."""
-        return (*self.place.index, *self._trim(self.box.row, self.box.col))
+        return (*self.place.index, *self._trim(self.box.row, self.box.col, (0,) * len(self._inner)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (*(1 for _ in self.place.index), *self._trim(self.box.rows, self.box.cols))
+        return (*(1 for _ in self.place.index), *self._trim(self.box.rows, self.box.cols, self._inner))
+
+    @property
+    def _inner(self) -> tuple[int, ...]:
+        """Axes between rows and columns: of length 1 in every model (a depthwise convolution's)."""
+        return self.place.part.shape[1:-1]
 
     @property
     def nbytes(self) -> int:
         return self.box.rows * self.box.cols * self.dtype.itemsize
 
-    def _trim(self, row: int, col: int) -> tuple[int, ...]:
-        return (row,) if len(self.place.part.shape) == 1 else (row, col)
+    def _trim(self, row: int, col: int, inner: tuple[int, ...]) -> tuple[int, ...]:
+        return (row,) if len(self.place.part.shape) == 1 else (row, *inner, col)
 
     def make(self, reading: Reading) -> torch.Tensor:
         """Make the piece's values, in the scratch memory of `reading`."""
@@ -83,6 +89,15 @@ class Piece:
                 target = out[inside.local_row :, inside.local_col :][: inside.rows, : inside.cols]
                 target.copy_(reading.read(part.sources[rect.source], inside))
         return out.view(self.sizes)
+
+
+def _inside(place: TensorPlace, boxes: Sequence[Box]) -> Iterator[Box]:
+    """The parts of `boxes`, which cut the whole tensor of an entry, that lie in the section at `place`."""
+    rows, _ = matrix(place.part.shape)
+    for box in boxes:
+        top, end = max(box.row, place.first), min(box.row + box.rows, place.first + rows)
+        if top < end:
+            yield box._replace(row=top - place.first, rows=end - top)
 
 
 def clip(rect: Rect, box: Box) -> Rect | None:
@@ -146,7 +161,7 @@ class ToMegatron:
         open_: dict[int, TorchDistFile] = {}
         count: dict[int, int] = {}
         for place in everything:
-            for box in self.target.boxes(place.entry):
+            for box in _inside(place, self.target.boxes(place.entry)):
                 rank = self.target.rank(place.entry, box.shard)
                 for piece in _split(Piece(place, box, self._dtypes[place.key])):
                     file = open_.get(rank)
@@ -180,6 +195,8 @@ class ToMegatron:
         written = Reading(TorchDistReader(directory, self.spec.table))
         source = Reading(self._source)
         for place in self._everything:
+            if place.first:
+                continue  # the sources are those of the first section
             for name, (_, shape) in zip(place.entry.sources, place.entry.row.sources, strict=True):
                 compare_copied(name, shape, self._dtypes[place.key], source, written, advance)
 

@@ -221,7 +221,8 @@ def _stored(path: Path, key: str, chunk: ChunkStorageMetadata, metadata: Metadat
 
 
 def _extent(piece: _Stored, stacked: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """First row and column, and rows and columns, behind the axes that stack matrices; a vector is one column."""
-    row, col = (*piece.offsets[stacked:], 0)[:2]
-    rows, cols = (*piece.sizes[stacked:], 1)[:2]
-    return (row, col), (rows, cols)
+    """First row and column, and rows and columns, behind the axes that stack matrices; a vector is one column. Axes in
+    between are of length 1."""
+    row, *beyond = piece.offsets[stacked:]
+    rows, *wide = piece.sizes[stacked:]
+    return (row, beyond[-1] if beyond else 0), (rows, wide[-1] if wide else 1)

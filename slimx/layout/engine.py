@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
-from slimx.layout.parts import Part, matrix
+from slimx.layout.parts import Part, local_shape, matrix
 from slimx.layout.ranks import EngineSizes
 from slimx.layout.table import Entry, Row, Table
 
@@ -161,6 +161,8 @@ class EngineLayout:
                 ) from None
             rects += [replace(r, source=counted + r.source, local_row=at + r.local_row) for r in inner]
             at, counted = at + shape[0], counted + len(sources)
+        if not row.stacked:
+            return local_shape(shape, row.sources), tuple(rects)
         vectors = all(len(s) == 1 for _, s in row.sources)
-        whole = (len(slots), at // len(slots), shape[1]) if row.stacked else shape
+        whole = (len(slots), at // len(slots), shape[1])
         return (whole[:-1] if vectors else whole), tuple(rects)

@@ -9,6 +9,7 @@ tensors of a checkpoint are no maps but names of sources (`slimx.layout.stored`)
     Concat()                     tensors one below the other; a rank holds its share of each (gate and up of a SwiGLU)
     Blocks(heads)                the same with shares counted in heads, which repeat if there are few (an engine's qkv)
     InterleaveQKV(heads, ...)    query, key and value interleaved per query group (Megatron's linear_qkv)
+    Sections(blocks, cuts)       runs of rows of several tensors, sorted into sections (the projections of a delta net)
     Deinterleave()               rows that alternate between two matrices (gate up gate up ...), one below the other
     Once()                       the tensor on the first rank, zeros on the others (a bias that ranks would add up)
     RotateHalf(...)              rows of every head reordered from rotary pairs (x0 y0 x1 y1) to halves (x0 x1 y0 y1)
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from slimx.errors import SlimxError
 
@@ -135,23 +136,71 @@ class Blocks:
 @dataclass(frozen=True, slots=True)
 class InterleaveQKV:
     """Query, key and value, interleaved per query group as Megatron's `linear_qkv` holds them: q..q k v, q..q k v,
-    ..."""
+    ...
+
+    `gated`: the query's tensor holds a gate behind every head (q g q g ...), and so does each group (q..q g..g k v)."""
 
     heads: int
     groups: int
     head_dim: int
+    gated: bool = False
 
     def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
         first, count = (
             (0, self.groups) if axis is None else share(self.groups, rank, size, "the number of query groups")
         )
-        per_group = self.heads // self.groups * self.head_dim
+        per_group, head = self.heads // self.groups, self.head_dim
         cols = shapes[0][1]
         rects, at = [], 0
         for group in range(first, first + count):
-            for source, rows in ((0, per_group), (1, self.head_dim), (2, self.head_dim)):
-                rects.append(Rect(source, group * rows, 0, rows, cols, at, 0))
+            heads = range(group * per_group, (group + 1) * per_group)
+            if self.gated:
+                runs = [(0, (2 * each + gate) * head, head) for gate in (0, 1) for each in heads]
+            else:
+                runs = [(0, heads.start * head, per_group * head)]
+            for source, row, rows in (*runs, (1, group * head, head), (2, group * head, head)):
+                rects.append(Rect(source, row, 0, rows, cols, at, 0))
                 at += rows
+        return (at, cols), rects
+
+
+class Cut(NamedTuple):
+    """Rows of tensor `source`: a run of `rows` rows for every block, the first from `row` on, one every `stride`."""
+
+    source: int
+    row: int
+    rows: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """Sections one below the other, each made of one run of rows per block; each rank holds its share of the blocks in
+    every section. So heads that stand together in the checkpoint (q k v q k v ...), or one kind behind the other in one
+    tensor, come to stand kind by kind."""
+
+    blocks: int
+    cuts: tuple[Cut, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of every section of the whole tensor."""
+        return tuple(self.blocks * cut.rows for cut in self.cuts)
+
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
+        _refuse_columns(axis, "sections")
+        first, count = (0, self.blocks) if axis is None else share(self.blocks, rank, size, "the number of blocks")
+        cols = shapes[0][1]
+        rects, at = [], 0
+        for source, row, rows, stride in self.cuts:
+            start = row + first * stride
+            if stride == rows:
+                rects.append(Rect(source, start, 0, count * rows, cols, at, 0))
+            elif rows == 1:
+                rects.append(Rect(source, start, 0, count, cols, at, 0, step=stride))
+            else:
+                rects += [Rect(source, start + k * stride, 0, rows, cols, at + k * rows, 0) for k in range(count)]
+            at += count * rows
         return (at, cols), rects
 
 

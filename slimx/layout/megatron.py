@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
-from slimx.layout.parts import Part, matrix
+from slimx.layout.parts import Part, local_shape, matrix
 from slimx.layout.ranks import Sizes
 from slimx.layout.table import Entry, Row, Table
 
@@ -158,5 +158,4 @@ class _Shards:
             shape, rects = row.map.local(shapes, row.axis, number or 0, size)
         except SlimxError as error:
             raise SlimxError(f"trainer tensor {row.name}: {error}", code="layout.tensor", about=row.name) from None
-        vector = all(len(shape) == 1 for _, shape in row.sources)
-        return number, shape[:1] if vector else shape, tuple(rects)
+        return number, local_shape(shape, row.sources), tuple(rects)

@@ -48,6 +48,16 @@ def matrix(shape: Sequence[int]) -> Shape:
     return rows, shape[-1]
 
 
+def local_shape(read: Shape, sources: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
+    """Shape of a local tensor that is read as the matrix `read` and made of `sources` (name and shape): a vector of
+    vectors, and of tensors with more than two axes one with the same axes behind the first."""
+    rows, cols = read
+    inner = max((shape[1:-1] for _, shape in sources), key=len)
+    if all(len(shape) == 1 for _, shape in sources):
+        return (rows,)
+    return rows // math.prod(inner), *inner, cols
+
+
 def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -> None:
     """Prove that `parts` (copies aside) hold every checkpoint element exactly once; SlimxError names the tensor."""
     covered: dict[str, list[Rect]] = {name: [] for name in shapes}

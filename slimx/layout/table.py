@@ -5,7 +5,7 @@ which ranks hold which part of it. Both directions of every conversion are read 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,7 +42,7 @@ class Row:
     group: Group | None = None
     """Ranks of an engine that share the tensor (experts: those of their expert-parallel group); None: all of a
     stage's. A trainer has one group for experts and one for the rest."""
-    layers: range | None = None
+    layers: Collection[int] | None = None
     """Layers that have it; None: all."""
     dtype: str | None = None
     """Its dtype where that is not the model's."""
@@ -50,6 +50,9 @@ class Row:
     """True if the family's fp8 checkpoints hold it in fp8 with block scales."""
     copies: tuple[tuple[Stage, str], ...] = ()
     """(stage, local name) of ranks that hold the same tensor once more, such as a tied output layer."""
+    sections: tuple[str, ...] = ()
+    """Endings of the keys under which Megatron-LM's checkpoints keep the sections of the tensor apart, whose map is
+    `Sections`; empty: it is one tensor there."""
     appended: tuple[Sources, ...] = ()
     """Sources of further matrices at the end of a stack, on every rank of it (shared experts fused with the others)."""
 

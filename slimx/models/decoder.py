@@ -9,7 +9,7 @@ from typing import Any
 from slimx.models.rows import Attention
 
 
-def decoder_fields(hf: dict[str, Any], attention: Attention) -> dict[str, Any]:
+def decoder_fields(hf: Mapping[str, Any], attention: Attention) -> dict[str, Any]:
     """Fields of a TransformerConfig: layers of grouped-query attention, RMS norms and gated MLPs without biases."""
     return {
         "num_layers": hf["num_hidden_layers"],
@@ -23,6 +23,7 @@ def decoder_fields(hf: dict[str, Any], attention: Attention) -> dict[str, Any]:
         "qk_layernorm": attention.qk_norm,
         "gated_linear_unit": True,
         "add_qkv_bias": attention.qkv_bias,
+        "attention_output_gate": attention.output_gate,
         "add_bias_linear": False,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from slimx.errors import SlimxError
@@ -21,7 +22,7 @@ def no_engine(architecture: str, why: str) -> SlimxError:
     )
 
 
-def layer(layers: range | None = None) -> Layer:
+def layer(layers: Collection[int] | None = None) -> Layer:
     """Rows of decoder layers, which SGLang names as Hugging Face does."""
     return Layer(LAYER, LAYER, layers=layers)
 

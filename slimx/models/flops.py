@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_CHUNK = 64
+"""Tokens of a delta net's chunk."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceFlops:
@@ -27,19 +30,41 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     backward pass; attention's two products take 2 FLOPs per pair of positions and dimension of a head (Narayanan et
     al., 2104.04473, appendix; extended to GQA, MLA and MoE as in Megatron-LM's `num_floating_point_operations`). A
     token counts the experts that it is sent to, not those that exist. In a layer with a window every token is counted
-    to see all of it, as nearly all of a sequence much longer than the window do. Norms, rotary embeddings and softmax
-    are small, and layers of multi-token prediction change both terms nearly alike: they are left out.
+    to see all of it, as nearly all of a sequence much longer than the window do. A delta net takes as much for every
+    token, however long the sequence: see `_delta_net`. Norms, rotary embeddings and softmax are small, and layers of
+    multi-token prediction change both terms nearly alike: they are left out.
     """
     layers, hidden = transformer["num_layers"], transformer["hidden_size"]
     weights, pairs = _attention(transformer)
-    moe = _moe_layers(transformer)
-    per_token = layers * weights + hidden * vocab_size
+    moe, linear = _moe_layers(transformer), delta_net_layers(transformer)
+    attending = layers - linear
+    per_token = attending * weights + hidden * vocab_size
+    per_token += linear * _delta_net(transformer) if linear else 0
     per_token += (layers - moe) * 3 * hidden * transformer["ffn_hidden_size"]  # gate, up and down
     per_token += moe * _experts(transformer) if moe else 0
     local = _windowed_layers(transformer)
     if local:
         per_token += local * pairs * (transformer["window_size"][0] + 1)
-    return SequenceFlops(linear=3 * 2 * per_token, quadratic=3 * 2 * (layers - local) * pairs / 2)
+    return SequenceFlops(linear=3 * 2 * per_token, quadratic=3 * 2 * (attending - local) * pairs / 2)
+
+
+def delta_net_layers(transformer: dict[str, Any]) -> int:
+    """Layers that are gated delta nets."""
+    return sum(transformer.get("linear_attention_freq") or ())
+
+
+def _delta_net(transformer: dict[str, Any]) -> int:
+    """Products of a delta net for every token: with its weights, those of its convolution among them, and of the chunk
+    rule (Yang et al., 2412.06464, section 3.3) in chunks of 64 tokens, as flash-linear-attention cuts them.
+
+    Per value head the rule multiplies key and query with the chunk's keys and the chunk's scores with its new values,
+    and three vectors with the state. Its triangular systems are left out."""
+    hidden, keys = transformer["hidden_size"], transformer["linear_num_key_heads"]
+    values, wide = transformer["linear_num_value_heads"], transformer["linear_value_head_dim"]
+    head = transformer["linear_key_head_dim"]
+    mixed = 2 * keys * head + values * wide
+    weights = hidden * (mixed + 2 * values * wide + 2 * values) + transformer["linear_conv_kernel_dim"] * mixed
+    return weights + values * (_CHUNK * (2 * head + wide) + 3 * head * wide)
 
 
 def _windowed_layers(transformer: dict[str, Any]) -> int:
@@ -52,8 +77,8 @@ def _attention(transformer: dict[str, Any]) -> tuple[int, int]:
     together."""
     hidden, heads = transformer["hidden_size"], transformer["num_attention_heads"]
     if not transformer.get("multi_latent_attention"):
-        head = transformer["kv_channels"]
-        return hidden * head * 2 * (heads + transformer["num_query_groups"]), 2 * heads * head
+        head, gates = transformer["kv_channels"], heads if transformer.get("attention_output_gate") else 0
+        return hidden * head * (2 * heads + 2 * transformer["num_query_groups"] + gates), 2 * heads * head
     rotary, value = transformer["qk_pos_emb_head_dim"], transformer["v_head_dim"]
     key = transformer["qk_head_dim"] + rotary
     rank, query_rank = transformer["kv_lora_rank"], transformer["q_lora_rank"]
@@ -74,4 +99,5 @@ def _experts(transformer: dict[str, Any]) -> int:
     hidden = transformer["hidden_size"]
     chosen = transformer["moe_router_topk"] * transformer["moe_ffn_hidden_size"]
     shared = transformer.get("moe_shared_expert_intermediate_size") or 0
-    return 3 * hidden * (chosen + shared) + hidden * transformer["num_moe_experts"]
+    gate = hidden if transformer.get("moe_shared_expert_gate") else 0
+    return 3 * hidden * (chosen + shared) + hidden * transformer["num_moe_experts"] + gate

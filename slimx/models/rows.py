@@ -5,7 +5,7 @@ A row's name is Megatron's, its sources are Hugging Face's. Where SGLang holds t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,6 +30,8 @@ class Attention:
     output_bias: bool = False
     qk_norm: bool = False
     """A norm over each head of query and key, with one weight for all heads."""
+    output_gate: bool = False
+    """A gate behind every head of the query's projection: its sigmoid multiplies the attention's output."""
     projection_norm: bool = False
     """A norm over all heads of the query together and one over those of the key, shared by the ranks as the heads are.
     """
@@ -54,7 +56,7 @@ class Attention:
     @property
     def qkv(self) -> tuple[tuple[str, int], ...]:
         """The checkpoint's projections of query, key and value with their numbers of rows."""
-        rows = (self.heads * self.head, *(self.groups * self.head,) * 2)
+        rows = (self.heads * self.head * (1 + self.output_gate), *(self.groups * self.head,) * 2)
         return tuple((f"self_attn.{kind}_proj", count) for kind, count in zip("qkv", rows, strict=True))
 
 
@@ -65,7 +67,7 @@ class Layer:
     here: str = "decoder.layers.{layer}."
     there: str = "model.layers.{layer}."
     stage: Stage = "layer"
-    layers: range | None = None
+    layers: Collection[int] | None = None
     """Layers that have the rows; None: all."""
 
     def row(self, name: str, sources: Named, *, kind: str = "weight", **how: Any) -> Row:
@@ -92,7 +94,7 @@ class Layer:
 
     def attention(self, sizes: Attention) -> tuple[Row, ...]:
         """The norm before it and grouped-query attention."""
-        heads = InterleaveQKV(sizes.heads, sizes.groups, sizes.head)
+        heads = InterleaveQKV(sizes.heads, sizes.groups, sizes.head, gated=sizes.output_gate)
         matrices = [(name, (count, sizes.hidden)) for name, count in sizes.qkv]
         at, out = "self_attention.", (sizes.hidden, sizes.heads * sizes.head)
         rows = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from slimx.layout.ranks import Sizes
 from tests.integration import deepseek_v3_oracle, nested_oracle, prediction_oracle
-from tests.integration.family_oracle import Oracle
+from tests.integration.family_oracle import Oracle, scatter_slow_decays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,11 @@ def stock(config: str, *without: str, **fields: Any) -> Callable[[Path, int], Or
     """A model that transformers knows, from the name of its configuration's class and what differs from `SHAPE`."""
     shape = {name: value for name, value in SHAPE.items() if name not in without}
     return lambda path, seed: Oracle(path, seed, config, {**shape, **fields})
+
+
+def hybrid(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
+    """The same with gated delta nets."""
+    return lambda path, seed: Oracle(path, seed, config, {**SHAPE, **fields}, scatter_slow_decays)
 
 
 def predicting(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
@@ -120,6 +125,17 @@ GPT_OSS = {
         "original_max_position_embeddings": 512,
     },
 }
+HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 24,  # of which a quarter rotates
+    # 4 value heads to 2 key heads.
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}
+HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24}
 CASES: dict[str, Case] = {
     "V3": Case(make=deepseek("V3"), mtp=1, thorough=True),
     "Moonlight": Case(make=deepseek("Moonlight")),
@@ -146,6 +162,10 @@ CASES: dict[str, Case] = {
     # Engines of these two are refused.
     "Kimi-K2.5": Case(make=nested_oracle.KimiK25, thorough=True),
     "MiMo": Case(make=mimo, dense=True),
+    # transformers' own gradients are 1.5e-4 (Qwen3-Next) and 7e-5 off those in float64.
+    "Qwen3-Next": Case(make=hybrid("Qwen3NextConfig", **HYBRID_EXPERTS), thorough=True, rounding=6e-5),
+    "Qwen3.5-MoE": Case(make=hybrid("Qwen3_5MoeTextConfig", **HYBRID_EXPERTS), thorough=True, rounding=6e-5),
+    "Qwen3.5": Case(make=hybrid("Qwen3_5TextConfig", **HYBRID), dense=True),
     # Added from outside, as docs/models.md says.
     "Mixtral": Case(
         make=stock("MixtralConfig", num_local_experts=8, num_experts_per_tok=3),

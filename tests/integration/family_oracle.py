@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,22 @@ from tests.integration.trainer_rank import demonstrations
 class Oracle:
     """A model of transformers with weights far from uniform, its checkpoint, and what it says of the demonstrations."""
 
-    def __init__(self, path: Path, seed: int, config: str, fields: dict[str, Any]):
-        """`config`: name of its configuration's class in transformers."""
+    def __init__(
+        self,
+        path: Path,
+        seed: int,
+        config: str,
+        fields: dict[str, Any],
+        fill: Callable[[torch.nn.Module], None] | None = None,
+    ):
+        """`config`: name of its configuration's class in transformers; `fill`: gives the model its weights (None:
+        `scatter`)."""
         torch.manual_seed(seed)
         self.path = path
         self.model = AutoModelForCausalLM.from_config(
             getattr(transformers, config)(**fields), dtype=torch.float32, attn_implementation="eager"
         )
-        scatter(self.model)
+        (fill or scatter)(self.model)
         self.model.save_pretrained(path)
         self.weights = read(path)
 
@@ -70,6 +79,16 @@ def scatter(module: torch.nn.Module) -> None:
         for tensor in {**dict(module.named_parameters()), **persistent(module)}.values():
             noise = torch.randn_like(tensor)
             tensor.add_(0.2 * noise) if tensor.dim() == 1 else tensor.copy_(0.2 * noise)
+
+
+def scatter_slow_decays(module: torch.nn.Module) -> None:
+    """`scatter`, and delta nets that forget over many tokens. transformers starts some that forget within one: its
+    chunk rule then takes differences of sums of several hundreds, whose rounding alone is the tests' tolerance."""
+    scatter(module)
+    with torch.no_grad():
+        for name, tensor in module.named_parameters():
+            if name.endswith(".A_log"):
+                tensor.copy_(torch.rand_like(tensor) * 2 - 3)
 
 
 def persistent(module: torch.nn.Module) -> Weights:

@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slimx.adapters.megatron import without_te as megatron_without_te
 from slimx.adapters.megatron.attention import PackedAttention
-from slimx.numerics.norm import rms_norm
+from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 
 
 def install(*, always: bool = False) -> bool:
@@ -43,7 +43,7 @@ def install(*, always: bool = False) -> bool:
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm with a `weight` [hidden]."""
+    """RMSNorm with a `weight` [hidden], or one centred on zero (`layernorm_zero_centered_gamma`)."""
 
     norm = staticmethod(rms_norm)
 
@@ -54,6 +54,8 @@ class Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
+        if config.layernorm_zero_centered_gamma:
+            self.norm = zero_centred_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x, self.weight, self.eps)
@@ -68,6 +70,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        if config.layernorm_zero_centered_gamma:
+            self.norm = zero_centred_rms_norm
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(self.norm(x, self.layer_norm_weight, self.config.layernorm_epsilon))

@@ -21,7 +21,10 @@ from slimx.models.families import (
     minimax_m2,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from slimx.models.fields import Fields
 from slimx.models.files.index import read_object
@@ -74,13 +77,16 @@ FAMILIES: dict[str, Family] = {
         minimax_m2,
         qwen2,
         qwen3,
+        qwen3_5,
+        qwen3_5_moe,
         qwen3_moe,
+        qwen3_next,
     )
 }
 
-_GATED_DELTA_NET = (
-    "slimx has no layout of its gated delta net, and in megatron-core 0.19.2 (ssm/gated_delta_net) packed sequences go "
-    "through flash-linear-attention's CUDA kernels only"
+_VISION = (
+    "slimx trains text alone and would lose the tensors of its vision tower; the same language model saved as "
+    "Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM can be trained"
 )
 _SPARSE_ATTENTION = (
     "slimx has no layout of its sparse attention, and in megatron-core 0.19.2 "
@@ -94,11 +100,8 @@ UNBUILDABLE: dict[str, str] = {
         "slimx has no layout of its Mamba-2 layers, and megatron-core 0.19.2 (ssm/mamba_mixer) builds them with "
         "mamba_ssm's CUDA kernels only"
     ),
-    "Qwen3NextForCausalLM": _GATED_DELTA_NET,
-    "Qwen3_5ForCausalLM": _GATED_DELTA_NET,
-    "Qwen3_5ForConditionalGeneration": _GATED_DELTA_NET,
-    "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,
-    "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA_NET,
+    "Qwen3_5ForConditionalGeneration": _VISION,
+    "Qwen3_5MoeForConditionalGeneration": _VISION,
 }
 """Architecture -> what it lacks here and in megatron-core 0.19.2, as the end of "... is not supported: "."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,8 @@ class TensorPlace:
     entry: Entry
     also: tuple[str, ...] = ()
     """Other systems' keys for the same tensor."""
+    first: int = 0
+    """Row of the entry's tensor that this one begins at: checkpoints keep the sections of a tensor apart."""
 
 
 def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
@@ -179,7 +181,21 @@ def places(table: Table, *, per_layer: bool) -> Iterator[TensorPlace]:
             name = _EXPERT.sub(r".experts.experts.\1.\2", name)
             index, axes = (*index, entry.expert), (*axes, table.experts)
         also = (_PROJECTION_NORM.sub("norm", name),) if entry.row.axis == 0 and _PROJECTION_NORM.search(name) else ()
-        yield TensorPlace(name, (*axes, *part.shape), index, part, entry, also)
+        for ending, first, section in _sections(entry, part):
+            yield TensorPlace(name + ending, (*axes, *section.shape), index, section, entry, also, first)
+
+
+def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:
+    """The tensors that a checkpoint keeps `part` in: ending of the key, first row, and the rows as a tensor."""
+    if not entry.row.sections:
+        yield "", 0, part
+        return
+    first = 0
+    for ending, rows in zip(entry.row.sections, entry.row.map.rows, strict=True):
+        inside = [rect for rect in part.rects if first <= rect.local_row < first + rows]
+        rects = tuple(replace(rect, local_row=rect.local_row - first) for rect in inside)
+        yield f".{ending}", first, replace(part, shape=(rows, *part.shape[1:]), rects=rects)
+        first += rows
 
 
 def numbers_layers(transformer: Mapping[str, Any]) -> bool:

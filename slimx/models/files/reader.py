@@ -238,7 +238,9 @@ class CheckpointReader:
             return view[one, cols, rows][0].T if place.turned else view[one, rows, cols][0]
         if len(shape) == 1:
             return view[rows].unsqueeze(1)
-        if len(shape) == 3:
+        if len(shape) == 3 and shape[1] == 1:
+            part = view[rows, :, cols][:, 0]  # a depthwise convolution's: one row of each
+        elif len(shape) == 3:
             # A stack of matrices, read as one matrix; no rectangle reaches over the edge of one.
             index, row = divmod(rows.start, shape[1])
             part = view[index : index + 1, row : row + rows.stop - rows.start, cols][0]

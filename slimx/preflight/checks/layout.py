@@ -14,6 +14,7 @@ from slimx.layout.parts import check_coverage
 from slimx.layout.patterns import select
 from slimx.layout.ranks import Sizes, sizes_of
 from slimx.models.families import ModelSpec
+from slimx.models.flops import delta_net_layers
 
 
 @rule("layout.divides", about="trainer")
@@ -43,9 +44,29 @@ def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
         )
 
 
+@rule("layout.delta_net", about="trainer.tensor")
+def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
+    if not delta_net_layers(spec.transformer):
+        return
+    heads = spec.transformer["linear_num_key_heads"]
+    if heads % sizes.tensor:
+        yield (
+            "trainer.tensor",
+            f"trainer.tensor={sizes.tensor} does not divide the {heads} key heads of the delta nets of {spec.path}; "
+            f"choose a divisor of {heads}",
+        )
+    if sizes.context > 1:
+        yield (
+            "trainer.context",
+            f"trainer.context={sizes.context} splits the sequences of {spec.path}, whose delta nets carry a state from "
+            "token to token: megatron-core 0.19.2 would exchange tokens for heads, which was never compared with one "
+            "rank here; set trainer.context=1",
+        )
+
+
 @rule("layout.parts", about="trainer")
 def covers(sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
-    split = not any(sizes_divide.ask(sizes, spec))
+    split = not any(sizes_divide.ask(sizes, spec)) and not any(shares_key_heads.ask(sizes, spec))
     try:
         layout = MegatronLayout(spec.table, sizes)
     except SlimxError as error:
@@ -71,7 +92,7 @@ def decays_known(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
     yield from ()
 
 
-SPLIT = (sizes_divide, covers, trains_something, decays_known)
+SPLIT = (sizes_divide, shares_key_heads, covers, trains_something, decays_known)
 """Asked of the policy and, with other keys, of the critic."""
 
 

@@ -20,6 +20,8 @@ from slimx.layout.ranks import Sizes
 
 Kernels = Literal["engine", "torch"]
 FP32 = 4
+_CHUNK = 64
+"""Tokens of a delta net's chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +103,13 @@ class LayerBytes:
         return max(self.mlp_work, self.core_work - self.mlp) + self.gathered
 
 
-def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool) -> LayerBytes:
-    """Bytes of a layer with experts or with an MLP; `model`: fields of megatron-core's TransformerConfig."""
+def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool, linear: bool = False) -> LayerBytes:
+    """Bytes of a layer with experts or with an MLP, and of attention or (`linear`) a gated delta net; `model`: fields
+    of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
-    attention = _latent(model, setting) if model.get("multi_latent_attention") else _grouped(model, setting)
+    latent = model.get("multi_latent_attention")
+    kind = _delta_net if linear else _latent if latent else _grouped
+    attention = kind(model, setting)
     mlp = _experts(model, setting) if moe else _mlp(model, setting)
     return LayerBytes(
         input=hidden * setting.itemsize,
@@ -124,6 +129,8 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
     query, key = s.tokens * heads * head, s.tokens * groups * head
     # Values are a view of the projections' output, which therefore stays whole.
     projected = (query + 2 * key) * s.itemsize
+    if model.get("attention_output_gate"):
+        projected += 3 * query * s.itemsize  # the gate, its sigmoid, and the output before it
     if model.get("qk_layernorm"):
         projected += s.norm(query + key)
     projected += (query + key) * s.itemsize  # rotated
@@ -134,6 +141,34 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
         "attention_input": s.share * model["hidden_size"] * s.itemsize,
         "projected": projected,
         **_core(s, heads, query, key, key),
+    }
+
+
+def _delta_net(model: dict[str, Any], s: Setting) -> dict[str, float]:
+    """A gated delta net (2412.06464): heads are split over the tensor-parallel ranks, tokens are whole. Keys and
+    queries are repeated for the value heads that they serve, as megatron-core does it. Never measured."""
+    head, wide = model["linear_key_head_dim"], model["linear_value_head_dim"]
+    heads = s.tokens * model["linear_num_value_heads"] / s.sizes.tensor  # numbers of one per token and value head
+    mixed = (
+        s.tokens * (2 * model["linear_num_key_heads"] * head) / s.sizes.tensor + heads * wide
+    )  # queries, keys and values
+    value, repeated = heads * wide, 2 * heads * head
+    # The projection, its convolution's result, both with norms; the gate and the values apart; decays and rates.
+    projected = (3 * mixed + repeated + 3 * value + 2 * heads) * s.itemsize + 4 * heads * FP32
+    states = heads / _CHUNK * head * wide * FP32
+    if s.kernels == "torch":
+        # What `slimx.numerics.delta_rule` keeps in fp32: inputs and their weighted copies, scores of chunks, states.
+        core = heads * (8 * head + 6 * wide + 5 * _CHUNK) * FP32 + 2 * states + 4 * mixed * FP32
+        work = heads * (4 * head + 4 * wide + 2 * _CHUNK) * FP32
+    else:
+        core = (value + heads * _CHUNK) * s.itemsize  # the output, and a chunk's solved system
+        work = (repeated + 2 * value) * s.itemsize + 2 * states
+    return {
+        "attention_input": s.share * model["hidden_size"] * s.itemsize,
+        "projected": projected,
+        "core": core,
+        "context": value * s.itemsize + s.norm(value),
+        "core_work": work,
     }
 
 

@@ -13,6 +13,7 @@ from slimx.layout.parts import matrix
 from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
+from slimx.models.flops import delta_net_layers
 from slimx.preflight.hardware import Machine
 from slimx.preflight.record import EngineMemory
 from slimx.reshard.plan.precision import ITEMSIZE, Quantisation
@@ -80,12 +81,13 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Q
 
 def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: str | None) -> int:
     """Bytes that one token takes in a rank's KV cache: keys and values of the rank's query groups (each rank has one at
-    least) in every layer, or the latent and the rotary key of latent attention, whole on every rank."""
+    least) in every layer of attention, or the latent and the rotary key of latent attention, whole on every rank."""
     itemsize = 1 if cache in _FP8_CACHE else itemsize
     if model.get("multi_latent_attention"):
         return model["num_layers"] * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * itemsize
     groups = max(1, model["num_query_groups"] // sizes.attention_tensor)
-    return 2 * model["num_layers"] * groups * model["kv_channels"] * itemsize
+    attending = model["num_layers"] - delta_net_layers(model)
+    return 2 * attending * groups * model["kv_channels"] * itemsize
 
 
 def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:

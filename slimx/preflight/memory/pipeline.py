@@ -44,16 +44,16 @@ def activation_bytes(
 ) -> ActivationBytes:
     """Activations of pipeline rank `place`, in a step of `microbatches` micro-batches."""
     model, moe_layers = spec.transformer, set(spec.moe_layers)
-    kinds = {
-        moe: layer_bytes(model, setting, moe=moe) for moe in {layer in moe_layers for layer in range(spec.table.layers)}
-    }
+    linear = model.get("linear_attention_freq") or [0] * spec.table.layers
+    kind_of = [(layer in moe_layers, bool(linear[layer])) for layer in range(spec.table.layers)]
+    kinds = {(moe, net): layer_bytes(model, setting, moe=moe, linear=net) for moe, net in set(kind_of)}
     counts = sizes.split or (spec.table.layers // sizes.stages,) * sizes.stages
     kept = work = 0.0
     units = in_flight(sizes, place, microbatches)
     for chunk, count in Counter(units).items():
         stage = chunk * sizes.pipeline + place
         first = sum(counts[:stage])
-        layers = [kinds[layer in moe_layers] for layer in range(first, first + counts[stage])]
+        layers = [kinds[kind] for kind in kind_of[first : first + counts[stage]]]
         held, top = _layers(layers, trainer.recompute)
         boundary = _boundary(model["hidden_size"], setting, stage, sizes)
         kept, work = kept + count * (held + boundary), max(work, top)
@@ -66,7 +66,7 @@ def activation_bytes(
         kept += last * (setting.norm(hidden / sizes.tensor) + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
         head = _head(spec, trainer, setting)
         for _ in range(spec.table.mtp_layers):
-            held, top = _layers([kinds[bool(moe_layers)]], trainer.recompute)
+            held, top = _layers([kinds[bool(moe_layers), False]], trainer.recompute)
             joined = 2 * setting.norm(hidden / sizes.tensor) + 3 * hidden / sizes.tensor * setting.itemsize
             kept += last * (held + joined + hidden * setting.itemsize + 10 * FP32 * setting.tokens)
             head = max(head, top)

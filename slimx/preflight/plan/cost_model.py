@@ -19,7 +19,7 @@ from typing import Literal
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
-from slimx.models.flops import sequence_flops
+from slimx.models.flops import delta_net_layers, sequence_flops
 from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.reshard.plan.precision import ITEMSIZE
@@ -88,7 +88,8 @@ def update_cost(
         key = 2 * model["num_attention_heads"] / t * (model["qk_head_dim"] + model["qk_pos_emb_head_dim"])
     else:
         key = 2 * max(1, model["num_query_groups"] / t) * model["kv_channels"]
-    moved["context"] = 3 * layers * tokens * (c - 1) * key * itemsize / link(t * c)
+    attending = layers - delta_net_layers(model) / sizes.pipeline
+    moved["context"] = 3 * attending * tokens * (c - 1) * key * itemsize / link(t * c)
     moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
     if sizes.pipeline > 1:
         moved["pipeline"] = 2 * sizes.virtual * width / t / link(sizes.world)

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from slimx.adapters.megatron import attention as megatron_attention
+from slimx.adapters.megatron import delta_net as megatron_delta_net
 from slimx.adapters.megatron import exact as megatron_exact
 from slimx.adapters.megatron import latent as megatron_latent
 from slimx.config.schema import Config
@@ -92,7 +93,10 @@ def _build_chunk(
     leaves: int | None,
 ) -> torch.nn.Module:
     """`leaves`: of exact mode; None in fast mode."""
-    layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
+    if transformer.experimental_attention_variant == megatron_delta_net.VARIANT:
+        layers = megatron_delta_net.decoder_spec(transformer, chunk)
+    else:
+        layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
     megatron_latent.install(layers)
     router.install(layers, router.PolicyRouter if leaves is None else router.ExactRouter)
     if spec.normalises_projections:

@@ -13,6 +13,14 @@ import pytest
 from slimx.models.families import FAMILIES
 
 LISTED = Path(__file__).parents[3] / "slimx/adapters/sglang/models/published.py"
+TRAINED_ONLY = {
+    "KimiK25ForConditionalGeneration",
+    "MiMoForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+}
+"""Families that engines are refused."""
 UNCOMPILED = """
 import sys, torch
 from slimx.adapters.megatron.uncompiled import uncompiled
@@ -29,7 +37,7 @@ def test_every_family_has_its_class_among_the_models_that_servers_import():
     (package,) = importlib.util.find_spec("sglang").submodule_search_locations
     sources = [Path(package, "srt", "models", f"{alias.name}.py").read_text() for alias in models.names]
     classes = {node.name for text in sources for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-    assert FAMILIES and set(FAMILIES) <= classes
+    assert FAMILIES and set(FAMILIES) - TRAINED_ONLY <= classes
 
 
 @pytest.mark.costly

@@ -13,11 +13,13 @@ from slimx.layout.maps import (
     Blocks,
     Concat,
     Copy,
+    Cut,
     IndexMap,
     InterleaveQKV,
     Pad,
     Rect,
     RotateHalf,
+    Sections,
     Shape,
 )
 from slimx.layout.parts import Part, matrix
@@ -68,6 +70,31 @@ def interleave(groups: int, head: int) -> Torch:
         return torch.cat([query, key, value], 1).chunk(size)[rank].reshape(-1, tensors[0].shape[1])
 
     return cut
+
+
+def interleave_gated(groups: int, head: int) -> Torch:
+    """The query's tensor holds a gate behind every head; a group has its heads, their gates, a key and a value."""
+
+    def cut(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        both, key, value = (tensor.view(groups, -1, head, tensor.shape[1]) for tensor in tensors)
+        parts = [both[:, 0::2], both[:, 1::2], key, value]
+        return torch.cat(parts, 1).chunk(size)[rank].reshape(-1, tensors[0].shape[1])
+
+    return cut
+
+
+def sections(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+    """Two tensors of four heads with (2, 3) and (1, 1) rows of two kinds each: kind by kind, of the rank's heads."""
+    kinds = []
+    for tensor, rows in zip(tensors, ((2, 3), (1, 1)), strict=True):
+        heads = tensor.view(4, sum(rows), tensor.shape[1]).chunk(size)[rank]
+        kinds += [part.reshape(-1, tensor.shape[1]) for part in heads.split(rows, dim=1)]
+    return torch.cat(kinds)
+
+
+BY_HEAD = Sections(4, (Cut(0, 0, 2, 5), Cut(0, 2, 3, 5), Cut(1, 0, 1, 2), Cut(1, 1, 1, 2)))
+BY_KIND = Sections(4, (Cut(0, 0, 2, 2), Cut(0, 8, 3, 3), Cut(1, 0, 1, 1)))
+"""Of one tensor with both kinds, one behind the other, and one with a row per head."""
 
 
 def rotate(head: int, rotary: int, offset: int) -> Torch:
@@ -121,6 +148,22 @@ CASES: dict[str, tuple[IndexMap, list[Shape], int | None, Torch]] = {
         None,
         lambda t, rank, size: interleave(2, 3)(t, 0, 1),
     ),
+    "interleaved with gates": (
+        InterleaveQKV(8, 4, 3, gated=True),
+        [(48, 5), (12, 5), (12, 5)],
+        0,
+        interleave_gated(4, 3),
+    ),
+    "sections of tensors by head": (BY_HEAD, [(20, 5), (8, 5)], 0, sections),
+    "sections of tensors by kind": (
+        BY_KIND,
+        [(20, 5), (4, 5)],
+        0,
+        lambda t, rank, size: torch.cat(
+            [kind.chunk(size)[rank] for kind in (t[0][:8], t[0][8:], t[1])],
+        ),
+    ),
+    "sections held whole": (BY_HEAD, [(20, 5), (8, 5)], None, lambda t, rank, size: sections(t, 0, 1)),
     "rotated": (RotateHalf(6, 6), [(24, 5)], 0, rotate(6, 6, 0)),
     "rotated behind others": (RotateHalf(7, 4, 3), [(28, 5)], 0, rotate(7, 4, 3)),
     "rotated between others": (RotateHalf(9, 4, 2), [(36, 5)], 0, rotate(9, 4, 2)),
@@ -167,6 +210,7 @@ def test_experts_that_claim_one_checkpoint_tensor_are_refused():
         (Blocks((6, 4)), [(12, 6), (8, 6)], 0, 6, "the number of ranks", 6, 4),
         (InterleaveQKV(4, 2, 3), [(12, 6), (6, 6), (6, 6)], 0, 4, "the number of query groups", 2, 4),
         (RotateHalf(6, 4), [(18, 6)], 0, 2, "the number of heads", 3, 2),
+        (BY_KIND, [(20, 6), (4, 6)], 0, 3, "the number of blocks", 4, 3),
     ],
 )
 def test_a_share_that_does_not_divide_is_refused_with_the_numbers(map, shapes, axis, size, about, length, ranks):
@@ -180,6 +224,7 @@ def test_a_share_that_does_not_divide_is_refused_with_the_numbers(map, shapes, a
     [
         (Concat(), [(8, 6), (6, 6)], "concatenation"),
         (RotateHalf(6, 4), [(18, 6)], "rotary rows"),
+        (BY_KIND, [(20, 6), (4, 6)], "sections"),
     ],
 )
 def test_rows_that_are_reordered_are_not_split_over_columns(map, shapes, about):

@@ -13,6 +13,7 @@ from slimx.models.fields import Fields
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import refused
 from tests.unit.models.deepseek_v3_config import V3
+from tests.unit.models.test_delta_net import EXPERTS, NEXT
 from tests.unit.models.test_families import LLAMA_32_1B, QWEN3_32B, QWEN25_7B
 from tests.unit.models.test_glm_and_minimax import FLASH, GLM, MINIMAX
 from tests.unit.models.test_gpt_oss import HF as GPT_OSS
@@ -28,6 +29,10 @@ KNOWN: dict[str, dict[str, Any]] = {
     hf["architectures"][0]: {**hf, "num_hidden_layers": 4}
     for hf in (V3, FLASH, GLM, GPT_OSS, LLAMA_32_1B, MINIMAX, QWEN25_7B, QWEN3_32B, QWEN3_MOE, MIXTRAL)
 }
+HYBRID = ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForCausalLM")
+"""Those with layers of two kinds."""
+KNOWN |= {name: {**NEXT, "architectures": [name], "num_hidden_layers": 4} for name in HYBRID}
+KNOWN["Qwen3_5ForCausalLM"] = {key: value for key, value in KNOWN["Qwen3_5ForCausalLM"].items() if key not in EXPERTS}
 KNOWN["MiMoForCausalLM"] = KNOWN["Qwen2ForCausalLM"] | {"architectures": ["MiMoForCausalLM"]}
 KNOWN["KimiK25ForConditionalGeneration"] = {
     "architectures": ["KimiK25ForConditionalGeneration"],
@@ -99,9 +104,12 @@ def test_a_field_that_may_change_the_computation_is_refused_by_name(
 ):
     if (architecture, field) == ("GptOssForCausalLM", "sliding_window"):
         field = "sliding_window_size"  # it has a window, under its own name
+    if architecture in HYBRID and field == "layer_types":
+        value = ["sliding_attention"] * 4
     switches = () if architecture == "GptOssForCausalLM" else ("sliding_window", "use_sliding_window")
     hf, within = with_text(KNOWN[architecture], *switches, **{field: value})
     own = (architecture, field) in (("GptOssForCausalLM", "layer_types"), ("MixtralForCausalLM", "sliding_window"))
+    own = own or (architecture in HYBRID and field == "layer_types")
     with refused("model.unsupported" if own else "model.field_unread", about=within + field):
         read(tmp_path, hf)
 
@@ -118,9 +126,10 @@ def test_another_scaling_of_positions_is_refused_by_name(tmp_path: Path, archite
 @pytest.mark.parametrize("architecture", sorted(KNOWN))
 def test_a_field_within_the_scaling_that_nobody_reads_is_refused_by_name(tmp_path: Path, architecture: str):
     known = KNOWN[architecture].get("text_config", KNOWN[architecture])
-    scaling = {**(known.get("rope_scaling") or {}), "mrope_section": [16, 24, 24]}
+    name = "long_factor" if "Qwen3_5" in architecture else "mrope_section"  # which those read
+    scaling = {**(known.get("rope_scaling") or {}), name: [16, 24, 24]}
     hf, within = with_text(KNOWN[architecture], rope_scaling=scaling)
-    with refused("model.field_unread", about=within + "rope_scaling.mrope_section"):
+    with refused("model.field_unread", about=f"{within}rope_scaling.{name}"):
         read(tmp_path, hf)
 
 

@@ -16,9 +16,11 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
-from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen2, qwen3_moe
+from slimx.models.families import deepseek_v3, glm4_moe, minimax_m2, qwen2, qwen3_moe, qwen3_next
 from slimx.models.flops import sequence_flops
 
 COMMON = {
@@ -79,3 +81,28 @@ def test_flops_are_those_that_torch_counts(name):
         # The eager attention computes the masked half of the pairs too.
         assert counted(tokens) == pytest.approx(flops.linear * tokens + 2 * flops.quadratic * tokens**2, rel=1e-9)
     assert flops(48) == flops.linear * 48 + flops.quadratic * 48**2
+
+
+def test_delta_nets_cost_as_much_for_every_token():
+    """Of the forward pass, since torch takes the gradient of a depthwise convolution for that of a full one; without
+    triangular systems, which it does not count, and with the convolution's edge, which it does."""
+    config = Qwen3NextConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=24,
+        num_experts=4,
+        shared_expert_intermediate_size=48,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=10,
+    )
+    torch.manual_seed(0)
+    model = Qwen3NextForCausalLM(config)
+    flops = sequence_flops(qwen3_next.transformer_config(config.to_dict()), config.vocab_size)
+    for tokens in (64, 192):  # whole chunks
+        with FlopCounterMode(display=False) as counter:
+            model(torch.arange(tokens)[None] % 160, use_cache=False)
+        expected = flops.linear * tokens + 2 * flops.quadratic * tokens**2
+        assert 3 * counter.get_total_flops() == pytest.approx(expected, rel=5e-3)

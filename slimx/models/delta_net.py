@@ -1,0 +1,286 @@
+"""Hybrid decoders of Qwen3-Next's shape: what it, Qwen3.5 and Qwen3.5-MoE share. Most layers are gated delta nets
+(Yang et al., 2412.06464), the others attention with an output gate; norms are centred on zero.
+
+The families differ in how their checkpoints store a delta net's input projections (`Projections`)."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from slimx.layout.maps import Cut, Sections
+from slimx.layout.table import Row, Table
+from slimx.models import decoder
+from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
+
+NO_ENGINE = "SGLang's layout of its delta nets was never compared with the trainer's"
+"""The end of the refusal of engines."""
+_DELTA_NET = "linear_attention"
+_KINDS = {_DELTA_NET, "full_attention"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Sizes of a gated delta net. Every key head serves `values // keys` value heads that follow each other."""
+
+    hidden: int
+    keys: int
+    """Key heads; there are as many of queries."""
+    values: int
+    """Value heads."""
+    key_head: int
+    value_head: int
+    """Dimension of each."""
+    width: int
+    """Tokens that the convolution sees."""
+
+    @classmethod
+    def of(cls, hf: dict[str, Any]) -> Self:
+        return cls(
+            hidden=hf["hidden_size"],
+            keys=hf["linear_num_key_heads"],
+            values=hf["linear_num_value_heads"],
+            key_head=hf["linear_key_head_dim"],
+            value_head=hf["linear_value_head_dim"],
+            width=hf["linear_conv_kernel_dim"],
+        )
+
+    def __post_init__(self) -> None:
+        if self.values % self.keys:
+            raise ValueError(f"{self.keys} key heads of a delta net cannot serve {self.values} value heads")
+
+    @property
+    def key(self) -> int:
+        """Rows of all queries, and of all keys."""
+        return self.keys * self.key_head
+
+    @property
+    def value(self) -> int:
+        """Rows of all values, and of all output gates."""
+        return self.values * self.value_head
+
+    @property
+    def share(self) -> int:
+        """Rows of the values that belong to one key head."""
+        return self.value // self.keys
+
+    @property
+    def rates(self) -> int:
+        """Learning rates, and decays, that belong to one key head."""
+        return self.values // self.keys
+
+    @property
+    def mixed(self) -> tuple[Cut, Cut, Cut]:
+        """Queries, keys and values, one kind behind the other in the first source."""
+        head = self.key_head
+        return Cut(0, 0, head, head), Cut(0, self.key, head, head), Cut(0, 2 * self.key, self.share, self.share)
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """A checkpoint's input projections of a delta net: names and rows, and where each kind of row stands in them."""
+
+    sources: tuple[tuple[str, int], ...]
+    cuts: tuple[Cut, ...]
+    """Queries, keys, values, output gates, learning rates (beta), decays (alpha): megatron-core's order."""
+
+
+Store = Callable[[DeltaNet], Projections]
+
+
+def by_key_head(net: DeltaNet) -> Projections:
+    """Qwen3-Next's: all that belongs to one key head stands together."""
+    head, share, rates = net.key_head, net.share, net.rates
+    each = 2 * head + 2 * share
+    starts = ((0, head), (head, head), (2 * head, share), (2 * head + share, share))
+    return Projections(
+        (("in_proj_qkvz", net.keys * each), ("in_proj_ba", 2 * net.values)),
+        (
+            *(Cut(0, start, rows, each) for start, rows in starts),
+            *(Cut(1, start, rates, 2 * rates) for start in (0, rates)),
+        ),
+    )
+
+
+def by_kind(net: DeltaNet) -> Projections:
+    """Qwen3.5's: queries, keys and values in one tensor, the others in their own."""
+    others = (("z", net.share), ("b", net.rates), ("a", net.rates))
+    return Projections(
+        (
+            ("in_proj_qkv", 2 * net.key + net.value),
+            *((f"in_proj_{kind}", net.keys * rows) for kind, rows in others),
+        ),
+        (*net.mixed, *(Cut(number, 0, rows, rows) for number, (_, rows) in enumerate(others, 1))),
+    )
+
+
+def attention_of(hf: dict[str, Any]) -> Attention:
+    """The attention of the other layers."""
+    return Attention.of(hf, qk_norm=True, output_gate=True)
+
+
+def layers_of(hf: dict[str, Any], kind: str) -> tuple[int, ...]:
+    """Layers of one kind, "linear_attention" or "full_attention", counted from 0."""
+    every = hf.get("full_attention_interval") or 4
+    kinds = hf.get("layer_types") or [
+        "full_attention" if (layer + 1) % every == 0 else _DELTA_NET for layer in range(hf["num_hidden_layers"])
+    ]
+    if len(kinds) != hf["num_hidden_layers"]:
+        raise ValueError(f"layer_types names {len(kinds)} layers of {hf['num_hidden_layers']}")
+    return tuple(layer for layer, other in enumerate(kinds) if other == kind)
+
+
+def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of megatron-core's TransformerConfig that define a model without experts."""
+    net, linear = DeltaNet.of(hf), layers_of(hf, _DELTA_NET)
+    return {
+        # Files of models with experts alone may leave out the size of an MLP, which they have not.
+        **decoder.decoder_fields(
+            ChainMap(hf, {"intermediate_size": hf.get("moe_intermediate_size")}), attention_of(hf)
+        ),
+        "layernorm_zero_centered_gamma": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(layer in linear) for layer in range(hf["num_hidden_layers"])],
+        "linear_conv_kernel_dim": net.width,
+        "linear_key_head_dim": net.key_head,
+        "linear_value_head_dim": net.value_head,
+        "linear_num_key_heads": net.keys,
+        "linear_num_value_heads": net.values,
+    }
+
+
+def moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Those that experts add."""
+    return {
+        "num_moe_experts": hf["num_experts"],
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": True,
+    }
+
+
+def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
+    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotary_share(hf, default=0.25)}
+
+
+def unsupported(hf: dict[str, Any]) -> str | None:
+    """Name the part of config.json `hf` that cannot be built; None if all can."""
+    if scaled := decoder.scaled_otherwise(hf, "default"):
+        return scaled
+    if odd := set(hf.get("layer_types") or ()) - _KINDS:
+        return f"layer_types with {min(odd)}"
+    if hf.get("quantization_config"):
+        return "quantization_config (fp8 files were never read; take the bf16 ones)"
+    if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
+        key = "mlp_only_layers" if hf.get("mlp_only_layers") else "decoder_sparse_step"
+        return f"{key} {hf[key]} (dense layers among the MoE layers)"
+    if (predicting := hf.get("mtp_num_hidden_layers") or 1) != 1:
+        return f"mtp_num_hidden_layers {predicting}"
+    return decoder.unusual(
+        hf,
+        ("attention_bias", False),
+        ("attn_output_gate", True),
+        ("output_gate_type", "swish"),
+        ("mamba_ssm_dtype", "float32"),
+        ("mtp_use_dedicated_embeddings", False),
+        ("hidden_act", "silu"),
+    )
+
+
+def unsupported_text(hf: dict[str, Any]) -> str | None:
+    """The same for a text model whose config.json keeps how the rotation is parted between the axes of images."""
+    for key in ("mrope_section", "mrope_interleaved"):
+        decoder.rotary(hf)[1].get(key)  # read, since text has one axis
+    return unsupported(hf)
+
+
+def weight_table(hf: dict[str, Any], store: Store, frozen: dict[str, tuple[int, ...]] | None = None) -> Table:
+    """The trainer's layout of every checkpoint tensor."""
+    attention = Layer(layers=layers_of(hf, "full_attention")).attention(attention_of(hf))
+    linear = Layer(layers=layers_of(hf, _DELTA_NET))
+    experts, layer = hf.get("num_experts") or 0, Layer()
+    rows = (
+        embedding(hf),
+        *attention,
+        *_trained(linear, DeltaNet.of(hf), store),
+        *(_experts(layer, hf) if experts else layer.dense(hf["hidden_size"], hf["intermediate_size"])),
+        *head(hf),
+    )
+    return Table(
+        _plain(rows), layers=hf["num_hidden_layers"], experts=experts, aliases=tied_copies(hf), frozen=frozen or {}
+    )
+
+
+def _trained(at: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
+    """The norm before a delta net and the net, as megatron-core's GatedDeltaNet holds it."""
+    here, there, stored = "self_attention.", "linear_attn.", store(net)
+    inputs = [(there + name, (rows, net.hidden)) for name, rows in stored.sources]
+    mixed = [(there + "conv1d", (2 * net.key + net.value, 1, net.width))]
+    return (
+        at.norm(here + "in_proj.layer_norm_weight", "input_layernorm", net.hidden),
+        at.row(
+            here + "in_proj.weight",
+            inputs,
+            map=Sections(net.keys, stored.cuts),
+            axis=0,
+            sections=("query", "key", "value", "z", "beta", "alpha"),
+        ),
+        at.row(
+            here + "conv1d.weight",
+            mixed,
+            map=Sections(net.keys, net.mixed),
+            axis=0,
+            sections=("query", "key", "value"),
+        ),
+        *(_of_heads(at, here, there, net)),
+        at.norm(here + "out_norm.weight", there + "norm", net.value_head),
+        at.linear(here + "out_proj.weight", there + "out_proj", (net.hidden, net.value), axis=1),
+    )
+
+
+def _of_heads(at: Layer, here: str, there: str, net: DeltaNet) -> tuple[Row, Row]:
+    """Decays and time biases: a number of each value head, under the same names everywhere."""
+    decay, bias = (
+        Row(f"{at.here}{here}{name}", ((f"{at.there}{there}{name}", (net.values,)),), axis=0, layers=at.layers)
+        for name in ("A_log", "dt_bias")
+    )
+    return decay, bias
+
+
+def _experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
+    """The norm before them, a router, experts, and a shared one behind a gate."""
+    hidden, inner, shared = hf["hidden_size"], hf["moe_intermediate_size"], hf["shared_expert_intermediate_size"]
+    return (
+        *at.moe(hidden, inner, hf["num_experts"]),
+        *at.swiglu("mlp.shared_experts", "mlp.shared_expert", hidden, shared),
+        at.row("mlp.shared_experts.gate_weight", [("mlp.shared_expert_gate", (1, hidden))]),
+    )
+
+
+def _plain(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    # No fp8 checkpoint of these families was ever read, nor one published.
+    return tuple(replace(row, quantised=False) for row in rows)
+
+
+def prediction_tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the layer of multi-token prediction, which published files hold and config.json need not
+    declare: a layer of gated attention of its own."""
+    hidden, at = hf["hidden_size"], Layer("mtp.layers.{layer}.", "mtp.layers.{layer}.")
+    rows = (
+        Row("fc", (("mtp.fc.weight", (hidden, 2 * hidden)),), stage="first"),
+        *(
+            Row(name, ((f"mtp.{name}.weight", (hidden,)),), stage="first")
+            for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        ),
+        *at.attention(attention_of(hf)),
+        *(_experts(at, hf) if hf.get("num_experts") else at.dense(hidden, hf["intermediate_size"])),
+    )
+    return Table(rows, layers=1, experts=hf.get("num_experts") or 0).checkpoint_shapes()
