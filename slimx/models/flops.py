@@ -30,9 +30,10 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     backward pass; attention's two products take 2 FLOPs per pair of positions and dimension of a head (Narayanan et
     al., 2104.04473, appendix; extended to GQA, MLA and MoE as in Megatron-LM's `num_floating_point_operations`). A
     token counts the experts that it is sent to, not those that exist. In a layer with a window every token is counted
-    to see all of it, as nearly all of a sequence much longer than the window do. A delta net takes as much for every
-    token, however long the sequence: see `_delta_net`. Norms, rotary embeddings and softmax are small, and layers of
-    multi-token prediction change both terms nearly alike: they are left out.
+    to see all of it, as nearly all of a sequence much longer than the window do; with sparse attention, to see as many
+    tokens as the indexer chooses, which itself looks at every pair and has no backward pass. A delta net takes as much
+    for every token, however long the sequence: see `_delta_net`. Norms, rotary embeddings and softmax are small, and
+    layers of multi-token prediction change both terms nearly alike: they are left out.
     """
     layers, hidden = transformer["num_layers"], transformer["hidden_size"]
     weights, pairs = _attention(transformer)
@@ -45,6 +46,10 @@ def sequence_flops(transformer: dict[str, Any], vocab_size: int) -> SequenceFlop
     local = _windowed_layers(transformer)
     if local:
         per_token += local * pairs * (transformer["window_size"][0] + 1)
+    if chosen := transformer.get("dsa_indexer_topk"):
+        per_token += layers * pairs * chosen
+        read, scored = _indexer(transformer)
+        return SequenceFlops(linear=3 * 2 * per_token + 2 * layers * read, quadratic=2 * layers * scored / 2)
     return SequenceFlops(linear=3 * 2 * per_token, quadratic=3 * 2 * (attending - local) * pairs / 2)
 
 
@@ -84,7 +89,17 @@ def _attention(transformer: dict[str, Any]) -> tuple[int, int]:
     rank, query_rank = transformer["kv_lora_rank"], transformer["q_lora_rank"]
     query = hidden * query_rank + query_rank * heads * key if query_rank else hidden * heads * key
     latent = hidden * (rank + rotary) + rank * heads * (transformer["qk_head_dim"] + value)
-    return query + latent + heads * value * hidden, heads * (key + value)
+    # Sparse attention takes its two products with the latents themselves (2512.02556, section 2.1): each query chooses
+    # other tokens, of which the heads share one key.
+    pairs = 2 * rank + rotary if transformer.get("dsa_indexer_topk") else key + value
+    return query + latent + heads * value * hidden, heads * pairs
+
+
+def _indexer(transformer: dict[str, Any]) -> tuple[int, int]:
+    """Sizes of one layer's indexer: weights that every token is multiplied with; dimensions of a pair's score, the sum
+    over heads included."""
+    heads, head, hidden = (transformer[name] for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "hidden_size"))
+    return transformer["q_lora_rank"] * heads * head + hidden * (head + heads), heads * (head + 1)
 
 
 def _moe_layers(transformer: dict[str, Any]) -> int:

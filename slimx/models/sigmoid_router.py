@@ -81,6 +81,15 @@ def unsupported_router(hf: dict[str, Any]) -> str | None:
     return None
 
 
+def unsupported_places(hf: dict[str, Any]) -> str | None:
+    """Name the list of MoE layers if it is not what `first_k_dense_replace` says: transformers builds the layers that
+    the list names, SGLang those after the first ones."""
+    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
+    if hf.get("mlp_layer_types") not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
+        return f"mlp_layer_types other than {dense} dense layers and then sparse ones (first_k_dense_replace)"
+    return None
+
+
 def _grouped(hf: dict[str, Any]) -> bool:
     """Returns True if the choice of groups excludes any expert."""
     return (hf.get("n_group") or 1) > (hf.get("topk_group") or 1)

@@ -54,6 +54,11 @@ def predicting(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
     return lambda path, seed: prediction_oracle.Oracle(path, seed, config, {**SHAPE, **fields})
 
 
+def sparse(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
+    """A DeepSeek-V3 with sparse attention."""
+    return stock(config, "head_dim", **{**deepseek_v3_oracle.SHAPE, **SPARSE, **fields})
+
+
 def deepseek(name: str) -> Callable[[Path, int], Oracle]:
     return lambda path, seed: deepseek_v3_oracle.Oracle(path, seed, deepseek_v3_oracle.MODELS[name])
 
@@ -107,6 +112,17 @@ FLASH = {
     "topk_group": 1,
     "num_experts_per_tok": 3,
 }
+SPARSE = {
+    "q_lora_rank": 24,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-6,
+    "index_topk": 5,  # the demonstrations have 6 to 39 tokens
+    "index_head_dim": 12,
+    # Many: a key that every head scores 0 for is tied with all others like it.
+    "index_n_heads": 32,
+}
 GPT_OSS = {
     "num_hidden_layers": 4,
     "intermediate_size": 32,
@@ -139,6 +155,11 @@ HYBRID_EXPERTS = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24}
 CASES: dict[str, Case] = {
     "V3": Case(make=deepseek("V3"), mtp=1, thorough=True),
     "Moonlight": Case(make=deepseek("Moonlight")),
+    "V3.2": Case(
+        make=sparse("DeepseekV32Config", n_group=4, topk_group=2, rope_parameters=deepseek_v3_oracle.YARN),
+        thorough=True,
+    ),
+    "GLM-5": Case(make=sparse("GlmMoeDsaConfig", rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
     # transformers' own gradients of the sinks and of the keys' biases are 1.2e-5 off those in float64.
     "gpt-oss": Case(make=stock("GptOssConfig", **GPT_OSS), biased=True, rounding=6e-5),
     "Qwen3-MoE": Case(make=stock("Qwen3MoeConfig", **EXPERTS, norm_topk_prob=True)),

@@ -86,11 +86,11 @@ class Rank:
 
     def compare_plan(self, trainer: Any) -> None:
         """`slimx plan` knows the bytes that this rank holds now, of every family."""
-        from slimx.preflight.memory.parameter_runs import Holdings
         from slimx.preflight.memory.state import state_bytes
+        from slimx.preflight.memory.trainer import holdings
 
         config, sizes = trainer.config, self.parallel.sizes
-        runs = Holdings(trainer.weights.spec.table, config.numerics.dtype).runs(sizes, self.rank)
+        runs = holdings(config.trainer, config.numerics, trainer.weights.spec).runs(sizes, self.rank)
         planned = state_bytes(runs, config.trainer, sizes, self.rank)
         held = tuple(trainer.offloading.sizes().values())
         assert (planned.weights, planned.gradients, planned.optimizer) == held, (planned, held)

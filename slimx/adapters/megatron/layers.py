@@ -16,9 +16,10 @@ from megatron.core import optimizer
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt import experimental_attention_variant_module_specs, gpt_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import mla_qk_norm_config
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -34,6 +35,9 @@ def install(*, always: bool = False) -> bool:
         return False
     megatron_without_te.install()
     gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchSpecProvider, Norm
+    # Of sparse attention, whose spec and whose norms are resolved in files of their own.
+    experimental_attention_variant_module_specs.TESpecProvider = TorchSpecProvider
+    mla_qk_norm_config.get_backend = lambda _: TorchSpecProvider()
     if optimizer.USING_PYTORCH_OPTIMIZER or not torch.cuda.is_available():
         # torch's AdamW keeps a step per parameter; the distributed optimizer can save such a state but not load it.
         optimizer.Adam = optimizer.distrib_optimizer.Adam = Adam

@@ -26,11 +26,13 @@ def _router() -> None:
 
 
 def _latent_attention() -> None:
-    """MLASelfAttention knows the duplicated Linear, which the down projections are, only beside Transformer Engine."""
+    """MLASelfAttention and its absorbed form know the duplicated Linear, which the down projections are, only beside
+    Transformer Engine."""
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
-    multi_latent_attention.Linear = Linear
+    multi_latent_attention.Linear = absorbed_mla.Linear = Linear
 
 
 def _output_discarding_recomputation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,11 +10,14 @@ from typing import Any, Protocol
 from slimx.config.schema import Config
 from slimx.dotted import load_module
 from slimx.errors import SlimxError
+from slimx.layout.patterns import Sources, select
 from slimx.layout.table import Table
 from slimx.models.families import (
     deepseek_v3,
+    deepseek_v32,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     gpt_oss,
     kimi_k25,
     llama,
@@ -68,8 +72,10 @@ FAMILIES: dict[str, Family] = {
     family.ARCHITECTURE: family
     for family in (
         deepseek_v3,
+        deepseek_v32,
         glm4_moe,
         glm4_moe_lite,
+        glm_moe_dsa,
         gpt_oss,
         kimi_k25,
         llama,
@@ -88,14 +94,8 @@ _VISION = (
     "slimx trains text alone and would lose the tensors of its vision tower; the same language model saved as "
     "Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM can be trained"
 )
-_SPARSE_ATTENTION = (
-    "slimx has no layout of its sparse attention, and in megatron-core 0.19.2 "
-    "(transformer/experimental_attention_variant/dsa.py) it wants bf16 and fast_hadamard_transform's CUDA kernels"
-)
 UNBUILDABLE: dict[str, str] = {
     "BailingMoeV2ForCausalLM": "slimx has no table of its projection that holds query, key and value in one",
-    "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
-    "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,
     "NemotronHForCausalLM": (
         "slimx has no layout of its Mamba-2 layers, and megatron-core 0.19.2 (ssm/mamba_mixer) builds them with "
         "mamba_ssm's CUDA kernels only"
@@ -146,6 +146,12 @@ class ModelSpec:
     def normalises_projections(self) -> bool:
         """True if queries and keys are normed over all heads together: the norms are then split as the heads are."""
         return any(row.name.endswith("self_attention.q_layernorm.weight") and row.axis == 0 for row in self.table.rows)
+
+    def frozen(self, patterns: Sequence[str]) -> frozenset[Sources]:
+        """Parameters that are not trained, as `select` names them: those that `patterns` (`trainer.freeze`) match, and
+        those that no loss of the family reaches (its UNTRAINED, if it has any)."""
+        given = select(self.table, patterns, "trainer.freeze")
+        return given | select(self.table, getattr(self.family, "UNTRAINED", ()), "UNTRAINED")
 
     @property
     def engine_arguments(self) -> dict[str, Any]:

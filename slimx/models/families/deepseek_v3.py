@@ -122,22 +122,24 @@ def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
     of multi-token prediction that the checkpoint has beyond."""
     layers, size = hf["num_hidden_layers"], hf["qk_rope_head_dim"] // 2
     inverse = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": (size,) for n in range(layers)}
-    return table_with_prediction(hf, partial(_attention, hf), mtp=mtp, frozen=inverse)
+    return table_with_prediction(hf, partial(attention, hf), mtp=mtp, frozen=inverse)
 
 
-def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
-    """Every tensor-parallel rank makes the whole latents and its own heads of them."""
+def attention(hf: dict[str, Any], at: Layer, *, fused: bool = True) -> tuple[Row, ...]:
+    """Rows of latent attention with the norm before it. Every tensor-parallel rank makes the whole latents and its own
+    heads of them. `fused`: the norms of the latents are one module with the products behind them."""
     hidden, heads, query, latent = (
         hf[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
     )
     nope, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
     wide = heads * (nope + rope)
+    norm = "self_attention.linear_{}_up_proj.layer_norm_weight" if fused else "self_attention.{}_layernorm.weight"
     if query is None:
         queries = (at.linear("self_attention.linear_q_proj.weight", "self_attn.q_proj", (wide, hidden), axis=0),)
     else:
         queries = (
             at.linear("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj", (query, hidden)),
-            at.norm("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm", query),
+            at.norm(norm.format("q"), "self_attn.q_a_layernorm", query),
             at.linear("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj", (wide, query), axis=0),
         )
     both = (heads * (nope + value), latent)
@@ -145,7 +147,7 @@ def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:
         at.norm("input_layernorm.weight", "input_layernorm", hidden),
         *queries,
         at.linear("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa", (latent + rope, hidden)),
-        at.norm("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm", latent),
+        at.norm(norm.format("kv"), "self_attn.kv_a_layernorm", latent),
         at.linear("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj", both, axis=0),
         at.linear("self_attention.linear_proj.weight", "self_attn.o_proj", (hidden, heads * value), axis=1),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slimx.layout.maps import Concat
@@ -11,10 +12,19 @@ from slimx.models.rows import Layer
 from slimx.models.sigmoid_router import engine_moe_table
 
 
-def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False, gate_dtype: str | None = None) -> Table:
+def engine_table(
+    hf: dict[str, Any],
+    *,
+    fused_shared_experts: bool = False,
+    gate_dtype: str | None = None,
+    beside: Callable[[Layer], tuple[Row, ...]] = lambda _: (),
+) -> Table:
     """Layout of the target model. `fused_shared_experts`: the shared expert stands after the routed ones in the same
-    tensors; `gate_dtype`: of the router's weight, where that is not the model's."""
-    return engine_moe_table(hf, _attention(hf, engine_rows.layer()), fused=fused_shared_experts, gate_dtype=gate_dtype)
+    tensors; `gate_dtype`: of the router's weight, where that is not the model's; `beside`: further rows of the
+    attention of every layer."""
+    at = engine_rows.layer()
+    attention = (*_attention(hf, at), *beside(at))
+    return engine_moe_table(hf, attention, fused=fused_shared_experts, gate_dtype=gate_dtype)
 
 
 def _attention(hf: dict[str, Any], at: Layer) -> tuple[Row, ...]:

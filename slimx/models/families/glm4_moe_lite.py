@@ -10,6 +10,7 @@ from slimx.models.families.deepseek_v3 import gpt_arguments as gpt_arguments
 from slimx.models.families.deepseek_v3 import mtp_layers as mtp_layers
 from slimx.models.families.deepseek_v3 import transformer_config as transformer_config
 from slimx.models.families.deepseek_v3 import weight_table as weight_table
+from slimx.models.sigmoid_router import unsupported_places
 
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
@@ -18,11 +19,7 @@ FUSES_ON_GPUS_WITHOUT_EXPERT_PARALLELISM = True
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
-    layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
-    # transformers builds the layers that this list names, SGLang those after the first ones.
-    if hf.get("mlp_layer_types") not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
-        return f"mlp_layer_types other than {dense} dense layers and then sparse ones (first_k_dense_replace)"
-    return deepseek_v3.unsupported(hf)
+    return unsupported_places(hf) or deepseek_v3.unsupported(hf)
 
 
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:

@@ -81,8 +81,8 @@ def covers(sizes: Sizes, spec: ModelSpec) -> Iterator[str]:
 
 @rule("layout.freeze", about="trainer.freeze")
 def trains_something(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
-    frozen = select(spec.table, trainer.freeze, "trainer.freeze")
-    if frozen and all(entry.sources in frozen for entry in spec.table.entries()):
+    frozen = spec.frozen(trainer.freeze)
+    if trainer.freeze and all(entry.sources in frozen for entry in spec.table.entries()):
         yield "trainer.freeze matches every parameter of the model, so nothing would train; narrow it"
 
 

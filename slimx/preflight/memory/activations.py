@@ -22,6 +22,8 @@ Kernels = Literal["engine", "torch"]
 FP32 = 4
 _CHUNK = 64
 """Tokens of a delta net's chunk."""
+_INDEXER_ROWS = 8192
+"""Queries whose scores megatron-core's fused indexer holds at once (`fused_indexer_block_size`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +109,8 @@ def layer_bytes(model: dict[str, Any], setting: Setting, *, moe: bool, linear: b
     """Bytes of a layer with experts or with an MLP, and of attention or (`linear`) a gated delta net; `model`: fields
     of megatron-core's TransformerConfig."""
     hidden = setting.share * model["hidden_size"]
-    latent = model.get("multi_latent_attention")
-    kind = _delta_net if linear else _latent if latent else _grouped
+    latent = _sparse if model.get("dsa_indexer_topk") else _latent
+    kind = _delta_net if linear else latent if model.get("multi_latent_attention") else _grouped
     attention = kind(model, setting)
     mlp = _experts(model, setting) if moe else _mlp(model, setting)
     return LayerBytes(
@@ -187,6 +189,36 @@ def _latent(model: dict[str, Any], s: Setting) -> dict[str, float]:
         "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
         "projected": projected,
         **_core(s, heads, key, key, value),
+    }
+
+
+def _sparse(model: dict[str, Any], s: Setting) -> dict[str, float]:
+    """Latent attention to the tokens that an indexer chooses, whose products are with the latents themselves.
+
+    Without a fused kernel (`materialised`) scores are taken of every pair of the whole micro-batch, sequences apart or
+    not, the indexer's too, of all its heads on every rank."""
+    heads, rank = model["num_attention_heads"] / s.sizes.tensor, model["kv_lora_rank"]
+    wide, seen = rank + model["qk_pos_emb_head_dim"], s.tokens * s.sizes.context
+    query, key, latent = s.tokens * heads * wide, seen * wide, s.tokens * heads * rank
+    value = s.tokens * heads * model["v_head_dim"]
+    latents = s.share * (model["q_lora_rank"] + rank)
+    # Queries before their products with the latents' projection, and the attention's output before its own.
+    projected = (s.tokens * heads * model["qk_head_dim"] + latent) * s.itemsize
+    scores = model["dsa_indexer_n_heads"] * seen * FP32  # of one query
+    if s.materialised:
+        pairs = heads * s.tokens * seen * FP32
+        core = (query + key) * FP32 + pairs + (pairs / FP32 * s.itemsize if s.itemsize < FP32 else 0.0)
+        core_work = max(2 * pairs, 3 * scores * s.tokens)
+    else:
+        projected += (query + key) * s.itemsize
+        core = s.tokens * (model["dsa_indexer_topk"] + heads) * FP32
+        core_work = (query + key + latent) * s.itemsize + seen * min(s.tokens, _INDEXER_ROWS) * FP32
+    return {
+        "attention_input": s.share * model["hidden_size"] * s.itemsize + s.norm(latents) + latents * s.itemsize,
+        "projected": projected,
+        "core": core,
+        "core_work": core_work,
+        "context": value * s.itemsize,
     }
 
 

@@ -81,10 +81,13 @@ def engine_weights(table: Table, dtype: str, sizes: EngineSizes, quantisation: Q
 
 def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: str | None) -> int:
     """Bytes that one token takes in a rank's KV cache: keys and values of the rank's query groups (each rank has one at
-    least) in every layer of attention, or the latent and the rotary key of latent attention, whole on every rank."""
+    least) in every layer of attention, or the latent and the rotary key of latent attention, whole on every rank, with
+    the key of a sparse attention's indexer: fp8 with a scale of four bytes per 128 elements, whatever the cache is."""
     itemsize = 1 if cache in _FP8_CACHE else itemsize
     if model.get("multi_latent_attention"):
-        return model["num_layers"] * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * itemsize
+        key = model.get("dsa_indexer_head_dim", 0)
+        latent = (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"]) * itemsize
+        return model["num_layers"] * (latent + key + key // 128 * 4)
     groups = max(1, model["num_query_groups"] // sizes.attention_tensor)
     attending = model["num_layers"] - delta_net_layers(model)
     return 2 * attending * groups * model["kv_channels"] * itemsize

@@ -46,6 +46,7 @@ _ORDER = (
     "self_attention.linear_kv_up_proj.layer_norm_weight",
     "self_attention.q_layernorm.",
     "self_attention.k_layernorm.",
+    "self_attention.kv_layernorm.",
     "pre_mlp_layernorm.",
     "mlp.router.",
     "mlp.linear_fc1.weight",

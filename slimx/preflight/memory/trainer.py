@@ -11,7 +11,6 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.config.sections.run import Numerics
 from slimx.config.sections.trainer import Trainer
-from slimx.layout.patterns import select
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
 from slimx.preflight.memory.activations import Setting
@@ -71,7 +70,7 @@ def trainer_memory(
 
 def holdings(trainer: Trainer, numerics: Numerics, spec: ModelSpec) -> Holdings:
     """Parameters of the model that ranks hold, with the configured dtype and `trainer.freeze`, under any layout."""
-    return Holdings(spec.table, numerics.dtype, select(spec.table, trainer.freeze, "trainer.freeze"))
+    return Holdings(spec.table, numerics.dtype, spec.frozen(trainer.freeze))
 
 
 def stage_states(
@@ -105,6 +104,8 @@ def activation_setting(config: Config, spec: ModelSpec, sizes: Sizes, device: st
     latent = bool(spec.transformer.get("multi_latent_attention"))
     # torch's CPU kernel wants queries and values of one size; "unfused" is Transformer Engine's or torch's plain form.
     materialised = latent if device == "cpu" else config.trainer.attention == "unfused"
+    if spec.transformer.get("dsa_indexer_topk"):
+        materialised = config.trainer.megatron.get("dsa_kernel_backend", "none") == "none"
     return Setting(
         tokens=-(-limit // sizes.context),
         length=min(longest, limit) if config.rollout.policy_engines else limit,

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -18,9 +19,9 @@ from slimx.adapters.megatron import attention as megatron_attention
 from slimx.adapters.megatron import delta_net as megatron_delta_net
 from slimx.adapters.megatron import exact as megatron_exact
 from slimx.adapters.megatron import latent as megatron_latent
+from slimx.adapters.megatron import sparse as megatron_sparse
 from slimx.config.schema import Config
 from slimx.layout.megatron import MegatronLayout
-from slimx.layout.patterns import select
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.reshard.pack.served import ServedWeights
@@ -44,7 +45,7 @@ def build_model(
     kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks of the model in the order of the forward pass, their weights not yet loaded; more than one
-    with virtual pipeline stages only. What `trainer.freeze` matches has no gradient."""
+    with virtual pipeline stages only. What is frozen (`ModelSpec.frozen`) has no gradient."""
     transformer = transformer_config(spec, config, backends, cpu=device.type == "cpu")
     options = (
         {"logprob_chunk_tokens": config.trainer.logprob_chunk_tokens, "exact": config.exact}
@@ -73,7 +74,7 @@ def build_model(
 
 
 def _freeze(chunks: list[torch.nn.Module], spec: ModelSpec, config: Config) -> None:
-    frozen = select(spec.table, config.trainer.freeze, "trainer.freeze")
+    frozen = spec.frozen(config.trainer.freeze)
     if not frozen:
         return
     layout = MegatronLayout(spec.table, sizes_of(config.trainer))
@@ -95,6 +96,8 @@ def _build_chunk(
     """`leaves`: of exact mode; None in fast mode."""
     if transformer.experimental_attention_variant == megatron_delta_net.VARIANT:
         layers = megatron_delta_net.decoder_spec(transformer, chunk)
+    elif transformer.experimental_attention_variant == "dsa":
+        layers = megatron_sparse.block_spec(transformer, vp_stage=chunk)
     else:
         layers = get_gpt_decoder_block_spec(transformer, use_transformer_engine=True, vp_stage=chunk)
     megatron_latent.install(layers)
@@ -131,6 +134,8 @@ def _build_chunk(
             module._maintain_float32_expert_bias()
         elif isinstance(module, ValueHead):
             module.float()
+        elif isinstance(module, DSAIndexer):
+            module.k_norm.float()  # as checkpoints and engines have it
     return halved
 
 

@@ -17,9 +17,11 @@ PARAMETERS = {  # billions, as published, without layers of multi-token predicti
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-235B-A22B": 235,
     "DeepSeek-V3": 671,
+    "DeepSeek-V3.2": 671.9,
     "Kimi-K2-Instruct": 1026,
     "Kimi-K2.5": 1026,
     "GLM-4.5": 353,
+    "GLM-5": 744,
     "gpt-oss-120b-bf16": 116.8,
 }
 

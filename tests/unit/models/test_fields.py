@@ -39,6 +39,10 @@ KNOWN["KimiK25ForConditionalGeneration"] = {
     "text_config": {key: value for key, value in KNOWN["DeepseekV3ForCausalLM"].items() if "quant" not in key},
     "vision_config": json.loads((ROOT / "configs/moe/models/Kimi-K2.5/config.json").read_text())["vision_config"],
 }
+for _name in ("DeepSeek-V3.2", "GLM-5"):
+    _hf = json.loads((ROOT / f"configs/moe/models/{_name}/config.json").read_text())
+    _older = {"rope_theta": _hf.pop("rope_parameters", _hf)["rope_theta"]}  # the form that the other files have
+    KNOWN[_hf["architectures"][0]] = {**_hf, **_older, "num_hidden_layers": 4}
 for _architecture, _fields in (
     ("GptOssForCausalLM", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     ("MiniMaxM2ForCausalLM", {"attn_type_list": [1] * 4}),
@@ -108,7 +112,10 @@ def test_a_field_that_may_change_the_computation_is_refused_by_name(
         value = ["sliding_attention"] * 4
     switches = () if architecture == "GptOssForCausalLM" else ("sliding_window", "use_sliding_window")
     hf, within = with_text(KNOWN[architecture], *switches, **{field: value})
-    own = (architecture, field) in (("GptOssForCausalLM", "layer_types"), ("MixtralForCausalLM", "sliding_window"))
+    own = (architecture, field) in (
+        *((name, "layer_types") for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM")),
+        ("MixtralForCausalLM", "sliding_window"),
+    )
     own = own or (architecture in HYBRID and field == "layer_types")
     with refused("model.unsupported" if own else "model.field_unread", about=within + field):
         read(tmp_path, hf)

@@ -98,6 +98,14 @@ def latent_down(at: ServedParameter) -> Iterator[ServedPiece]:
     yield _rows("{at}.kv_a_proj_with_mqa.weight", rest, at.cols, rest, 0, query)
 
 
+def indexer_keys(at: ServedParameter) -> Iterator[ServedPiece]:
+    """Rows of an indexer's key projection, then of its heads' weights, on every rank."""
+    head = at.parent.head_dim
+    yield _rows("{at}.wk.weight", head, at.cols, head, 0, 0)
+    heads = at.owner.output_size - head
+    yield _rows("{at}.weights_proj.weight", heads, at.cols, heads, 0, head)
+
+
 def gate_up(at: ServedParameter) -> Iterator[ServedPiece]:
     """Rows of gate, then up, of a dense MLP or a shared expert."""
     start = 0
@@ -150,6 +158,7 @@ def experts_down(at: ServedParameter, part: str = "down_proj") -> Iterator[Serve
 
 Split = Callable[[ServedParameter], Iterator[ServedPiece]]
 ATTENTION, MLP = r"(?P<at>.+\.self_attn)\.", r"(?P<at>.+\.mlp(\.shared_experts)?)\."
+INDEXER = r"(?P<at>.+\.self_attn\.indexer)\."
 ROWS: tuple[tuple[str, Split], ...] = (
     # held parameter                                                      -> Hugging Face tensors
     (r"(model\.embed_tokens|lm_head)\.weight", vocabulary),
@@ -159,6 +168,9 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (ATTENTION + r"o_proj\.weight", columns_split),
     (ATTENTION + r"(kv_a_proj_with_mqa|q_a_layernorm|kv_a_layernorm)\.weight", whole),
     (ATTENTION + r"(q_norm|k_norm)\.weight", heads_norm),
+    (INDEXER + r"(wq_b|wk|weights_proj)\.weight", whole),
+    (INDEXER + r"k_norm\.(weight|bias)", whole),
+    (INDEXER + r"wk_weights_proj\.weight", indexer_keys),
     (r".+\.(input_layernorm|post_attention_layernorm)\.weight|model\.norm\.weight", whole),
     (MLP + r"gate_up_proj\.weight", gate_up),
     (MLP + r"down_proj\.weight", columns_split),

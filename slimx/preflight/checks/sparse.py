@@ -1,0 +1,37 @@
+"""Rules about models with sparse attention (DSA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slimx.config.rule import rule
+from slimx.config.sections.trainer import Trainer
+from slimx.models.families import ModelSpec
+
+
+@rule("sparse.indexer_loss", about="trainer.megatron.dsa_indexer_loss_coeff")
+def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
+    given = trainer.megatron.get("dsa_indexer_loss_coeff")
+    if given and spec.transformer.get("dsa_indexer_topk"):
+        yield (
+            f"trainer.megatron.dsa_indexer_loss_coeff={given}, but the indexer of {spec.path} is not trained: it stays "
+            "as the checkpoint has it; leave the key out"
+        )
+
+
+@rule("sparse.context", about="trainer.context")
+def keeps_sequences_whole(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
+    if trainer.context > 1 and spec.transformer.get("dsa_indexer_topk"):
+        yield (
+            f"trainer.context={trainer.context} cuts sequences, and {spec.path} has sparse attention, which was never "
+            "tried with that; set trainer.context=1"
+        )
+
+
+@rule("sparse.prediction", about="trainer.megatron.mtp_num_layers")
+def predicts_nothing(spec: ModelSpec) -> Iterator[str]:
+    if spec.table.mtp_layers and spec.transformer.get("dsa_indexer_topk"):
+        yield (
+            f"trainer.megatron.mtp_num_layers={spec.table.mtp_layers}, but a layer with sparse "
+            f"attention, as {spec.path} has it, was never tried there; leave the key out: exports carry it over"
+        )
