@@ -28,7 +28,8 @@ STAMP := $(VENV)/.installed-$(LOCK)
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
 LIBRARY := slimx/_lib/libslimx_cpu.so
 REQUIREMENTS := requirements/$(LOCK).txt
-CUDNN_HEADERS := $(abspath $(VENV))/lib/python3.12/site-packages/nvidia/cudnn/include
+NVIDIA := $(abspath $(VENV))/lib/python3.12/site-packages/nvidia
+CUDA_HEADERS := $(NVIDIA)/cudnn/include:$(NVIDIA)/nccl/include:$(NVIDIA)/cu13/include
 TORCH = $(shell grep -om1 '^torch==[^ ]*' $(REQUIREMENTS))
 CPU_WHEEL = $(and $(filter cpu,$(LOCK)),$(if $(TORCH_INDEX),,yes),$(if $(wildcard /dev/nvidiactl),,yes))
 
@@ -41,7 +42,8 @@ help: ## this list
 venv: $(STAMP) ## create .venv with every package of the lock
 
 # The locks are complete, and pip must not resolve them again: sglang's metadata asks for CUDA packages on every machine.
-# transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest; it needs CUDA_HOME.
+# transformer-engine-torch (cu130) compiles against the installed torch, so it comes after the rest; it needs CUDA_HOME. A
+# toolkit has no cuDNN and no NCCL, and may lack the libraries whose headers torch includes: the wheels have them all.
 # The last install gives a CUDA build of torch the CUDA libraries that only the GPU lock has, and else does nothing.
 $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
 	@$(if $(PYTHON),,echo "slimx needs Python 3.12, and neither PATH, pyenv nor uv has one that runs: install it (pyenv install 3.12, or uv python install 3.12), or name one: make PYTHON=/path/to/python3.12"; exit 1)
@@ -57,7 +59,7 @@ $(STAMP): $(REQUIREMENTS) setup.py pyproject.toml
 	@grep -v '^transformer-engine-torch' $(REQUIREMENTS) > $(VENV)/wheels.txt
 	@$(PIP) --no-deps -r $(VENV)/wheels.txt
 	@if grep -q '^transformer-engine-torch' $(REQUIREMENTS); then \
-	  CPATH="$(CUDNN_HEADERS)" NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation -r $(REQUIREMENTS); fi
+	  CPATH="$(CUDA_HEADERS)" NVTE_PYTORCH_FORCE_BUILD=TRUE $(PIP) --no-deps --no-build-isolation -r $(REQUIREMENTS); fi
 	@$(PIP) --no-warn-conflicts -c requirements/cu130.txt "$(TORCH)"
 	@touch $@
 
