@@ -17,6 +17,7 @@ from slimx.engines.fleet.group import spec_values
 from slimx.engines.server.spec import EngineSpec, server_args
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model
+from slimx.models.flops import delta_net_layers
 from slimx.preflight.checks import RULES, model_facts, weight_facts
 from slimx.preflight.checks.layout import critic_keys
 from slimx.preflight.effects.probe import try_hooks
@@ -65,7 +66,13 @@ def check_run(config: Config) -> Prepared:
     spec = configured_model(config)
     facts = model_facts(config, spec) | {"device": device, "local_device": device}
     refuse(broken(RULES, facts))
-    backends = choose_backends(config.trainer, device=device, packages=installed(), exact=config.exact)
+    backends = choose_backends(
+        config.trainer,
+        device=device,
+        packages=installed(),
+        exact=config.exact,
+        delta_nets=delta_net_layers(spec.transformer) > 0,
+    )
     check_transformer(spec, config, backends, cpu=device == "cpu")
     if config.critic is not None:
         with critic_keys(config.critic):

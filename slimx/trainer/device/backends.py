@@ -10,8 +10,8 @@ from typing import Literal
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 
-_PACKAGES = ("transformer_engine", "flash_attn", "deep_ep", "fused_weight_gradient_mlp_cuda")
-"""deep_ep holds both flex backends; the last one is apex's extension."""
+_PACKAGES = ("transformer_engine", "flash_attn", "deep_ep", "fla", "fused_weight_gradient_mlp_cuda")
+"""deep_ep holds both flex backends, fla is flash-linear-attention, the last one apex's extension."""
 
 Attention = Literal["auto", "flash", "fused", "unfused"]
 
@@ -37,9 +37,11 @@ def installed() -> frozenset[str]:
     return frozenset(name for name in _PACKAGES if importlib.util.find_spec(name) is not None)
 
 
-def choose_backends(trainer: Trainer, *, device: str, packages: Collection[str], exact: bool = False) -> Backends:
+def choose_backends(
+    trainer: Trainer, *, device: str, packages: Collection[str], exact: bool = False, delta_nets: bool = False
+) -> Backends:
     """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines. `exact`: for
-    numerics.mode exact, whose layers take the place of plain torch's.
+    numerics.mode exact, whose layers take the place of plain torch's. `delta_nets`: the model has some.
 
     Raises SlimxError naming the key and what is missing."""
     if exact:
@@ -54,7 +56,7 @@ def choose_backends(trainer: Trainer, *, device: str, packages: Collection[str],
         _check_flex(trainer, device, packages)
     else:
         why_dispatcher = "moe.dispatcher alltoall: as configured"
-    reasons = (why_attention, why_dispatcher, why_fusion)
+    reasons = (why_attention, *([_delta_rule(device, packages)] if delta_nets else []), why_dispatcher, why_fusion)
     return Backends(
         attention=attention,
         dispatcher=dispatcher,
@@ -95,6 +97,13 @@ def _attention(asked: Attention, device: str, packages: Collection[str]) -> tupl
             about="trainer.attention",
         )
     return asked, f"attention {asked}: as configured"
+
+
+def _delta_rule(device: str, packages: Collection[str]) -> str:
+    if device == "cuda" and "fla" in packages:
+        return "gated delta rule: flash-linear-attention's kernels"
+    missing = "flash-linear-attention is not installed" if device == "cuda" else "there is no CUDA"
+    return f"gated delta rule in plain torch: {missing}"
 
 
 def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
