@@ -1,6 +1,6 @@
 """Cost of slimx's training step over a bare megatron-core loop on the same micro-batches and layout.
 
-    python benchmarks/trainer.py [--pairs 20] [--ranks 1 2 4] [--json FILE]
+    python benchmarks/trainer.py [--model qwen3_next] [--pairs 20] [--ranks 1 2 4] [--json FILE]
 
 Both live in the same processes and take turns, A B B A A B B A ..., so that whatever else the machine does falls on
 both. A is slimx's `Trainer.train_step`: routes, log-probs in chunks, loss, log-prob gap, metrics, learning rate. B is
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 from machine import cpu_seconds, surroundings
 from peer import Peer
+from trainer_model import MODELS, make_model
 from trainer_rank import VERSION, TrainerRank
 
 from slimx.data.batch import MicroBatch, TrainingRow
@@ -33,7 +33,6 @@ from slimx.data.packing import pack
 from slimx.errors import SlimxError
 from slimx.runtime.ports import free_port
 
-ROOT = Path(__file__).parents[1]
 LAYOUTS: dict[int, dict[str, Any]] = {
     1: {"world_size": 1},
     2: {"world_size": 2, "expert": 2},
@@ -111,6 +110,7 @@ def median_interval(values: np.ndarray) -> tuple[float, float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="slimx's training step beside a bare megatron-core loop")
+    parser.add_argument("--model", default=MODELS[0], choices=MODELS, help="architecture, tiny and random")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps per layout")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=LAYOUTS, help="layouts")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
@@ -121,8 +121,7 @@ def main() -> int:
     print(f"{'ranks':<6}{'layout':<12}{'slimx s':>9}{'bare s':>9}{'ratio':>8}  95% interval    goal")
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
         model = str(Path(directory) / "model")
-        make = [sys.executable, str(ROOT / "tools/quickstart/make_model.py"), "--out", model]
-        subprocess.run(make, check=True, stdout=sys.stderr)
+        make_model(arguments.model, Path(model))
         for ranks in arguments.ranks:
             found = figures[ranks] = measure(ranks, model, arguments.pairs)
             slimx, bare = (np.array(found[side]) for side in ("slimx", "bare"))

@@ -93,7 +93,7 @@ def test_metrics_of_updates_are_put_together_by_what_they_are():
 
 QWEN = ModelSpec(
     path="m",
-    hf={"vocab_size": 64},
+    hf={},
     transformer={
         "num_layers": 2,
         "hidden_size": 8,
@@ -102,7 +102,7 @@ QWEN = ModelSpec(
         "kv_channels": 4,
         "ffn_hidden_size": 16,
     },
-    gpt={},
+    gpt={"vocab_size": 64},
     table=None,
     family=None,
 )
