@@ -11,6 +11,9 @@ from tests.integration.runs import write_config
 STEPS = 6
 ROWS = 8
 """Trajectories of a step."""
+UNCHECKED = {"interval": 3600}
+"""`rollout.health` of runs that are compared bit for bit: a check is a request too, and in one batch with a rollout's
+it may change the last bit of its logits."""
 LOSS = ("loss/policy", "optim/grad_norm", "kl/rollout", "reward/mean", "gap/mean")
 
 
@@ -45,8 +48,7 @@ def recording_config(
                 "generate": "tests.integration.hooks.recording",
                 "concurrency": concurrency,
                 "max_rollouts": concurrency,  # so that one that waits for `go` holds up the others
-                # A check is a request too: in one batch with a rollout's it may change the last bit of its logits.
-                "health": {"interval": 60},
+                "health": UNCHECKED,
             },
             **sections,
         },

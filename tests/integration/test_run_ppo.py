@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.recorded import UNCHECKED
 from tests.integration.runs import TrainProcess, steps, write_config
 
 pytestmark = pytest.mark.integration
@@ -28,7 +29,12 @@ REPEATED = (
 
 def ppo_config(directory: Path, model: Path, task_of_sums: Path, **sections: dict) -> Path:
     directory.mkdir()
-    rollout = {"prompts": str(task_of_sums / "train.jsonl"), "concurrency": 1, "sampling": {"max_new_tokens": 6}}
+    rollout = {
+        "prompts": str(task_of_sums / "train.jsonl"),
+        "concurrency": 1,
+        "sampling": {"max_new_tokens": 6},
+        "health": UNCHECKED,
+    }
     return write_config(
         directory,
         model,
