@@ -18,7 +18,7 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 """Files of which a Hugging Face tokenizer has at least one."""
 
 BATCH = 512
-"""Prompts that a tokenizer is given together: it splits them over the cores, and half of its own work goes."""
+"""Prompts that a tokenizer is given together: it splits them over the cores, and a third of the work goes."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -34,8 +34,6 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Any:
     The chunk rule is flash-linear-attention's on CUDA, if that is installed, else this package's."""
     if not (torch.cuda.is_available() and common.HAVE_FLA):
         _install_torch()
-    # megatron-core imports the name only beside Transformer Engine; the layers are those that GPT's other specs have.
-    variants.TESpecProvider = gpt_layer_specs.TESpecProvider
     block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention

@@ -94,7 +94,7 @@ def sections(tensors: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
 
 BY_HEAD = Sections(4, (Cut(0, 0, 2, 5), Cut(0, 2, 3, 5), Cut(1, 0, 1, 2), Cut(1, 1, 1, 2)))
 BY_KIND = Sections(4, (Cut(0, 0, 2, 2), Cut(0, 8, 3, 3), Cut(1, 0, 1, 1)))
-"""Of one tensor with both kinds, one behind the other, and one with a row per head."""
+"""Sections of one tensor with both kinds, one behind the other, and of one with a row per head."""
 
 
 def rotate(head: int, rotary: int, offset: int) -> Torch:

@@ -60,7 +60,7 @@ NEXT: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-"""Of the published Qwen3-Next-80B-A3B-Instruct."""
+"""Sizes in the config.json of the published Qwen3-Next-80B-A3B-Instruct."""
 TINY = NEXT | {
     "vocab_size": 128,
     "hidden_size": 64,

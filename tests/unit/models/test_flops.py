@@ -84,8 +84,8 @@ def test_flops_are_those_that_torch_counts(name):
 
 
 def test_delta_nets_cost_as_much_for_every_token():
-    """Of the forward pass, since torch takes the gradient of a depthwise convolution for that of a full one; without
-    triangular systems, which it does not count, and with the convolution's edge, which it does."""
+    """The forward pass is counted, since torch takes the gradient of a depthwise convolution for that of a full one;
+    without triangular systems, which it does not count, and with the convolution's edge, which it does."""
     config = Qwen3NextConfig(
         **COMMON,
         num_key_value_heads=2,
