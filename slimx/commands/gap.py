@@ -57,7 +57,8 @@ async def _measure(figures: dict[str, float], say: Callable[[str], None], layers
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     weights = [(t.versions()[1:] >= 0).astype(np.float32) for t in trajectories]
     rows = make_rows(trajectories, [0.0] * len(trajectories), weights)
-    figures |= await run.trainers.measure_gap(run.packer(rows), version=run.version)
+    async with run.trainers_turn(publish=False):
+        figures |= await run.trainers.measure_gap(run.packer(rows), version=run.version)
     for line in describe(figures):
         say(line)
     if layers:
@@ -93,7 +94,9 @@ async def _first(run: Run, trajectory: Trajectory) -> str:
     count = len(trajectory.token_ids) - 1
     copies = [trajectory] * run.sizes.data  # a pass wants one for each data-parallel rank
     batch = run.packer(make_rows(copies, [0.0] * len(copies), [np.ones(count, np.float32)] * len(copies)))
-    trained = {point: rows[:count] for point, rows in (await run.trainers.trace(batch)).items()}  # no padding
+    async with run.trainers_turn(publish=False):
+        traces = await run.trainers.trace(batch)
+    trained = {point: rows[:count] for point, rows in traces.items()}  # no padding
     found = first_difference(served, trained)
     if found is None:
         return "the residual stream is the same in every layer: what differs comes after the last norm, if anything"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from slimx.cluster.restarts import Restarts
 from slimx.cluster.waiting import first_line
@@ -14,9 +14,10 @@ from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.waits import while_served
 from slimx.reshard.manifest import Encoding
+from slimx.reshard.outcome import Publication
 from slimx.reshard.pack.gather import PUBLISHER
 from slimx.reshard.parties import Delivery, Members, NoReceiverLeft, Source, TransportLost
-from slimx.reshard.publish import Publication, Publisher
+from slimx.reshard.publish import Publisher
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.runtime.threads import in_thread
 
@@ -34,7 +35,8 @@ class Publications:
         self.delivery = make_delivery(trainers.actors[PUBLISHER], self.config, service.logs, courier)
         self.publisher = None
         if self.engines is not None:
-            self.publisher = self._publisher(trainers, self.engines.members, self.delivery)
+            vacate = self._give_turn if self.config.schedule.colocate else None
+            self.publisher = self._publisher(trainers, self.engines.members, self.delivery, vacate)
 
     async def stop(self) -> None:
         """End what carries weights."""
@@ -44,6 +46,8 @@ class Publications:
         """Publish the weights of `step` as the version of that number, until at least one engine has taken part to the
         end: while there is none, this waits for a restart."""
         while True:
+            if self.config.schedule.colocate:
+                await self._seat()
             await self.engines.members.available()
             try:
                 done = await self.publisher.publish(step, trainer_step=step)
@@ -51,20 +55,34 @@ class Publications:
                 self._note(first_line(error))
                 continue
             self._maker.version = done.manifest.version
-            if self.config.schedule.colocate:
-                await self.trainers.offload()
             return done
+
+    async def _seat(self) -> None:
+        """Have colocated engines hold what a publication writes into, and no more. If none runs, one starts first, on
+        devices that the trainers have left."""
+        await self.engines.wake()
+        while not self.engines.members.run:
+            await self._give_turn()
+            await self.engines.members.available()
+            await self.engines.wake()
+
+    async def _give_turn(self) -> None:
+        await self.trainers.offload()
+        self.engines.members.turn.begin()
 
     async def watched[T](self, work: Awaitable[T], step: int, *, training: bool = False) -> T:
         """Wait for `work`, but not beyond the moment when the run has lost its engines for good.
 
         Where engines are all out and one of them comes back, it gets the weights of `step`; not while `training`, when
-        the trainers' weights are between two versions: then the publication that follows brings the next one. A
-        delivery that keeps versions brings the present one to whichever engine comes back, at any time.
+        the trainers' weights are between two versions, nor in the trainers' turn, when engines sleep: then the
+        publication that follows brings the next one. A delivery that keeps versions brings the present one to whichever
+        engine comes back, at any time when engines are awake.
         """
         if self.engines is None:
             return await work
-        members, kept = self.engines.members, self.delivery.keeps
+        members = self.engines.members
+        awake = members.turn.theirs
+        training, kept = training or not awake, self.delivery.keeps and awake
 
         def needed() -> Awaitable[None]:
             return members.back() if kept else members.failed() if training else members.starved()
@@ -96,7 +114,13 @@ class Publications:
                 await members.quarantine(engine, error)
         return True
 
-    def _publisher(self, source: Source, members: Members, delivery: Delivery | None = None) -> Publisher:
+    def _publisher(
+        self,
+        source: Source,
+        members: Members,
+        delivery: Delivery | None = None,
+        vacate: Callable[[], Awaitable[None]] | None = None,
+    ) -> Publisher:
         options = self.config.publish
         return Publisher(
             source,
@@ -107,6 +131,7 @@ class Publications:
             staging=options.staging,
             encoding=self._encoding,
             rule=options.quantise or "none",
+            vacate=vacate,
         )
 
 

@@ -142,9 +142,9 @@ class Run:
         return publication_metrics(done) | serving | {"rollout/request_retries": float(self.client.retried)}
 
     @asynccontextmanager
-    async def trainers_turn(self) -> AsyncIterator[None]:
+    async def trainers_turn(self, *, publish: bool = True) -> AsyncIterator[None]:
         """Between two steps: the trainers' state is on their devices. Colocated engines sleep meanwhile, and get the
-        present version again."""
+        present version again; without `publish` that is left to a publication that follows."""
         if not self.config.schedule.colocate:
             yield
             return
@@ -152,8 +152,8 @@ class Run:
         await self.trainers.reload()
         yield
         await self.trainers.offload(weights=False)
-        await self.engines.wake()
-        await self.publications.publish(self.step)
+        if publish:
+            await self.publications.publish(self.step)
 
     # State ------------------------------------------------------------------------------------------------------------
 

@@ -172,26 +172,13 @@ async def _session(
         trainers = TrainerGroup(config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans)
         stack.push_async_exit(stopping(trainers.stop, table.note))
         critic = None
-        starting = [records.starting("trainers", trainers.start())]
         if prepared.critic is not None:
             packer = make_packer(config.as_critic(), read_trunk(config.model), prepared.critic)
             critic = CriticGroup(config, prepared.critic, packer, trainers=trainers, log_dir=logs, device=device)
             stack.push_async_exit(stopping(critic.stop, table.note))
-            starting.append(records.starting("critic", critic.start()))
         service = EngineService(config, prepared, directory, note=table.note, record=records.restarted)
         await stack.enter_async_context(service)
-        if service.frozen.groups:
-            starting.append(records.starting("frozen engines", service.frozen.start()))
-        shared = []
-        if config.schedule.colocate and device == "cuda":
-            # Engines are placed where the trainers are, which is known when these have started.
-            starting, first = [], starting
-            await together(first)
-            shared = await trainers.places()
-        engines = service.place(shared)
-        if engines is not None:
-            starting += [check_reach(config, trainers, engines), records.starting("engines", engines.start())]
-        await together(starting)
+        await start_parts(config, trainers, critic, service, records.starting)
         for group in [trainers, *([critic.own] if critic is not None and critic.own is not None else [])]:
             alarm.ring_after(watch_ranks(group, config.trainer.watch_deadline))
         layouts = [prepared.sizes, *([prepared.critic] if prepared.critic is not None else [])]
@@ -208,14 +195,42 @@ async def _session(
         stack.push_async_callback(run.rollouts.stop)
         stack.push_async_callback(run.checkpoints.stop)
         await stack.enter_async_context(Activity(directory, run.activity, table.note))
-        if engines is not None:
-            engines.members.watch()
+        if service.engines is not None:
+            service.engines.members.watch()
         if state is not None and resume_from is not None:
-            await run.restore(resume_from, state)
-            await restore_reference(run)
+            async with run.trainers_turn(publish=False):
+                await run.restore(resume_from, state)
+                await restore_reference(run)
             table.note(f"resumed at step {state.step} from {resume_from}")
         stack.enter_context(settled_heap())
         await work(run)
+
+
+async def start_parts(
+    config: Config,
+    trainers: TrainerGroup,
+    critic: CriticGroup | None,
+    service: EngineService,
+    timed: Callable[[str, Awaitable[Any]], Awaitable[Any]],
+) -> None:
+    """Start trainers, critic and engines, together where that can be. `timed` records how long each takes, by name."""
+    starting = [timed("trainers", trainers.start())]
+    if critic is not None:
+        starting.append(timed("critic", critic.start()))
+    if service.frozen.groups:
+        starting.append(timed("frozen engines", service.frozen.start()))
+    shared = []
+    if config.schedule.colocate:
+        # Engines are placed where the trainers are, which is known when these have started; and SGLang sizes its KV
+        # cache by the memory that is free when it starts, so that trainers must have left.
+        starting, first = [], starting
+        await together(first)
+        shared = await trainers.places() if service.device == "cuda" else []
+        await trainers.offload()
+    engines = service.place(shared)
+    if engines is not None:
+        starting += [check_reach(config, trainers, engines), timed("engines", engines.start())]
+    await together(starting)
 
 
 def finish(config: Config, directory: Path) -> Path | None:

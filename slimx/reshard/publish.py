@@ -4,6 +4,8 @@
     delivery              bring 0    bring 1   ...
     engines    begin      stage 0    stage 1   ...   then each on its own: pause, load, verify, commit, resume, admit
 
+Where source and engines share devices, the source leaves them between the last commit and the first resume.
+
 Engines serve while buckets are staged, and before its first copy an abort changes nothing in an engine. From the first
 copy on it is DIRTY and serves nothing until everything that it holds is verified. With `staging = "bucket"` each bucket
 is copied as it comes: two buckets of memory instead of a whole model, but engines are paused from the beginning.
@@ -19,12 +21,12 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
+from slimx.reshard.outcome import EngineOutcome, Publication
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.parties import (
     Delivery,
@@ -42,39 +44,6 @@ ABORT_S = 10.0
 """Seconds that engines and trainers get to drop what they hold of a publication that has failed."""
 
 
-@dataclass(slots=True)
-class EngineOutcome:
-    """The outcome of one publication at one engine."""
-
-    step: str = "begin"
-    """The step that it did last."""
-    tensors: int = 0
-    """Tensors that it proved to hold; 0 unless all were."""
-    error: SlimxError | None = None
-    """Why it was quarantined."""
-
-
-@dataclass(slots=True)
-class Publication:
-    """The record of one publication."""
-
-    manifest: Manifest
-    engines: dict[str, EngineOutcome] = field(default_factory=dict)
-    tensors: int = 0
-    """Tensors sent to each engine, and verified in each that is not lost."""
-    nbytes: int = 0
-    """Bytes sent to each engine."""
-    buckets: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By stage: check, begin, gather, stage, pause, load, verify, commit (with resume and admission), total. A stage
-    lasts as long as its slowest engine; gather and stage overlap, so that their sum can exceed the total."""
-
-    @property
-    def lost(self) -> list[str]:
-        """Names of the engines that were quarantined."""
-        return [name for name, outcome in self.engines.items() if outcome.error is not None]
-
-
 class Publisher:
     """Publishes versions of one policy, one at a time."""
 
@@ -90,12 +59,16 @@ class Publisher:
         policy: str = "actor",
         encoding: Encoding = "hf",
         rule: str = "none",
+        vacate: Callable[[], Awaitable[None]] | None = None,
     ):
         """`delivery`: None has engines open buckets where the source has gathered them. `deadline_s`: seconds for a
-        whole publication; `step_deadline_s`: for one call to one engine."""
+        whole publication; `step_deadline_s`: for one call to one engine. `vacate`: frees devices that source and
+        engines share; awaited when all engines hold the version, before the first of them takes the rest of its
+        memory."""
         self.source, self.members, self.delivery, self.staging = source, members, delivery or Delivery(), staging
         self.deadline_s, self.step_deadline_s = deadline_s, step_deadline_s
         self.policy, self.encoding, self.rule = policy, encoding, rule
+        self.vacate = vacate
         self.checked: dict[str, int] = {}
         """By engine the incarnation whose list of tensors was compared with the source's."""
         self._under_way: int | None = None
@@ -159,11 +132,12 @@ class _Attempt:
                 if by_bucket:
                     await self._each("pause")
                 await self._stage(count, load=by_bucket)
-                await self._together(self._switch(recipient, load=not by_bucket) for recipient in self.active)
+                await self._switch(load=not by_bucket)
         except BaseException:
             await self._give_up()
             raise
-        await self._of_trainers("release", self._end())
+        if self.publisher.vacate is None:
+            await self._of_trainers("release", self._end())
         return self.out
 
     # Stages -----------------------------------------------------------------------------------------------------------
@@ -216,8 +190,23 @@ class _Attempt:
             await self._of_trainers("gather", self.source.release(bucket))
             return taken, False
 
-    async def _switch(self, recipient: Recipient, *, load: bool) -> None:
-        """From staged to serving, at this engine's own pace: another one that hangs does not keep it paused."""
+    async def _switch(self, *, load: bool) -> None:
+        """From staged to serving, each engine at its own pace: another one that hangs does not keep it paused. Those
+        that share devices with the source wait for each other, because the source leaves once."""
+        if (vacate := self.publisher.vacate) is None:
+            await self._together(self._take_and_serve(recipient, load=load) for recipient in self.active)
+            return
+        await self._together(self._take(recipient, load=load) for recipient in self.active)
+        await self._of_trainers("release", self._end())
+        await self._of_trainers("release", vacate())
+        await self._together(self._serve(recipient) for recipient in self.active)
+
+    async def _take_and_serve(self, recipient: Recipient, *, load: bool) -> None:
+        await self._take(recipient, load=load)
+        await self._serve(recipient)
+
+    async def _take(self, recipient: Recipient, *, load: bool) -> None:
+        """Have an engine hold all that was staged, proven and stamped."""
         if load:
             await self._call(recipient, "pause")
             await self._call(recipient, "load")
@@ -234,6 +223,9 @@ class _Attempt:
             )
         self.out.engines[recipient.name].tensors = count
         await self._call(recipient, "commit", self.manifest.version)
+
+    async def _serve(self, recipient: Recipient) -> None:
+        """Let requests reach an engine that has taken the version."""
         await self._call(recipient, "resume")
         try:
             await self.members.admit(recipient)

@@ -28,8 +28,9 @@ from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.server.control import EngineControl
 from slimx.errors import LOST
 from slimx.models.families import read_model
+from slimx.reshard.outcome import Publication
 from slimx.reshard.parties import NoReceiverLeft, TransportLost
-from slimx.reshard.publish import Publication, Publisher, Staging
+from slimx.reshard.publish import Publisher, Staging
 from slimx.reshard.transports.memory import MemoryFile
 from slimx.rollout.client.generation import Completion, GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest

@@ -136,11 +136,16 @@ class EngineGroup:
         await asyncio.gather(*(self._or_quarantine(engine, engine.interrupt()) for engine in self.members.members()))
 
     async def sleep(self) -> None:
-        """Release the memory of the engines' weights and KV cache. One that cannot is quarantined."""
+        """Release the memory of the engines' weights and KV cache: the trainers' turn begins. One that cannot is
+        quarantined, and has ended when this returns; one that is being started is waited for, and sleeps too."""
+        await self.members.turn.end()
         await asyncio.gather(*(self._or_quarantine(engine, engine.sleep()) for engine in self.members.candidates()))
+        await self.members.turn.end()
 
     async def wake(self) -> None:
-        """Take back what a publication, which must follow, writes into."""
+        """Have engines hold the memory of their weights alone, which a publication, which must follow, writes into. No
+        engine starts until `members.turn` begins."""
+        await self.members.turn.end()
         await asyncio.gather(*(self._or_quarantine(engine, engine.wake()) for engine in self.members.candidates()))
 
     async def _or_quarantine(self, engine: EngineHandle, work: Awaitable[None]) -> None:

@@ -126,9 +126,12 @@ class EngineHandle:
         await self.perform("sleep", None)
 
     async def wake(self) -> None:
-        """Take the memory of the weights back, without their values: a publication follows, and takes back the rest
+        """Hold the memory of the weights alone, without their values: a publication follows, and takes back the rest
         when the trainers' part is done."""
-        if await self.state() is State.ASLEEP:  # one that was started meanwhile is awake
+        state = await self.state()
+        if state is State.READY:  # it has started since the publication before
+            await self.sleep()
+        if state in (State.READY, State.ASLEEP):
             await self.perform("wake", None, ("weights",))
 
     async def perform(self, verb: str, epoch: int | None, *arguments: Any, deadline_s: float | None = None) -> Any:

@@ -22,6 +22,7 @@ from slimx.cluster.waiting import first_line
 from slimx.config.sections.engines import Health
 from slimx.engines.fleet.handle import EngineHandle, Standing
 from slimx.engines.fleet.router_keeper import RouterKeeper
+from slimx.engines.fleet.turn import EnginesTurn
 from slimx.engines.outage import Outage
 from slimx.engines.server.router import Router
 from slimx.errors import DeadlineError, PartLost, SlimxError
@@ -66,6 +67,8 @@ class Membership:
             blame=self.quarantine,
             fail=self._fail,
         )
+        self.turn = EnginesTurn()
+        """Time in which lost engines are started again."""
         self.outage = Outage()
         """Outages of the run: one lasts while no engine, or no router, serves after some did."""
         self.probe: Callable[[EngineHandle], Awaitable[None]] | None = None
@@ -136,20 +139,22 @@ class Membership:
 
     async def _recover(self, engine: EngineHandle, error: SlimxError, removal: asyncio.Task[None]) -> None:
         """End the lost engine and start it again, as often as it may be."""
-        await removal
-        await engine.stop(grace_s=0)
+        async with self.turn.ending():
+            await removal
+            await engine.stop(grace_s=0)
         restarts = self.restarts[engine.name]
         while restarts.left:
             await asyncio.sleep(restarts.pause)
-            try:
-                with restarts.attempt(error):
-                    await engine.start(self.start_deadline_s)
-            except SlimxError as problem:
-                error = problem
-                continue
-            self.restarted += 1
-            self._changed()
-            return
+            async with self.turn.starting():
+                try:
+                    with restarts.attempt(error):
+                        await engine.start(self.start_deadline_s)
+                except SlimxError as problem:
+                    error = problem
+                    continue
+                self.restarted += 1
+                self._changed()
+                return
         engine.standing = Standing.GONE
         self._changed()
         if not self._every_role([other for other in self.engines if other.standing is not Standing.GONE]):
@@ -166,16 +171,21 @@ class Membership:
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def run(self) -> bool:
+        """True while an engine of each role runs."""
+        return self._every_role(self.candidates())
+
     async def available(self) -> None:
         """Wait until an engine runs. Raises SlimxError if none will, DeadlineError if it takes too long."""
-        await self._until(lambda: self._every_role(self.candidates()))
+        await self._until(lambda: self.run)
 
     async def starved(self) -> None:
         """Wait until no engine serves but one could, after a publication. Raises SlimxError when none ever will.
 
         Where prompts and samples are computed by different servers, it takes one of either to serve.
         """
-        await self._until(lambda: not self._every_role(self.members()) and self._every_role(self.candidates()))
+        await self._until(lambda: not self._every_role(self.members()) and self.run)
 
     async def back(self) -> None:
         """Wait until an engine waits for a publication. Raises SlimxError when the run cannot go on."""
@@ -297,7 +307,7 @@ class Membership:
             return None
         if not self.keeper.up:
             what = "the router, which is started again"
-        elif self._every_role(self.candidates()):
+        elif self.run:
             what = "a publication to an engine that is back"
         else:
             out = ", ".join(engine.name for engine in self.engines if engine.standing is Standing.OUT)
@@ -310,6 +320,7 @@ class Membership:
 
     async def _lose_patience(self) -> None:
         limit = self.health.outage_deadline
+        await self.turn.come()  # none can come back before
         await asyncio.sleep(limit)
         names = ", ".join(engine.name for engine in self.engines)
         self._fail(DeadlineError("an engine to come back", limit, f"engines {names} (rollout.health.outage_deadline)"))
@@ -343,7 +354,7 @@ class Membership:
             self.outage.end()
         elif self._served:
             self.outage.begin()
-        run = self._every_role(self.candidates())
+        run = self.run
         self._ran = self._ran or run
         if self._patience is None and self._ran and not run:
             self._patience = self._spawn(self._lose_patience())

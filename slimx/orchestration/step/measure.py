@@ -61,7 +61,9 @@ async def probe_gap(run: Run, groups: list[Group]) -> dict[str, float]:
         row.rollout_logprobs, row.routed_experts, row.temperature = scores.logprobs, scores.routed_experts, 1.0
         row.support = None  # an engine scores over the whole vocabulary
         row.versions = np.where(row.loss_weight > 0, scores.version, -1).astype(np.int64)
-    return await run.trainers.measure_gap(run.packer(rows), version=run.version)
+    version = run.version
+    async with run.trainers_turn():
+        return await run.trainers.measure_gap(run.packer(rows), version=version)
 
 
 def check_gap(config: Config, metrics: dict[str, float], step: int) -> None:

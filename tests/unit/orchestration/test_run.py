@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from slimx.config.schema import Config
+from slimx.engines.fleet.turn import EnginesTurn
 from slimx.engines.outage import Outage
 from slimx.errors import Preempted
 from slimx.layout.ranks import Sizes
@@ -32,6 +34,7 @@ from slimx.trainer.checkpoint.files import Report
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 
 SIZES = Sizes()
+WAKE = "engines wake"
 LIMIT_S = 300.0
 """For what would never end."""
 
@@ -45,6 +48,8 @@ class Parts:
     actors: tuple[None, ...] = (None,)
     lost: int = 0
     """Publications in which every engine is lost."""
+    vacate: Callable[[], Awaitable[None]] | None = None
+    """Frees the devices before engines take the rest of their memory."""
 
     async def train_step(self, updates: list[Any], *, step: int, version: int) -> dict[str, float]:
         self.done.append(f"train {step} at version {version}")
@@ -86,6 +91,8 @@ class Parts:
         self.done.append(f"publish {version}")
         self.client.version = version
         manifest = SimpleNamespace(version=version)
+        if self.vacate is not None:
+            await self.vacate()
         seconds = {"commit": 0.5}
         return SimpleNamespace(manifest=manifest, seconds=seconds, tensors=3, nbytes=2**20, engines={"e": 1}, lost=())
 
@@ -94,7 +101,8 @@ class Members:
     """Engines that all serve."""
 
     def __init__(self) -> None:
-        self.outage, self.keeper = Outage(), SimpleNamespace(in_flight=None)
+        self.outage, self.keeper, self.turn = Outage(), SimpleNamespace(in_flight=None), EnginesTurn()
+        self.run = True
 
     async def available(self) -> None:
         """At once."""
@@ -158,7 +166,12 @@ async def stopped(run: Run) -> None:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     parts = Parts()
-    monkeypatch.setattr(publications, "Publisher", lambda *_, **__: parts)
+
+    def publisher(*_: Any, vacate: Callable[[], Awaitable[None]] | None, **__: Any) -> Parts:
+        parts.vacate = vacate
+        return parts
+
+    monkeypatch.setattr(publications, "Publisher", publisher)
     return parts
 
 
@@ -196,10 +209,45 @@ async def test_colocated_engines_sleep_while_trainers_train_and_while_they_save(
     run = run_of(tmp_path, parts, schedule__steps=1, schedule__colocate=True)
     await asyncio.wait_for(train(run), LIMIT_S)
     await stopped(run)
-    begin, wake = ["engines sleep", "reload trainers"], ["offload optimizer", "engines wake"]
-    step = [*begin, "train 0 at version 0", *wake, "publish 1", "offload trainers"]
-    save = [*begin, "save 1", *wake, "publish 1", "offload trainers"]
-    assert parts.done == ["publish 0", "offload trainers", *step, *save]
+    begin, publish = ["engines sleep", "reload trainers"], ["engines wake", "publish 1", "offload trainers"]
+    step = [*begin, "train 0 at version 0", "offload optimizer", "engines wake", *publish]
+    save = [*begin, "save 1", "offload optimizer", *publish]
+    assert parts.done == ["engines wake", "publish 0", "offload trainers", *step, *save]
+
+
+async def test_a_checkpoint_reaches_colocated_trainers_while_engines_sleep(tmp_path, parts):
+    run = run_of(tmp_path, parts, schedule__steps=1, schedule__colocate=True)
+    state = run.checkpoints.state(1, 1, run.rollouts.state())
+    saves = Saves(tmp_path / "checkpoints", keep=2)
+    path = saves.commit(saves.begin(1), state.files(), {})
+    async with run.trainers_turn(publish=False):
+        await run.restore(path, state)
+    await asyncio.wait_for(train(run), LIMIT_S)
+    await stopped(run)
+    assert parts.done[:5] == ["engines sleep", "reload trainers", f"restore {path.name}", "offload optimizer", WAKE]
+    assert parts.done[5] == "publish 1"
+
+
+async def test_a_publication_without_an_engine_waits_for_one_on_devices_that_trainers_have_left(tmp_path, parts):
+    run = run_of(tmp_path, parts, schedule__colocate=True)
+    members, wake = run.engines.members, run.engines.wake
+    members.run = False
+
+    async def available() -> None:
+        if not members.run:
+            assert members.turn.theirs and parts.done[-1] == "offload trainers"
+            members.run = True
+            parts.done.append("engines start")
+
+    async def woken() -> None:
+        await members.turn.end()
+        await wake()
+
+    run.engines.wake, members.available = woken, available
+    await asyncio.wait_for(run.publish(), LIMIT_S)
+    await stopped(run)
+    assert parts.done == [WAKE, "offload trainers", "engines start", WAKE, "publish 0", "offload trainers"]
+    assert members.turn.theirs
 
 
 async def test_a_run_that_is_asked_to_leave_saves_the_step_that_it_is_at(tmp_path, parts):

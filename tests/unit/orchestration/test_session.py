@@ -123,3 +123,49 @@ def test_a_full_disk_at_resume_is_named_and_leaves_the_configuration_whole(tmp_p
         assert error.value.code == "disk.write" and error.value.about == str(disk / "config.yaml")
         assert (disk / "config.yaml").read_text() == before
         assert started.at == ["iter_0000001"] and not (disk / "config.yaml.partial").exists()
+
+
+class StartedParts:
+    """Trainers, and a service with engines: each notes when it starts, and when trainers leave their devices."""
+
+    def __init__(self, device: str):
+        self.done, self.device, self.frozen = [], device, SimpleNamespace(groups={})
+
+    async def note(self, what: str) -> None:
+        self.done.append(what)
+        await asyncio.sleep(0)
+        self.done.append(f"{what} done")
+
+    async def start(self) -> None:
+        await self.note("trainers")
+
+    async def places(self) -> list[str]:
+        await self.note("places")
+        return ["gpu"]
+
+    async def offload(self) -> None:
+        await self.note("offload")
+
+    def place(self, shared: list[str]) -> SimpleNamespace:
+        assert shared == (["gpu"] if "places done" in self.done else [])
+        return SimpleNamespace(start=lambda: self.note("engines"))
+
+
+@pytest.mark.parametrize(("colocate", "device"), [(True, "cuda"), (True, "cpu"), (False, "cuda")])
+async def test_colocated_engines_start_on_devices_that_trainers_have_left(tmp_path, monkeypatch, colocate, device):
+    async def reached(*_: Any) -> None:
+        """Of course."""
+
+    async def timed(name: str, work: Any) -> None:
+        await work
+
+    monkeypatch.setattr(session, "check_reach", reached)
+    config, parts = config_of(tmp_path), StartedParts(device)
+    config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"colocate": colocate})})
+    await session.start_parts(config, parts, None, parts, timed)
+    places = ["places", "places done"] if device == "cuda" else []
+    if colocate:
+        first = ["trainers", "trainers done", *places, "offload", "offload done"]
+        assert parts.done == [*first, "engines", "engines done"]
+    else:
+        assert parts.done == ["trainers", "engines", "trainers done", "engines done"]

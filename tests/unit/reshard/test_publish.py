@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.manifest import Manifest
+from slimx.reshard.outcome import Publication
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.reshard.parties import Delivery, LocalRecipient, NoReceiverLeft, ReceiverLost, TransportLost
-from slimx.reshard.publish import Publication, Publisher
+from slimx.reshard.publish import Publisher
 from tests.refusals import numbers, refused
 
 BUCKETS = [
@@ -164,8 +166,10 @@ class Stand:
         calls: Calls | None = None,
         staging: str = "model",
         delivery: Delivery | None = None,
+        vacated: bool = False,
         **deadlines: float,
     ):
+        """`vacated`: source and engines share devices, which the source leaves."""
         self.calls = Calls() if calls is None else calls
         self.engines = list(engines) or [FakeEngine(name, self.calls) for name in ("e0", "e1")]
         self.members = FakeMembers(self.calls, self.engines)
@@ -176,6 +180,7 @@ class Stand:
             deadline_s=deadlines.get("deadline_s", 30),
             step_deadline_s=deadlines.get("step_deadline_s", 10),
             staging=staging,
+            vacate=partial(self.calls.note, "trainers.leave") if vacated else None,
         )
 
     async def publish(self, version: int = 7) -> Publication:
@@ -194,6 +199,27 @@ def died(part: str) -> PartLost:
 
 SWITCH = ["pause", "load", "verify", "commit 7", "resume", "admit"]
 STAGES = ["stage 0", "stage 1", "stage 2"]
+
+
+@pytest.mark.parametrize("staging", ["model", "bucket"])
+async def test_the_source_leaves_shared_devices_before_the_first_engine_takes_the_rest_of_its_memory(staging):
+    stand = Stand(staging=staging, vacated=True)
+    stand.calls.slow.add("e1.verify")
+    await stand.publish()
+    calls = stand.calls
+    left = calls.at("trainers.leave done")
+    assert calls.at("trainers.release done") < calls.at("trainers.leave") and calls.count("trainers.leave") == 1
+    for engine in ("e0", "e1"):
+        assert calls.at(f"{engine}.commit 7 done") < left < calls.at(f"{engine}.resume") < calls.at(f"{engine}.admit")
+    assert calls.of("trainers").count("release") == 1
+
+
+async def test_an_engine_that_is_lost_before_the_source_leaves_does_not_keep_the_others_from_serving():
+    stand = Stand(vacated=True)
+    stand.calls.fail["e0.load"] = lost("e0")
+    done = await stand.publish()
+    assert done.lost == ["e0"] and stand.calls.of("e0")[-1] == "quarantine"
+    assert stand.calls.of("e1")[-2:] == ["resume", "admit"]
 
 
 @pytest.mark.parametrize(

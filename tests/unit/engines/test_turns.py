@@ -1,0 +1,89 @@
+"""Engines that share devices with trainers start in their own turn only, and the trainers' turn waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.fleet.turn import EnginesTurn
+from slimx.engines.server.engine import State
+from tests.unit.engines.recovery_stand import Stand, gone
+
+LIMIT_S = 300.0
+"""For what would never end."""
+
+
+async def test_an_engine_lost_in_the_trainers_turn_is_ended_at_once_and_started_in_its_own():
+    async with Stand(outage_deadline=0.02) as stand:
+        await stand.members.turn.end()
+        for engine in stand.engines:
+            await stand.members.quarantine(engine, gone(engine.name))
+        await stand.until(lambda: stand.log.count("stop http://e0/0") == stand.log.count("stop http://e1/0") == 1)
+        await asyncio.sleep(0.1)  # many times the patience with an outage, which the trainers' turn does not count in
+        assert not [line for line in stand.log if line.startswith("start")] and stand.members.failure() is None
+        stand.members.turn.begin()
+        await stand.until(lambda: all(engine.standing is Standing.JOINING for engine in stand.engines))
+        assert stand.members.failure() is None
+
+
+async def test_the_trainers_turn_waits_for_an_engine_that_is_being_started_or_ended():
+    async with Stand() as stand:
+        stopping, starting = asyncio.Event(), asyncio.Event()
+        stop, start = stand.engines[0].stop, stand.engines[0].start
+
+        async def slow_stop(grace_s: float) -> None:
+            await stopping.wait()
+            await stop(grace_s)
+
+        async def slow_start(deadline_s: float) -> None:
+            await starting.wait()
+            await start(deadline_s)
+
+        stand.engines[0].stop, stand.engines[0].start = slow_stop, slow_start
+        await stand.members.quarantine(stand.engines[0], gone())
+        turn = asyncio.create_task(stand.members.turn.end())
+        await asyncio.sleep(0.02)
+        assert not turn.done(), "the lost engine still holds its memory"
+        stopping.set()
+        await asyncio.wait_for(turn, LIMIT_S)
+        assert stand.engines[0].standing is Standing.OUT
+
+        stand.members.turn.begin()
+        await asyncio.sleep(0.02)  # the start has begun
+        turn = asyncio.create_task(stand.members.turn.end())
+        await asyncio.sleep(0.02)
+        assert not turn.done()
+        starting.set()
+        await asyncio.wait_for(turn, LIMIT_S)
+        assert stand.engines[0].standing is Standing.JOINING, "it runs, and can be put to sleep"
+
+
+async def test_the_turn_is_the_engines_where_nobody_ends_it():
+    turn = EnginesTurn()
+    async with asyncio.timeout(LIMIT_S), turn.starting(), turn.ending():
+        assert turn.theirs
+
+
+class Woken(EngineHandle):
+    """A handle on an engine in `now`; what it is asked to do is noted."""
+
+    def __init__(self, now: State):
+        self.now, self.done = now, []
+
+    async def state(self) -> State:
+        return self.now
+
+    async def perform(self, verb: str, epoch: int | None, *arguments: object, deadline_s: float | None = None) -> None:
+        self.done.append((verb, *arguments))
+
+
+async def test_an_engine_holds_its_weights_alone_before_a_publication_whenever_it_started():
+    done = {}
+    for state in State:
+        engine = Woken(state)
+        await engine.wake()
+        done[state] = engine.done
+    weights = ("wake", ("weights",))
+    assert done.pop(State.READY) == [("pause",), ("sleep",), weights]
+    assert done.pop(State.ASLEEP) == [weights]
+    assert not any(done.values()), "one that waits for a publication holds them already"
