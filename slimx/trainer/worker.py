@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slimx.runtime.allocator import set_expandable_segments
 from slimx.runtime.machine import machine
 from slimx.runtime.ports import address, free_port, is_loopback, own_address
 
@@ -295,7 +296,10 @@ def prepare_process(device: str, *, shares_layers: bool, local: bool) -> None:
     if device == "cpu":
         # The adapters go by what torch sees: a rank configured for the CPU must not see the machine's GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif shares_layers:
+        return
+    # Packs of many lengths would leave the GPU's memory in pieces: reserved, and of no use to the next allocation.
+    set_expandable_segments(os.environ)
+    if shares_layers:
         # One hardware queue: a layer's collective is then launched before the product that should hide it, as
         # megatron-core's overlap of the two assumes (it warns otherwise).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -15,6 +15,7 @@ import signal
 import sys
 
 from slimx.engines.server.keys import Keys
+from slimx.runtime.allocator import drop_expandable_segments
 from slimx.runtime.process import end_with_parent
 
 CPU_VARIABLES = {
@@ -36,6 +37,8 @@ def prepare(arguments: list[str]) -> None:
     # The router asks for /health before it takes an engine in. SGLang would generate a token for that, which takes 1 s,
     # and for ever while it is paused. Whether an engine generates, slimx asks itself (/health_generate).
     os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
+    # Set for trainers, where Ray was started; SGLang's memory saver and its KV transfer refuse to start with it.
+    drop_expandable_segments(os.environ)
     if ("--device", "cpu") in zip(arguments, arguments[1:], strict=False) or "--device=cpu" in arguments:
         os.environ.update(CPU_VARIABLES)
 

@@ -191,6 +191,10 @@ def server_env(spec: EngineSpec) -> dict[str, str]:
         environment["SGLANG_ZMQ_SOURCE_IP"] = spec.host
     if spec.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
+    if spec.sleeps:
+        # SGLang gives up where one rank's GPU has a tenth less memory free than another's, as sleeping trainers leave
+        # them; how much there is, `slimx plan` has counted.
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(spec.threads)
         if spec.sizes.world > 1:

@@ -138,6 +138,8 @@ def test_roles_machines_and_turns_become_arguments_of_the_server() -> None:
     assert server_args(replace(GPU, sleeps=True))["enable_memory_saver"] is True
     assert "enable_memory_saver" not in server_args(replace(GPU, sleeps=True, device="cpu"))
     assert server_env(replace(GPU, gpus=("4", "5")))["CUDA_VISIBLE_DEVICES"] == "4,5"
+    check = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+    assert server_env(replace(GPU, sleeps=True))[check] == "0" and check not in server_env(GPU)
     frozen = server_args(replace(GPU, frozen=True))
     assert not {"custom_weight_loader", "enable_deterministic_inference"} & frozen.keys()
     with refused("sglang.taken", about="rollout.engines.sglang.nnodes"):
