@@ -200,7 +200,7 @@ async def _session(
         if state is not None and resume_from is not None:
             async with run.trainers_turn(publish=False):
                 await run.restore(resume_from, state)
-                await restore_reference(run)
+                await restore_reference(run, resume_from)
             table.note(f"resumed at step {state.step} from {resume_from}")
         stack.enter_context(settled_heap())
         await work(run)

@@ -65,27 +65,39 @@ def strike(fault: Fault, directory: Path, model: Path, prompts: Path) -> TrainPr
     config, out = config_of(fault, directory, model, prompts), directory / "run"
     run = TrainProcess(config)
     run.until(lambda: completed_steps(out) >= 2 and any((out / "checkpoints").glob("iter_???????")))
-    victim = sorted(VICTIMS[fault.victim](run), key=lambda process: process.pid)
-    assert victim, fault
-    victim[0].send_signal(fault.signum)
+    if fault.ends is not None:
+        lost_with(run, fault.victim, fault.signum, fault.ends, fault.names)
+        resumes(config, out)
+        return run
+    victim = first_of(run, fault.victim)
+    victim.send_signal(fault.signum)
     if fault.lasts is not None:
         time.sleep(fault.lasts)
-        victim[0].send_signal(signal.SIGCONT)
-    if fault.ends is None:
-        seen = completed_steps(out)
-        run.until(lambda: completed_steps(out) >= seen + 3)
-        run.kill(signal.SIGTERM)
-        assert run.wait() == 128 + signal.SIGTERM, run.text()
-        run.assert_nothing_left()
-        return run
-    assert run.wait() == fault.ends, run.text()
+        victim.send_signal(signal.SIGCONT)
+    seen = completed_steps(out)
+    run.until(lambda: completed_steps(out) >= seen + 3)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, run.text()
     run.assert_nothing_left()
-    if fault.victim != "driver":
-        said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
-        assert len(said) == 1 and fault.names in said[0], run.text()
-        assert "Traceback" not in run.text()
-    resumes(config, out)
     return run
+
+
+def first_of(run: TrainProcess, victim: str) -> psutil.Process:
+    """The oldest process of a kind."""
+    found = VICTIMS[victim](run)
+    assert found, victim
+    return min(found, key=lambda process: process.pid)
+
+
+def lost_with(run: TrainProcess, victim: str, signum: signal.Signals, code: int, names: str) -> None:
+    """`signum` to a `victim` ends the run with `code`, in one sentence that has `names` in it; nothing is left."""
+    first_of(run, victim).send_signal(signum)
+    assert run.wait() == code, run.text()
+    run.assert_nothing_left()
+    if victim != "driver":
+        said = [line for line in run.text().splitlines() if line.startswith("slimx: ")]
+        assert len(said) == 1 and names in said[0], run.text()
+        assert "Traceback" not in run.text()
 
 
 def resumes(config: Path, out: Path) -> None:

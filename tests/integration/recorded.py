@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.integration.runs import write_config
+from tests.integration.runs import steps, write_config
 
 STEPS = 6
 ROWS = 8
@@ -14,14 +14,19 @@ ROWS = 8
 UNCHECKED = {"interval": 3600}
 """`rollout.health` of runs that are compared bit for bit: a check is a request too, and in one batch with a rollout's
 it may change the last bit of its logits."""
+PPO = {"name": "ppo", "gae_lambda": 0.95, "reference": True, "kl_reward_coef": 0.05, "reference_refresh": 2}
+CRITIC = {"optimizer": {"lr": 5e-3}, "warmup_steps": 1}
 LOSS = ("loss/policy", "optim/grad_norm", "kl/rollout", "reward/mean", "gap/mean")
+"""Columns of the policy; the first step, in which the critic warms up, has no loss."""
+VALUE = ("value/loss", "value/explained_variance", "critic/grad_norm", "advantage/std", "kl/reward")
+"""Columns of the critic and of what it makes of the rewards."""
 
 
 def recording_config(
     directory: Path, model: Path, task: Path, *, concurrency: int = 1, hold: int | None = None, **sections: Any
 ) -> Path:
-    """A run of `STEPS` steps in the new `directory`: with one rollout at a time it is the same every time. After `hold`
-    trajectories it waits until `directory`/go exists."""
+    """A PPO run of `STEPS` steps, with a critic and a reference that is refreshed, in the new `directory`: with one
+    rollout at a time it is the same every time. After `hold` trajectories it waits until `directory`/go exists."""
     directory.mkdir()
     prompts = directory / "prompts.jsonl"
     with prompts.open("w") as file:
@@ -38,6 +43,8 @@ def recording_config(
         **{
             "schedule": {"steps": STEPS},
             "checkpoint": {"every": 2},
+            "algorithm": PPO,
+            "critic": CRITIC,
             "rollout": {
                 "prompts": str(prompts),
                 "prompts_per_step": ROWS // 2,
@@ -53,6 +60,13 @@ def recording_config(
             **sections,
         },
     )
+
+
+def losses(directory: Path) -> dict[int, dict[str, float]]:
+    """What a run has learned by step: the columns of `LOSS` and `VALUE`."""
+    rows = {step: {key: row[key] for key in (*LOSS, *VALUE) if key in row} for step, row in steps(directory).items()}
+    assert {*LOSS, *VALUE} == rows[STEPS].keys()
+    return rows
 
 
 def recorded(directory: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Every kind of process of a run is killed, and stopped: the run goes on, or ends in one sentence and resumes.
 
-A row of FAULTS is one kind and one signal. Rows that are not in QUICK run in `make test-all` only.
+A row of FAULTS is one kind and one signal. They run in `make test-all`; `test_resume.py` has a killed trainer and a
+killed driver for `make test`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 from slimx.errors import LOST
 from tests.integration.fault_stand import Fault, strike
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 FAULTS = [
     Fault("driver", SIGKILL, ends=-SIGKILL),
@@ -25,13 +26,9 @@ FAULTS = [
     Fault("gcs", SIGKILL, ends=LOST, names="Ray's GCS "),
     Fault("gcs", SIGSTOP, ends=LOST, names="Ray's GCS "),
 ]
-QUICK = {"trainer-SIGKILL"}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(one, id=str(one), marks=() if str(one) in QUICK else pytest.mark.slow) for one in FAULTS],
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_run_whose_process_is_killed_or_stopped(
     fault: Fault, tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ) -> None:

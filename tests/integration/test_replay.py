@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from slimx.data.step_files import step_files
-from tests.integration.recorded import LOSS, STEPS
+from tests.integration.recorded import LOSS, STEPS, VALUE
 from tests.integration.runs import TrainProcess, steps, write_config
 
 pytestmark = pytest.mark.integration
@@ -35,16 +35,23 @@ def assert_same_metrics(recorded: Path, replayed: Path, expected: range, among: 
     assert set(among) <= compared.keys()
 
 
-def test_a_replay_has_bitwise_the_metrics_of_the_run_that_saved_it_also_when_it_is_resumed(uninterrupted, tmp_path):
+def test_a_replay_has_bitwise_the_metrics_of_the_run_that_saved_it(uninterrupted, tmp_path):
+    run = replaying(uninterrupted, tmp_path)
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
+    assert json.loads((tmp_path / "run" / "engines.json").read_text())["engines"] == []
+    assert_same_metrics(uninterrupted, tmp_path, range(1, STEPS + 1), (*LOSS, *VALUE))
+    assert not list((tmp_path / "run" / "logs").glob("engine*")) and not step_files(tmp_path / "run" / "rollouts")
+
+
+@pytest.mark.slow
+def test_a_replay_that_is_resumed_has_them_too(uninterrupted, tmp_path):
     first = replaying(uninterrupted, tmp_path, "schedule.steps=3")
     assert first.wait() == 0, first.text()
-    assert json.loads((tmp_path / "run" / "engines.json").read_text())["engines"] == []
     second = replaying(uninterrupted, tmp_path)
     assert second.wait() == 0, second.text()
     assert "resumed at step 3" in second.text()
-    second.assert_nothing_left()
-    assert_same_metrics(uninterrupted, tmp_path, range(1, STEPS + 1), LOSS)
-    assert not list((tmp_path / "run" / "logs").glob("engine*")) and not step_files(tmp_path / "run" / "rollouts")
+    assert_same_metrics(uninterrupted, tmp_path, range(1, STEPS + 1), (*LOSS, *VALUE))
 
 
 ROUTED = {"moe": {"routing_replay": "R3"}}

@@ -1,10 +1,13 @@
 """A reference that follows the policy (`algorithm.reference_refresh`): at times it becomes the present weights.
 
 A checkpoint holds the policy alone, so that each new reference is also written as RUN/reference-NNNNNN, where a resumed
-run finds the one that its step compares with. What no checkpoint needs any more is removed."""
+run finds the one that its step compares with; a run that forks a checkpoint takes the other run's along. What no
+checkpoint needs any more is removed."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import shutil
 from pathlib import Path
@@ -31,14 +34,17 @@ async def refresh_reference(run: Run) -> None:
             shutil.rmtree(run.directory / found[0])
 
 
-async def restore_reference(run: Run) -> None:
-    """Give the trainers the reference that a run resumed at `run.step` had; the initial weights, with which they start,
-    before the first refresh. Raises SlimxError if it is lost."""
+async def restore_reference(run: Run, checkpoint: Path) -> None:
+    """Give the trainers the reference that belongs to `checkpoint`, from which `run` was resumed; before the first
+    refresh it is the initial weights, with which they start. Raises SlimxError if it is lost."""
     every = run.config.algorithm.reference_refresh
     last = run.step - run.step % every if every else 0
     if not last:
         return
     path = _path(run, last)
+    origin = checkpoint.resolve().parents[1] / path.name
+    if not path.is_dir() and origin.is_dir():
+        await asyncio.to_thread(_take_along, origin, path)
     if not path.is_dir():
         raise SlimxError(
             f"{path} does not exist: it is the reference of the checkpoint of step {run.step} "
@@ -47,6 +53,22 @@ async def restore_reference(run: Run) -> None:
             about=str(path),
         )
     await run.trainers.refresh_reference(path)
+
+
+def _take_along(origin: Path, path: Path) -> None:
+    """Copy a directory, so that neither run needs the other's. Its files are never changed, so links will do where the
+    file system has them."""
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(origin, partial, copy_function=_linked)
+    partial.rename(path)
+
+
+def _linked(origin: str, path: str) -> None:
+    try:
+        os.link(origin, path)
+    except OSError:
+        shutil.copy2(origin, path)
 
 
 def _path(run: Run, step: int) -> Path:

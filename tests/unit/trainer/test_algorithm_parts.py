@@ -3,7 +3,9 @@ and the mismatch that is always measured."""
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -226,11 +228,33 @@ async def test_a_resumed_run_finds_the_reference_of_its_step_and_the_others_go(t
     assert sorted(path.name for path in tmp_path.glob("reference-*")) == ["reference-000006", "reference-000012"]
     assert run.loaded == [None] * 4
     run.loaded, run.step = [], 8
-    await restore_reference(run)
+    await restore_reference(run, tmp_path / "checkpoints" / "iter_0000008")
     assert run.loaded == [tmp_path / "reference-000006"]
     run.step = 1
-    await restore_reference(run)
+    await restore_reference(run, tmp_path / "checkpoints" / "iter_0000001")
     assert len(run.loaded) == 1, "the initial weights are there from the start"
     run.step = 5
     with refused("reference.lost", about=str(tmp_path / "reference-000003")):
-        await restore_reference(run)
+        await restore_reference(run, tmp_path / "checkpoints" / "iter_0000005")
+
+
+@pytest.mark.parametrize("links", [True, False])
+async def test_a_fork_takes_the_reference_of_its_checkpoint_along(
+    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+):
+    first, fork = tmp_path / "first", FakeRun(tmp_path / "fork", refresh=3)
+    (first / "reference-000006").mkdir(parents=True)
+    (first / "reference-000006" / "model.safetensors").write_text("weights")
+    fork.directory.mkdir()
+    if not links:
+
+        def link(origin: str, path: str) -> None:
+            raise OSError(errno.EXDEV, "another file system", origin)
+
+        monkeypatch.setattr(os, "link", link)
+    fork.step = 8
+    await restore_reference(fork, first / "checkpoints" / "iter_0000008")
+    shutil.rmtree(first)
+    assert fork.loaded == [fork.directory / "reference-000006"]
+    assert (fork.loaded[0] / "model.safetensors").read_text() == "weights"
+    assert os.listdir(fork.directory) == ["reference-000006"]
