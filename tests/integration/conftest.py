@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 import torch
 from safetensors.torch import load_file
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.spec import EngineSpec
@@ -36,6 +38,30 @@ ROOT = Path(__file__).parents[2]
 START_S = 600
 """Seconds for one server to start, for hangs: it takes 20 to 50 s on two idle cores, ten times that on busy ones."""
 Weights = dict[str, torch.Tensor]
+
+
+class SharedFixtures(LoadFileScheduling):
+    """Keeps the tests of a file together, and those of files that share an expensive fixture of the session."""
+
+    SHARE = (
+        {"test_deepseek_v3.py", "test_families.py"},  # families
+        {  # engine
+            "test_agents.py",
+            "test_control.py",
+            "test_engine.py",
+            "test_engine_groups.py",
+            "test_examples.py",
+            "test_interruption.py",
+        },
+    )
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return next((min(files) for files in self.SHARE if Path(file).name in files), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedFixtures:
+    return SharedFixtures(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,12 +118,12 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    """A tiny model of every family in transformers and in the trainers of several layouts: those of the `model`s that
-    the chosen tests are about."""
+    """A tiny model of every family in transformers and in the trainers of several layouts: those `layout`s and `model`s
+    that the chosen tests are about."""
     from tests.integration.family_laboratory import Laboratory
 
-    asking = [item for item in request.session.items if "families" in item.fixturenames]
-    return Laboratory(tmp_path_factory.mktemp("families"), (item.callspec.params["model"] for item in asking))
+    asking = [item.callspec.params for item in request.session.items if "families" in item.fixturenames]
+    return Laboratory(tmp_path_factory.mktemp("families"), ((each["layout"], each["model"]) for each in asking))
 
 
 class Bucket:

@@ -12,13 +12,17 @@ import torch
 
 from slimx.layout.ranks import coordinates
 from tests.integration.deepseek_v3_oracle import MODELS
-from tests.integration.family_laboratory import SIZES, difference
+from tests.integration.family_laboratory import SIZES, difference, quick
 from tests.integration.prediction_oracle import WRONG
 from tests.integration.trainer_rank import demonstrations
 
 pytestmark = pytest.mark.integration
 
-LAYOUTS = ("single", "TP2xEP2", "TP2xPP2")
+LAYOUTS = [
+    pytest.param(name, marks=[] if quick(name, "V3") else [pytest.mark.slow])
+    for name, sizes in SIZES.items()
+    if sizes.world <= 4
+]
 only_v3 = pytest.mark.parametrize("model", ["V3"])
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -53,7 +57,7 @@ def test_the_selection_bias_is_exact_in_a_bfloat16_model_and_no_step_moves_it(fa
 
 
 @pytest.mark.parametrize("model", ["V3", "GLM-4.5"])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if SIZES[name].pipeline == 1])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "TP2xEP2"])
 def test_the_prediction_layer_learns_as_in_transformers_and_leaves_the_policy_alone(families, layout, model):
     ran, oracle = families(layout, model), families.oracle(model)
     oracle.mtp.zero_grad()
