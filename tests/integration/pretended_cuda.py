@@ -10,7 +10,9 @@ here. Kernels, streams, the allocator and NCCL are not shown by it.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +38,43 @@ _NATIVE = frozenset({"custom_backward", "_engine_run_backward", "_padded_attenti
 follows the device that C++ knows, the CPU's, and says nothing about ours."""
 
 
+class LiveBytes:
+    """Counts the memory of tensors that are made on the GPU inside a `with` block: `now`, and the most at any time,
+    `peak`. Memory that several tensors share counts once."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._tensors: Counter[int] = Counter()
+        """By the address of their memory, tensors that live."""
+
+    def __enter__(self) -> LiveBytes:
+        # They are kept alive, so that nothing new takes their addresses.
+        self._before = [x for x in gc.get_objects() if issubclass(type(x), Pretended)]
+        self._known = {x.held.untyped_storage().data_ptr() for x in self._before}
+        _METERS.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _METERS.remove(self)
+
+    def add(self, tensor: Pretended) -> None:
+        storage = tensor.held.untyped_storage()
+        place, nbytes = storage.data_ptr(), storage.nbytes()
+        if place in self._known:
+            return
+        self.now += nbytes if not self._tensors[place] else 0
+        self._tensors[place] += 1
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(tensor, self._drop, place, nbytes)
+
+    def _drop(self, place: int, nbytes: int) -> None:
+        self._tensors[place] -= 1
+        self.now -= nbytes if not self._tensors[place] else 0
+
+
+_METERS: list[LiveBytes] = []
+
+
 class Pretended(torch.Tensor):
     """A tensor that says it is on DEVICE; `held` has its numbers."""
 
@@ -49,6 +88,8 @@ class Pretended(torch.Tensor):
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype
         )
         out.held = held.detach()
+        for meter in _METERS:
+            meter.add(out)
         return out
 
     @classmethod

@@ -35,6 +35,7 @@ from slimx.models.files.megatron_common import read_common
 from slimx.models.files.megatron_directory import Fit
 from slimx.models.files.safe_pickle import read_metadata
 from slimx.trainer.checkpoint import state as states
+from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
 _EXTRA = "_extra_state"
@@ -63,7 +64,9 @@ def restore(
     try:
         loaded = _load(state, path, tensors_only=False)
         _fill(chunks, loaded)
-        if load_optimizer:
+        if load_optimizer and in_pieces(optimizer):
+            load_groups(optimizer, loaded["optimizer"])  # the tensors were read into their places
+        elif load_optimizer:
             optimizer.load_state_dict(loaded["optimizer"])
         else:
             optimizer.reload_model_params()

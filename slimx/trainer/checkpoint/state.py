@@ -14,6 +14,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from slimx.models.files.megatron_common import preloaded
+from slimx.trainer.checkpoint.pieces import in_pieces, sharded_optimizer
+from slimx.trainer.device.host_moments import HostMoments
 from slimx.trainer.model.build import unwrap
 
 RANDOM = "random_state"
@@ -49,24 +51,29 @@ def model_state(chunks: Sequence[Any], **flags: bool) -> dict[str, Any]:
 def optimizer_state(
     optimizer: Any, chunks: Sequence[Any], model: dict[str, Any], *, loading: bool, frozen: bool
 ) -> Any:
-    """Sharded state of the optimizer of `chunks`, whose sharded state is `model`; collective: each parameter's state is
-    gathered over its data-parallel ranks.
+    """Sharded state of the optimizer of `chunks`, whose sharded state is `model`, as views of it where it is a
+    distributed one: reading into them restores it.
 
     `frozen`: whether any rank has parameters without state. A key then names one layer and one expert: stacked over all
     of them, as otherwise, it would have holes."""
     if frozen:
         model = model_state(chunks, non_homogeneous_layers=True, singleton_local_shards=True)
-    if not loading:
-        # Adam makes moments at its first step; before it (or when it was skipped) megatron-core would look for them in
-        # vain. Zeros are what it starts from; a state that is there stays.
+    pieces = in_pieces(optimizer)
+    if pieces or not loading:
+        # Adam makes moments at its first step; before it (or when it was skipped) there are none to write, or to read
+        # into. Zeros are what it starts from; a state that is there stays.
         for part in optimizer.chained_optimizers:
             if part.optimizer is not None:
+                if isinstance(part.optimizer, HostMoments):
+                    part.optimizer.make()
                 part.init_state_fn(part.optimizer, part.config)
+    if pieces:
+        return sharded_optimizer(optimizer, model)
     return optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=metadata())
 
 
 def full_state(chunks: Sequence[Any], optimizer: Any, *, step: int, data_size: int, frozen: bool) -> dict[str, Any]:
-    """The whole state of a checkpoint after step `step`; collective. `frozen`: see `optimizer_state`."""
+    """The whole state of a checkpoint after step `step`; `frozen`: see `optimizer_state`."""
     state = model_state(chunks)
     state["optimizer"] = optimizer_state(optimizer, chunks, state, loading=False, frozen=frozen)
     state[RANDOM] = random_state()

@@ -52,8 +52,27 @@ class HostMoments:
         self.inner.state = state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
-        self._rest(self.moved)
+        """Load `state`; what belongs on the host never visits the device.
+
+        Transformer Engine's Adam copies what it loads to the device, and a second time into its own state."""
+        numbers = (number for group in state["param_groups"] for number in group["params"])
+        parameters = (parameter for group in self.inner.param_groups for parameter in group["params"])
+        hosted = {number: p for number, p in zip(numbers, parameters, strict=True) if p in self.moved}
+        values = state["state"]
+        stays = {number: value for number, value in values.items() if number not in hosted}
+        self.inner.load_state_dict({**state, "state": stays})
+        for number, parameter in hosted.items():
+            if number in values:
+                own = self.inner.state[parameter] = dict(values[number])
+                for key in own.keys() & set(MOMENTS):
+                    own[key] = self._memory(parameter, key).copy_(own[key])
+
+    def make(self) -> None:
+        """Give parameters whose moments belong on the host, and that have none yet, zeros there."""
+        for parameter in self.moved:
+            state = self.inner.state[parameter]
+            if not state:
+                state |= {key: self._memory(parameter, key).zero_() for key in MOMENTS}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -116,15 +135,17 @@ class HostMoments:
         """Bring moments to the host; those that lie there stay."""
         for parameter in parameters:
             state = self.inner.state[parameter]
-            kept = self._host.setdefault(parameter, {})
             for key in MOMENTS:
-                if key not in state or state[key] is kept.get(key):
-                    continue
-                if key not in kept:
-                    like = state[key]
-                    kept[key] = torch.empty(like.shape, dtype=like.dtype, pin_memory=parameter.is_cuda)
-                # Waits for the device: a checkpoint may read the host's copy at any time.
-                state[key] = kept[key].copy_(state[key])
+                if key in state and state[key] is not self._memory(parameter, key):
+                    # Waits for the device: a checkpoint may read the host's copy at any time.
+                    state[key] = self._memory(parameter, key).copy_(state[key])
+
+    def _memory(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """The host memory of a moment, fp32 as main weights are."""
+        kept = self._host.setdefault(parameter, {})
+        if key not in kept:
+            kept[key] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)
+        return kept[key]
 
 
 def _first(groups: list[dict[str, Any]], share: float) -> dict[torch.Tensor, None]:

@@ -1,0 +1,41 @@
+"""Saving and restoring a trainer needs no memory of the GPU beside its state; moments of the host never visit it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.conftest import ROOT
+
+pytestmark = pytest.mark.integration
+SECONDS = 800
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Bytes on a pretended GPU, by `restore_rank`, with an Adam that loads as Transformer Engine's does."""
+    out = tmp_path_factory.mktemp("restore")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.integration.restore_rank", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((out / "bytes.json").read_text())
+
+
+def test_a_restore_brings_moments_to_the_host_without_the_gpu(found):
+    assert found["moments"] == 4 * found["weights"], "fp32, two of them, of a bf16 model"
+    # Gate and up projections are read apart and joined: less than the weights once more.
+    assert found["restored"] <= found["weights"]
+    assert found["on_device"] == 0
+
+
+def test_a_state_that_is_loaded_brings_moments_to_the_host_without_the_gpu(found):
+    assert found["loaded"] == 0
+
+
+def test_a_save_gathers_nothing_on_the_gpu(found):
+    assert found["saved"] <= found["weights"] // 16
