@@ -12,13 +12,15 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import slimx
+from slimx.runtime.toolkit import cuda_home, python_header
 
 ROOT = Path(slimx.__file__).parents[1]
 MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "numpy", "pydantic")
@@ -26,6 +28,10 @@ MAIN = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformer
 STAND_INS = ("sgl_kernel", "torchvision")
 """`slimx.adapters.sglang.absent.PACKAGES`: this room may not import the servers' adapters, a test compares the two."""
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "slimx.adapters.sglang.plugin:register"
+FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
+"""`slimx.trainer.device.backends.FLASH`, which needs pydantic; a test compares the two."""
+IMPORT_S = 120
+"""Seconds that an import may take."""
 MEMORY_GIB = 4.0
 """The quickstart took 3.2."""
 SHM_MIB = 256.0
@@ -59,6 +65,7 @@ def examine(say: Say) -> bool:
         ("Packages", packages),
         ("Adapters", adapters),
         ("Kernels", kernels),
+        ("Toolchain", toolchain),
         ("Sandbox", sandbox),
     ]
     problems: list[Finding] = []
@@ -226,6 +233,39 @@ def kernels() -> Iterator[Finding]:
             how = "" if compiler else "; there is no C++ compiler either: apt-get install g++"
             problem = f"{error}" if "make build" in str(error) else f"cannot be loaded ({error}); run `make venv build`"
             yield Finding(name, "not usable", problem + how)
+
+
+def toolchain() -> Iterator[Finding]:
+    """What compiles kernels while a run goes on, and packages of the GPU whose import fails without it."""
+    cuda, home, header = _cuda(), cuda_home(os.environ), python_header()
+    unneeded = "" if cuda else " (needed on GPUs only)"
+    have = home is not None and (home / "bin" / "nvcc").exists()
+    problem = f"there is no nvcc in {home}/bin" if home is not None else "no CUDA toolkit was found"
+    remedy = "DeepGEMM and DeepEP cannot be imported without one; run `make venv LOCK=cu130`, or set CUDA_HOME"
+    text = f"{home}/bin/nvcc" if have else f"none{unneeded}"
+    yield Finding("nvcc", text, None if have or not cuda else f"{problem}; {remedy}")
+    yield Finding(
+        "Python.h",
+        f"{header}" if header else f"none{unneeded}",
+        None if header or not cuda else "Triton compiles its launchers with it; apt-get install python3.12-dev",
+    )
+    if not _found("deep_ep"):
+        yield Finding("deep_ep", f"not installed{unneeded}")
+    elif cuda:
+        error = _import_error("deep_ep", os.environ | ({"CUDA_HOME": str(home)} if home else {}))
+        text = "can be imported" if error is None else f"cannot be imported: {error}"
+        yield Finding("deep_ep", text, error and f"trainer.moe.dispatcher=flex needs it: {error}", needed=False)
+    flash = {name: version for name in FLASH if (version := _version(name))}
+    said = ", ".join(f"{name} {version}" for name, version in flash.items())
+    yield Finding("FlashAttention", said or f"no distribution of it{unneeded}")
+
+
+def _import_error(module: str, environment: Mapping[str, str]) -> str | None:
+    """The last line of what an import says when it fails, in a process of its own; None if it succeeds."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], env=environment, capture_output=True, text=True, timeout=IMPORT_S
+    )
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
 
 
 # Facts --------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.models.families import ModelSpec
+from slimx.models.flops import delta_net_layers
 from slimx.preflight.plan.report import Planned, plan_report, predictions
 from slimx.preflight.plan.suggest import nearest_layout, suggest_layouts
 from slimx.preflight.plan.suggest_engines import suggest_engines
 from slimx.preflight.plan.text import describe, describe_predictions, describe_suggestions
 from slimx.preflight.record import Predicted
+from slimx.trainer.device.backends import choose_backends, installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
     `suggest`: also layouts that fit `cluster.gpu`, of which the nearest is told anyway where the run does not."""
     planned = plan_report(config)
     report = planned.report
-    report = report.model_copy(update=_suggestions(config, planned, suggest=suggest))
+    kernels = _kernels(config, planned.spec, report.device)
+    report = report.model_copy(update={"kernels": kernels, **_suggestions(config, planned, suggest=suggest)})
     if predict and planned.published is not None:
         report = report.model_copy(update={"predicted": _predicted(planned)})
     if as_json:
@@ -36,6 +41,20 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
     if report.predicted is not None:
         lines += describe_predictions(report.predicted)
     return Said([*lines, *describe_suggestions(report)], report.violations)
+
+
+def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:
+    """The trainers' kernels where trainers have the packages of this environment, and why others are not taken."""
+    try:
+        return choose_backends(
+            config.trainer,
+            device=device,
+            packages=installed(),
+            exact=config.exact,
+            delta_nets=delta_net_layers(spec.transformer) > 0,
+        ).reasons
+    except SlimxError as error:  # no violation: the plan may be for machines that have the package
+        return (str(error),)
 
 
 def _suggestions(config: Config, planned: Planned, *, suggest: bool) -> dict[str, Any]:

@@ -323,6 +323,8 @@ class PlanReport(Record):
     """Groups of the policy."""
     frozen: tuple[PlannedGroup, ...] = ()
     """Groups of other models, which nothing is published to."""
+    kernels: tuple[str, ...] = ()
+    """The trainers' choices of kernels with the packages of the environment that plans, one sentence each."""
     rank_map: RankMap | None = None
     trainer_memory: tuple[TrainerMemory, ...] = ()
     engine_memory: tuple[EngineMemory, ...] = ()

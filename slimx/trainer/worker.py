@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from slimx.runtime.allocator import set_expandable_segments
 from slimx.runtime.machine import machine
 from slimx.runtime.ports import address, free_port, is_loopback, own_address
+from slimx.runtime.toolkit import set_cuda_home
 
 PROBE = b"slimx publisher"
 
@@ -56,7 +57,7 @@ class TrainerWorker:
         config = Config.model_validate(self._values)
         local = is_loopback(urlsplit(init_method).hostname or "")
         prepare_process(self.device, shares_layers=config.trainer.tensor * config.trainer.context > 1, local=local)
-        adapters = install_adapters(exact=config.exact)
+        adapters = install_adapters(exact=config.exact, deep_ep=config.trainer.moe.dispatcher == "flex")
         import torch
 
         from slimx.layout.ranks import sizes_of
@@ -299,19 +300,23 @@ def prepare_process(device: str, *, shares_layers: bool, local: bool) -> None:
         return
     # Packs of many lengths would leave the GPU's memory in pieces: reserved, and of no use to the next allocation.
     set_expandable_segments(os.environ)
+    set_cuda_home(os.environ)
     if shares_layers:
         # One hardware queue: a layer's collective is then launched before the product that should hide it, as
         # megatron-core's overlap of the two assumes (it warns otherwise).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def install_adapters(*, exact: bool = False) -> list[str]:
+def install_adapters(*, exact: bool = False, deep_ep: bool = False) -> list[str]:
     """Prepare this process for megatron.core, before anything imports it; returns the names of those in force.
 
-    `exact`: for numerics.mode exact, whose layers are plain torch's on a GPU too."""
+    `exact`: for numerics.mode exact, whose layers are plain torch's on a GPU too; `deep_ep`: for a flex dispatcher."""
     from slimx.adapters.megatron import cpu as megatron_cpu
+    from slimx.adapters.megatron import deep_ep as megatron_deep_ep
 
     adapters = megatron_cpu.install()
+    if not adapters:  # a trainer on a GPU
+        adapters += megatron_deep_ep.install(needed=deep_ep)
     from slimx.adapters.megatron import layers as megatron_layers
 
     adapters += megatron_cpu.install_megatron()

@@ -17,6 +17,7 @@ import sys
 from slimx.engines.server.keys import Keys
 from slimx.runtime.allocator import drop_expandable_segments
 from slimx.runtime.process import end_with_parent
+from slimx.runtime.toolkit import set_cuda_home
 
 CPU_VARIABLES = {
     # SGLang's own: its modules ask for the device while they are imported, before arguments are parsed.
@@ -41,6 +42,8 @@ def prepare(arguments: list[str]) -> None:
     drop_expandable_segments(os.environ)
     if ("--device", "cpu") in zip(arguments, arguments[1:], strict=False) or "--device=cpu" in arguments:
         os.environ.update(CPU_VARIABLES)
+    else:
+        set_cuda_home(os.environ)
 
 
 def prepare_imports() -> None:

@@ -52,6 +52,7 @@ def describe(report: PlanReport) -> list[str]:
     lines += [f"engines     {_engines(group)}" for group in report.engines]
     lines += [f"frozen      {_engines(group)}" for group in report.frozen]
     lines += _places(report.rank_map)
+    lines += [f"kernels     {sentence}" for sentence in report.kernels]
     lines += _batch(report.batch)
     lines += _memory(report)
     if (figures := report.publication) is None:

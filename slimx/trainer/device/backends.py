@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 
-_PACKAGES = ("transformer_engine", "flash_attn", "deep_ep", "fla", "fused_weight_gradient_mlp_cuda")
-"""deep_ep holds both flex backends, fla is flash-linear-attention, the last one apex's extension."""
+_MODULES = ("transformer_engine", "deep_ep", "fla", "fused_weight_gradient_mlp_cuda")
+"""fla is flash-linear-attention, the last one apex's extension."""
+FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
+"""Distributions by whose metadata Transformer Engine 2.20 finds FlashAttention. The module flash_attn says nothing:
+flash-attn-4, which SGLang installs, brings a part of it."""
+HYBRID = "HybridEPBuffer"
+"""The class of DeepEP's branch hybrid-ep, which sgl-deep-ep 0.1.2 lacks on every architecture."""
 
 Attention = Literal["auto", "flash", "fused", "unfused"]
 
@@ -28,13 +35,26 @@ class Backends:
     """The layers are Transformer Engine's; else plain torch's of the same shape."""
     gradient_accumulation_fusion: bool
     """The weight gradient's matrix product adds into the fp32 gradient itself."""
+    permute_fusion: bool
+    """Tokens are ordered by expert in Transformer Engine's kernels."""
     reasons: tuple[str, ...]
     """One sentence per choice, for the log."""
 
 
 def installed() -> frozenset[str]:
-    """Names of installed packages that change a choice; none is imported."""
-    return frozenset(name for name in _PACKAGES if importlib.util.find_spec(name) is not None)
+    """Names of installed packages that change a choice: modules, distributions of FlashAttention, and `HYBRID`. None is
+    imported."""
+    found = {name for name in _MODULES if importlib.util.find_spec(name) is not None}
+    if "deep_ep" in found:
+        origin = importlib.util.find_spec("deep_ep").origin
+        found |= {HYBRID} if origin is not None and HYBRID in Path(origin).read_text() else set()
+    for name in FLASH:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+    return frozenset(found)
 
 
 def choose_backends(
@@ -56,13 +76,16 @@ def choose_backends(
         _check_flex(trainer, device, packages)
     else:
         why_dispatcher = "moe.dispatcher alltoall: as configured"
-    reasons = (why_attention, *([_delta_rule(device, packages)] if delta_nets else []), why_dispatcher, why_fusion)
+    permute, why_permute = _permute_fusion(device, packages)
+    delta_rule = [_delta_rule(device, packages)] if delta_nets else []
+    reasons = (why_attention, *delta_rule, why_dispatcher, why_fusion, why_permute)
     return Backends(
         attention=attention,
         dispatcher=dispatcher,
         flex_backend=trainer.moe.flex_backend,
         transformer_engine=has_engine(device, packages),
         gradient_accumulation_fusion=fusion,
+        permute_fusion=permute,
         reasons=reasons,
     )
 
@@ -89,13 +112,16 @@ def _attention(asked: Attention, device: str, packages: Collection[str]) -> tupl
             code="trainer.not_installed" if device == "cuda" else "trainer.no_cuda",
             about="trainer.attention",
         )
-    if asked == "flash" and "flash_attn" not in packages:
-        raise SlimxError(
-            "trainer.attention=flash needs the package flash_attn, which is not installed; install it, or set "
-            "trainer.attention=fused or auto",
-            code="trainer.not_installed",
-            about="trainer.attention",
-        )
+    if asked == "flash":
+        flash = [name for name in FLASH if name in packages]
+        if not flash:
+            raise SlimxError(
+                f"trainer.attention=flash needs one of the packages {', '.join(FLASH)}, and none is installed; install "
+                "one, or set trainer.attention=fused or auto",
+                code="trainer.not_installed",
+                about="trainer.attention",
+            )
+        return asked, f"attention flash: as configured ({', '.join(flash)})"
     return asked, f"attention {asked}: as configured"
 
 
@@ -116,6 +142,16 @@ def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
     return False, f"{name} off: NVIDIA's apex (fused_weight_gradient_mlp_cuda) is not installed"
 
 
+def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
+    """The unfused order of tokens is found by `masked_select`, for which the host waits in every MoE layer."""
+    name = "permutation of tokens"
+    if device != "cuda":
+        return False, f"{name} unfused: there is no CUDA"
+    if has_engine(device, packages):
+        return True, f"{name} fused: Transformer Engine's kernels"
+    return False, f"{name} unfused: Transformer Engine is not installed, or numerics.mode is exact"
+
+
 def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> None:
     asked = f"trainer.moe.dispatcher=flex ({trainer.moe.flex_backend})"
     if device != "cuda":
@@ -124,10 +160,12 @@ def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> Non
             code="trainer.no_cuda",
             about="trainer.moe.dispatcher",
         )
-    if "deep_ep" not in packages:
+    needed, missing = "deep_ep", "the package deep_ep, which is not installed"
+    if trainer.moe.flex_backend == "hybridep":
+        needed, missing = HYBRID, f"{HYBRID} of DeepEP's branch hybrid-ep, which the deep_ep that is installed lacks"
+    if needed not in packages:
         raise SlimxError(
-            f"{asked} needs the package deep_ep, which is not installed; install it or set "
-            "trainer.moe.dispatcher=alltoall",
+            f"{asked} needs {missing}; install it or set trainer.moe.dispatcher=alltoall",
             code="trainer.not_installed",
             about="trainer.moe.dispatcher",
         )

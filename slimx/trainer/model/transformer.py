@@ -142,6 +142,7 @@ def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
         and spec.gpt["position_embedding_type"] != "yarn",
         # Compiled by torch, so that it needs a compiler on the machine: not where the layers are plain torch.
         "bias_activation_fusion": engine,
+        "moe_permute_fusion": backends.permute_fusion and spec.experts > 0,
     }
 
 

@@ -17,6 +17,7 @@ from slimx.environments.sandbox import Sandbox
 from slimx.errors import SlimxError
 from slimx.numerics.exact.forward import kernel as exact_kernel
 from slimx.reshard.kernels import cpu as kernel
+from slimx.trainer.device import backends
 from tests.refusals import numbers
 
 
@@ -71,6 +72,34 @@ def test_a_machine_without_a_sandbox_may_run_what_needs_none(monkeypatch):
 
 def test_stand_ins_are_those_of_the_adapter():
     assert set(doctor.STAND_INS) == set(sglang_absent.PACKAGES)
+
+
+def test_distributions_of_flash_attention_are_those_that_trainers_look_for():
+    assert doctor.FLASH == backends.FLASH
+
+
+def test_a_gpu_machine_without_compilers_misses_them_and_only_flash_attn_4_is_told(tmp_path, monkeypatch):
+    """What `make venv` leaves on a bare machine: no toolkit, no Python.h, and a deep_ep that asserts one."""
+    package = tmp_path / "deep_ep"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os\nassert os.environ.get('CUDA_HOME'), 'no CUDA home'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "_cuda", lambda: True)
+    monkeypatch.setattr(doctor, "cuda_home", lambda environment: None)
+    monkeypatch.setattr(doctor, "python_header", lambda: None)
+    monkeypatch.setattr(doctor, "_version", {"flash-attn-4": "4.0.0b36"}.get)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    bare = {finding.name: finding for finding in doctor.toolchain()}
+    assert {name for name, finding in bare.items() if finding.problem} == {"nvcc", "Python.h", "deep_ep"}
+    assert bare["nvcc"].needed and bare["Python.h"].needed and not bare["deep_ep"].needed
+    assert "no CUDA home" in bare["deep_ep"].text
+    assert bare["FlashAttention"].text == "flash-attn-4 4.0.0b36"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setattr(doctor, "cuda_home", lambda environment: tmp_path)
+    monkeypatch.setattr(doctor, "python_header", lambda: tmp_path / "Python.h")
+    assert not [finding for finding in doctor.toolchain() if finding.problem]
 
 
 def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_note(screen, monkeypatch):

@@ -12,13 +12,16 @@ import pytest
 import yaml
 
 from slimx import cli
+from slimx.commands import plan as plan_command
 from slimx.config import load_config
+from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.preflight.links import rehearsal
 from slimx.preflight.links.model import LinkTrial
 from slimx.preflight.plan import text as plan_text
 from slimx.preflight.plan.report import plan_report
 from slimx.preflight.record import PlanReport
+from slimx.trainer.device.backends import choose_backends
 from tests.refusals import numbers
 from tests.unit.preflight.published_models import DEEPSEEK_V3, QWEN3_30B
 
@@ -182,6 +185,16 @@ def test_the_plan_is_for_gpus_unless_the_run_says_cpu(plan):
         "encoding local" in plan(SHALLOW, engines)[1]
         and "encoding hf" in plan(SHALLOW, engines, "cluster.device=cpu")[1]
     )
+
+
+def test_fusions_that_lack_a_package_are_told_and_stop_no_plan(plan, monkeypatch):
+    monkeypatch.setattr(plan_command, "installed", lambda: {"transformer_engine"})
+    told = json.loads(plan(SHALLOW, *RUN_30B, "--json")[1])["kernels"]
+    expected = choose_backends(Trainer(), device="cuda", packages={"transformer_engine"}).reasons
+    assert tuple(told) == expected and any("apex" in sentence for sentence in told)
+    flex = [*RUN_30B, "trainer.moe.dispatcher=flex"]
+    code, text = plan(SHALLOW, *flex)
+    assert code == 0 and "deep_ep" in next(line for line in text.splitlines() if line.startswith("kernels"))
 
 
 def test_a_run_without_engines_publishes_nothing(plan):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from slimx.config.sections.trainer import Trainer
-from slimx.trainer.device.backends import choose_backends, installed
+from slimx.trainer.device.backends import FLASH as FLASHES
+from slimx.trainer.device.backends import HYBRID, choose_backends, installed
 from tests.refusals import refused
 
-TE, FLASH, DEEP, FLA, APEX = "transformer_engine", "flash_attn", "deep_ep", "fla", "fused_weight_gradient_mlp_cuda"
+TE, FLASH, DEEP, FLA, APEX = "transformer_engine", "flash-attn-4", "deep_ep", "fla", "fused_weight_gradient_mlp_cuda"
 
 
 def trainer(**fields: object) -> Trainer:
@@ -37,9 +38,10 @@ def test_the_attention_is_chosen_with_a_reason(asked, device, packages, chosen, 
     [
         ({"attention": "flash"}, "cpu", {TE, FLASH}, "trainer.no_cuda", "attention=flash"),
         ({"attention": "fused"}, "cuda", {FLASH}, "trainer.not_installed", TE),
-        ({"attention": "flash"}, "cuda", {TE}, "trainer.not_installed", FLASH),
+        ({"attention": "flash"}, "cuda", {TE, "flash_attn"}, "trainer.not_installed", FLASH),
         ({"moe": {"dispatcher": "flex"}}, "cpu", {DEEP}, "trainer.no_cuda", "deepep"),
-        ({"moe": {"dispatcher": "flex", "flex_backend": "hybridep"}}, "cuda", {TE}, "trainer.not_installed", DEEP),
+        ({"moe": {"dispatcher": "flex", "flex_backend": "hybridep"}}, "cuda", {DEEP}, "trainer.not_installed", HYBRID),
+        ({"moe": {"dispatcher": "flex"}}, "cuda", {TE, HYBRID}, "trainer.not_installed", DEEP),
         ({"moe": {"dispatcher": "flex"}, "expert": 1}, "cuda", {DEEP}, "trainer.nothing_to_dispatch", "trainer.expert"),
     ],
 )
@@ -56,7 +58,7 @@ def test_what_cannot_run_is_refused_by_key_and_missing_package(fields, device, p
 def test_gradients_accumulate_in_the_matrix_product_where_apex_is(device, packages, on):
     backends = choose_backends(trainer(), device=device, packages=packages)
     assert backends.gradient_accumulation_fusion is on
-    assert ("on" if on else "off") in backends.reasons[2].split(":")[0]
+    assert ("on" if on else "off") in backends.reasons[2].split(":")[0].split()
 
 
 @pytest.mark.parametrize(
@@ -77,14 +79,43 @@ def test_exact_mode_computes_its_own_layers_where_transformer_engine_is():
 
 def test_a_flex_dispatcher_is_taken_where_its_library_is():
     asked = trainer(moe={"dispatcher": "flex", "flex_backend": "hybridep"})
-    backends = choose_backends(asked, device="cuda", packages={TE, DEEP})
+    backends = choose_backends(asked, device="cuda", packages={TE, DEEP, HYBRID})
     assert (backends.dispatcher, backends.flex_backend) == ("flex", "hybridep")
 
 
 def test_only_packages_that_are_there_count_as_installed():
-    for name in installed():
+    for name in installed() - {*FLASHES, HYBRID}:
         __import__(name)
     assert APEX not in installed()
+
+
+def test_flash_attention_is_found_by_its_distributions_and_hybridep_by_its_class(tmp_path, monkeypatch):
+    """An environment with flash-attn-4's part of the module flash_attn and a deep_ep without HybridEPBuffer."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    package = tmp_path / "deep_ep"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('no CUDA home')\n")
+    assert installed() & {*FLASHES, "flash_attn", DEEP, HYBRID} == {DEEP}
+    information = tmp_path / "flash_attn_4-4.0.0b36.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.4\nName: flash-attn-4\nVersion: 4.0.0b36\n")
+    (package / "__init__.py").write_text("from .hybrid_ep_buffer import HybridEPBuffer\n")
+    assert installed() & {*FLASHES, "flash_attn", DEEP, HYBRID} == {FLASH, DEEP, HYBRID}
+
+
+@pytest.mark.parametrize(
+    ("device", "packages", "exact", "on"),
+    [
+        ("cuda", {TE}, False, True),
+        ("cuda", {TE}, True, False),
+        ("cuda", {APEX}, False, False),
+        ("cpu", {TE}, False, False),
+    ],
+)
+def test_tokens_are_permuted_by_transformer_engine_in_fast_mode(device, packages, exact, on):
+    backends = choose_backends(trainer(), device=device, packages=packages, exact=exact)
+    assert backends.permute_fusion is on
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from slimx.config.sections.trainer import NOT_PASSED
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
-from slimx.trainer.device.backends import choose_backends
+from slimx.trainer.device.backends import HYBRID, choose_backends
 from slimx.trainer.model.weights import Weights
 from tests.checkpoint_stand import QWEN3_MOE
 from tests.refusals import refused
@@ -92,7 +92,7 @@ def test_packed_microbatches_are_padded_for_the_dispatcher_that_wants_them_of_on
             "rollout": {"prompts": "p", "engines": [{}]},
         }
     )
-    backends = choose_backends(config.trainer, device="cuda", packages={"deep_ep"})
+    backends = choose_backends(config.trainer, device="cuda", packages={"deep_ep", HYBRID})
     transformer = transformer_config(spec, config, backends, cpu=False)
     assert transformer.moe_hybridep_pad_uneven_dispatch_inputs is padded
 
