@@ -52,6 +52,7 @@ class SharedFixtures(LoadFileScheduling):
             "test_engine_groups.py",
             "test_examples.py",
             "test_interruption.py",
+            "test_served_teacher.py",
         },
     )
 

@@ -36,6 +36,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class OptimizerRank(Rank):
+    @property
+    def kinds(self) -> dict[str, dict[str, Any]]:
+        """Those of `KINDS` that the job asks for."""
+        return {kind: KINDS[kind] for kind in self.job["kinds"]}
+
     def config(self, *, dtype: str = "float32", optimizer: dict[str, Any] | None = None, **trainer: Any) -> Config:
         trainer.pop("algorithm", None)
         base = super().config(algorithm="sft", optimizer={**OPTIMIZER, **(optimizer or {})}, **trainer)
@@ -185,7 +190,7 @@ class OptimizerRank(Rank):
     # State that leaves the device -------------------------------------------------------------------------------------
 
     def host_moments(self) -> None:
-        for kind, options in KINDS.items():
+        for kind, options in self.kinds.items():
             plain = self.built(**options)
             self.steps(plain)
             for share in (0.5, 1.0):
@@ -205,7 +210,7 @@ class OptimizerRank(Rank):
 
     def saved_before_a_step(self) -> None:
         """As after a first step that was skipped: Adam has made no moments yet."""
-        for kind, options in KINDS.items():
+        for kind, options in self.kinds.items():
             trainer, path = self.built(**options), self.out / f"unstepped_{kind}"
             self.save(trainer, path)
             fresh = self.built(**options)
@@ -222,7 +227,7 @@ class OptimizerRank(Rank):
     def offloaded(self) -> None:
         import torch
 
-        for kind, options in KINDS.items():
+        for kind, options in self.kinds.items():
             straight, cycled = self.built(**options), self.built(**options)
             self.steps(straight)
             self.steps(cycled, 1)

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.integration
 LAYOUTS = {
     "single": {"world_size": 1},
     "PP2": {"world_size": 2, "pipeline": 2},
+    "TP2xEP2": {"world_size": 2, "tensor": 2, "expert": 2, "expert_tensor": 1},
     "EP2xTP2": {"world_size": 4, "tensor": 2, "expert": 2},
     "DP2": {"world_size": 2},
     "TP2": {"world_size": 2, "tensor": 2},
@@ -36,12 +37,13 @@ LAYOUTS = {
 SIZES = {
     "single": Sizes(),
     "PP2": Sizes(pipeline=2),
+    "TP2xEP2": Sizes(tensor=2, expert=2),
     "EP2xTP2": Sizes(tensor=2, data=2, expert=2, expert_tensor=2),
     "DP2": Sizes(data=2),
     "TP2": Sizes(tensor=2, expert_tensor=2),
     "CP2xPP2": Sizes(context=2, pipeline=2),
 }
-QUICK = ("single", "EP2xTP2")
+QUICK = ("single", "TP2xEP2")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 SEVERAL = ALL[1:]
 

@@ -38,6 +38,7 @@ FOUR: list[dict[str, Any]] = [
 SPOILT = ["weights", "rms_norm", "linear", "silu_and_mul", "attention", "attention order"]
 
 
+@pytest.mark.slow  # test_run_deepseek has a whole run of two engine ranks in exact mode
 def test_quickstart_runs_in_exact_mode_without_any_gap(tiny_model: Path, task_of_sums: Path, tmp_path: Path) -> None:
     config = write_config(
         tmp_path,

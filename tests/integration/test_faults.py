@@ -76,7 +76,7 @@ class Stand:
         while True:
             seed += 1000
             self.completions.append(await self.client.generate(GenerationRequest(PROMPT, SAMPLING, seed)))
-            await asyncio.sleep(0.05)  # the servers that start meanwhile need the cores too
+            await asyncio.sleep(0.5)  # the servers that start meanwhile need the cores too
 
 
 async def process_of(engine: EngineHandle) -> int:

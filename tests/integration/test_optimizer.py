@@ -26,15 +26,30 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name == "TP2xPP2" else []) for name in LAYOUTS]
 SEVERAL = NAMES[1:]
+QUICK = {"single": "float32", "EP2": "bfloat16", "PP2xVPP2": "bfloat16_undistributed"}
+"""Layout -> the kind of optimizer whose state leaves and comes back there in `make test`."""
 FREEZING = {"single": {"recompute": {"granularity": "full"}}, "PP2xVPP2": {"recompute": {"granularity": "selective"}}}
 """Recomputed layers get no gradient if their input, a frozen embedding's output, needs none."""
+
+
+def each_kind() -> pytest.MarkDecorator:
+    """Every kind of optimizer in every layout."""
+    return pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            pytest.param(name, kind, marks=[] if QUICK.get(name) == kind else [pytest.mark.slow])
+            for name in LAYOUTS
+            for kind in KINDS
+        ],
+    )
 
 
 class Laboratory:
     """Runs each layout once, when it is first asked for."""
 
-    def __init__(self, directory: Path, model: Path):
-        self.directory, self.model = directory, model
+    def __init__(self, directory: Path, model: Path, kinds: set[tuple[str, str]]):
+        """`kinds`: the layouts and kinds of optimizers that will be asked for."""
+        self.directory, self.model, self.kinds = directory, model, kinds
         self._done: dict[str, list[dict[str, Any]] | AssertionError] = {}
 
     def __getitem__(self, name: str) -> list[dict[str, Any]]:
@@ -59,6 +74,7 @@ class Laboratory:
             "model": str(self.model),
             "layout": LAYOUTS[name],
             "freezing": FREEZING.get(name, {}),
+            "kinds": [kind for kind in KINDS if (name, kind) in self.kinds],
             "out": str(out),
             "init_method": f"tcp://127.0.0.1:{free_port()}",
         }
@@ -69,7 +85,9 @@ class Laboratory:
 
 
 @pytest.fixture(scope="module")
-def laboratory(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+def laboratory(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Laboratory:
     """On a model of four layers, so that pipeline stages can be interleaved and half of it be frozen."""
     directory = tmp_path_factory.mktemp("optimizer")
     config = json.loads((tiny_model / "config.json").read_text()) | {"num_hidden_layers": 4}
@@ -78,7 +96,11 @@ def laboratory(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> La
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).to(torch.float32)
     model.save_pretrained(directory / "model")
     (directory / "model" / "config.json").write_text(json.dumps(config))
-    return Laboratory(directory, directory / "model")
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    kinds = {
+        (each.params["name"], each.params["kind"]) for each in asked if each and {"name", "kind"} <= {*each.params}
+    }
+    return Laboratory(directory, directory / "model", kinds)
 
 
 # Frozen parameters ----------------------------------------------------------------------------------------------------
@@ -164,29 +186,25 @@ def test_weights_of_a_bf16_model_are_the_main_weights_rounded_and_these_hold_mor
 # State on the host ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind()
 def test_moments_on_the_host_give_the_same_bits(laboratory, name, kind):
     for said in laboratory[name]:
         assert said[f"host_moments_{kind}_0.5"] and said[f"host_moments_{kind}_1.0"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind()
 def test_a_checkpoint_of_moments_on_the_host_continues_with_another_share_there(laboratory, name, kind):
     for said in laboratory[name]:
         assert said[f"host_moments_{kind}_restored"] and said[f"host_moments_{kind}_went_on"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind()
 def test_a_checkpoint_before_the_first_step_neither_fails_nor_changes_the_run(laboratory, name, kind):
     for said in laboratory[name]:
         assert said[f"unstepped_{kind}"] == [True, True]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind()
 def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory, name, kind):
     for said in laboratory[name]:
         found = said[f"offloaded_{kind}"]
@@ -197,7 +215,6 @@ def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory,
         assert found["kept"] and found["published"] and found["same"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind()
 def test_training_goes_on_after_offloading_as_if_nothing_had_been(laboratory, name, kind):
     assert all(said[f"offloaded_{kind}"]["trained"] for said in laboratory[name])

@@ -1,8 +1,9 @@
-"""On-policy distillation in a whole run whose teacher a real server serves, and the same rollouts scored by the same
-teacher in a trainer."""
+"""On-policy distillation in a whole run whose teacher is on a server that runs already, and the same rollouts scored by
+the same teacher in a trainer."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from slimx.data.codec import save_groups
 from slimx.data.step_files import DIRECTORY, read_step, step_files
+from slimx.engines.server.engine import Engine
 from slimx.runtime.ports import free_port
-from tests.integration.conftest import Weights, perturbed
+from tests.integration.conftest import Weights, perturbed, publish
 from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, steps, write_config
 from tests.integration.trainer_oracle import write_model
@@ -22,9 +24,18 @@ STEPS = 3
 
 
 def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
-    tiny_model: Path, tiny_weights: Weights, task_of_sums: Path, tmp_path: Path
+    engine: Engine,
+    tiny_model: Path,
+    tiny_weights: Weights,
+    task_of_sums: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    teacher = write_model(tmp_path / "teacher", tiny_model, perturbed(tiny_weights, seed=3, scale=0.1))
+    wise = perturbed(tiny_weights, seed=3, scale=0.1)
+    teacher = write_model(tmp_path / "teacher", tiny_model, wise)
+    asyncio.run(publish(engine, wise, 1))
+    monkeypatch.setenv("TEACHER_KEY", engine.spec.keys.api_key)
+    monkeypatch.setenv("TEACHER_ADMIN_KEY", engine.spec.keys.admin_api_key)
     config = write_config(
         tmp_path,
         tiny_model,
@@ -33,7 +44,13 @@ def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
             "sampling": {"max_new_tokens": 8},
             "engines": [
                 {"name": "actor", "max_total_tokens": 8192},
-                {"name": "wise", "frozen": True, "model": str(teacher), "max_total_tokens": 8192},
+                {
+                    "name": "wise",
+                    "frozen": True,
+                    "urls": [engine.spec.url],
+                    "api_key_env": "TEACHER_KEY",
+                    "admin_api_key_env": "TEACHER_ADMIN_KEY",
+                },
             ],
         },
         reward={"function": None},

@@ -47,7 +47,8 @@ SIZES = {
 }
 RESTORES = {"TP2": ["DP2"], "EP2": ["DP2"], "EP2xTP2": ["EP2"]}
 """Layout -> whose checkpoints it loads."""
-SEVERAL = [name for name in LAYOUTS if name != "single"]
+ALL = [pytest.param(name, marks=[pytest.mark.slow] if SIZES[name].world > 2 else []) for name in LAYOUTS]
+SEVERAL = ALL[1:]
 
 
 class Layout:
@@ -151,7 +152,7 @@ def laboratory(
 # One rank against transformers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_logprobs_are_those_of_transformers(laboratory, oracles, name):
     found = laboratory[name].logprobs()
     wanted = [trajectory.token_ids for trajectory in demonstrations(0)]
@@ -244,7 +245,7 @@ def test_a_grpo_step_of_one_rank_is_the_formula_over_transformers_logprobs(labor
 # Layouts against one rank ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_ranks_stand_where_megatron_put_them(laboratory, name):
     layout = laboratory[name]
     places = [asdict(coordinates(rank, layout.sizes)) for rank in range(layout.sizes.world)]
@@ -281,7 +282,7 @@ def test_a_grpo_step_on_saved_rollouts_is_that_of_one_rank(laboratory, name):
     assert worst <= 1e-5, tensor
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_positions_with_other_experts_than_the_engines_are_counted_exactly(laboratory, groups, name):
     """Of the measured tokens, whose gaps all exceed 1e-5: differing here, explained by here or earlier, unexplained."""
     here = explained = measured = 0
@@ -297,7 +298,7 @@ def test_positions_with_other_experts_than_the_engines_are_counted_exactly(labor
     assert [found[count] for count in counts] == [here, explained, measured - explained, measured]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_measuring_the_gap_without_training_gives_what_the_step_then_reports(laboratory, name):
     measured, step = laboratory[name].last["gap"], laboratory[name].last["grpo_step"]
     assert measured == {key: step[key] for key in step if key.startswith(("gap/", "routes/"))}
@@ -306,7 +307,7 @@ def test_measuring_the_gap_without_training_gives_what_the_step_then_reports(lab
     assert laboratory[name].last["mismatch"] == measured | mismatch and len(mismatch) == 5
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_rank_of_the_last_stage_knows_the_metrics_of_the_whole_batch(laboratory, name):
     layout = laboratory[name]
     for rank, said in enumerate(layout.ranks):
@@ -319,7 +320,7 @@ def test_every_rank_of_the_last_stage_knows_the_metrics_of_the_whole_batch(labor
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_restored_trainer_repeats_the_same_steps_bit_for_bit(laboratory, name):
     for said in laboratory[name].ranks:
         assert said["after_restore"] == said["after_save"]
@@ -329,7 +330,7 @@ def test_a_restored_trainer_repeats_the_same_steps_bit_for_bit(laboratory, name)
     assert first["loss/sft"] != laboratory[name].last["steps"][-1]["loss/sft"]
 
 
-@pytest.mark.parametrize(("name", "other"), [("TP2", "DP2"), ("EP2xTP2", "EP2")])
+@pytest.mark.parametrize(("name", "other"), [("TP2", "DP2"), pytest.param("EP2xTP2", "EP2", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_another_layout_continues_with_the_same_losses(laboratory, name, other):
     """The first loss shows the weights, the second one the optimizer's state too."""
     found = laboratory[name].last[f"after_restore_of_{other}"]
@@ -348,7 +349,7 @@ def test_optimizer_state_that_cannot_move_to_expert_parallel_ranks_is_refused_wi
         assert told[:2] == ["checkpoint.load", str(laboratory[other].directory / "checkpoint")]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_truncated_file_of_a_checkpoint_is_refused_on_every_rank_with_the_directory(laboratory, name):
     directory = laboratory[name].directory / "damaged"
     for rank, said in enumerate(laboratory[name].ranks):

@@ -148,7 +148,9 @@ class Engines(Section):
     def _external(self, where: str) -> None:
         """Refuse addresses that are none, and keys that cannot reach a server which runs already."""
         idle = ("count", "model", "nodes", "max_total_tokens", "threads", "sglang")
-        if given := [key for key in idle if key in self.model_fields_set]:
+        # Ranks, and a run's own config.yaml, have the defaults written out.
+        default = type(self)()
+        if given := [key for key in idle if getattr(self, key) != getattr(default, key)]:
             raise Refusal(
                 f"{where} has urls, servers that run already, so that its {given[0]} would do nothing; remove it",
                 code="engines.urls_idle_key",

@@ -52,6 +52,12 @@ def asked(config: Config, device: str, **facts: Any) -> list[str]:
     return [problem.code for problem in broken(rules_in(serving), config.sections | {"device": device} | facts)]
 
 
+def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> None:
+    """They get it with every default written out."""
+    config = config_of(**{"rollout.engines": [{"urls": [URL]}], "publish.transport": "disk"})
+    assert Config.model_validate(config.model_dump(mode="json")) == config
+
+
 # Refusals -----------------------------------------------------------------------------------------------------------
 
 
