@@ -23,6 +23,7 @@ import psutil
 import slimx
 from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import meeting as sglang_meeting
+from slimx.adapters.sglang import seeds as sglang_seeds
 from slimx.adapters.sglang import trace as sglang_trace
 from slimx.adapters.sglang.exact import numerics as sglang_numerics
 from slimx.adapters.sglang.weights.receiver import receiver_of
@@ -74,6 +75,7 @@ def register() -> None:
         HookRegistry.register(START_METHOD, fork_from_here, HookType.AFTER)
     if SCHEDULER in sys.modules or forks:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
+        HookRegistry.register(sglang_seeds.ADJUST, sglang_seeds.carry, HookType.AFTER)
         HookRegistry.register(sglang_meeting.CREATE, sglang_meeting.at_one_address, HookType.REPLACE)
         if is_cpu():
             sglang_cpu.register_hooks(HookRegistry, HookType, experts=leaves is None)

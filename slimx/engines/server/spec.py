@@ -164,12 +164,18 @@ def check_keyless(args: dict[str, Any]) -> None:
 
 
 def policy_args(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments without which the policy could not be published to a server, nor its rollouts be trained on."""
+    """Arguments without which the policy could not be published to a server, nor its rollouts be trained on.
+
+    In deterministic inference SGLang samples by the request's seed, and computes each token alike in any batch. That is
+    what exact mode promises, and the only form in which SGLang's CPU path takes seeds. In fast mode on a GPU it would
+    cost tuned kernels and the custom all-reduce: there the plugin carries the seeds (slimx.adapters.sglang.seeds), to
+    the one sampler that takes them.
+    """
+    deterministic = spec.exact_leaves is not None or spec.device == "cpu"
     return {
         "custom_weight_loader": [RECEIVER],
         "enable_return_routed_experts": spec.routed_experts,
-        # Seeded sampling per request, and log-probs that are log_softmax(logits / temperature).
-        "enable_deterministic_inference": True,
+        **({"enable_deterministic_inference": True} if deterministic else {"sampling_backend": "pytorch"}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -95,6 +96,22 @@ def test_a_publication_arrives_whole(model, receiver, sent, encoding: str, bucke
         assert receiver.verify() == answer
         assert receiver.commit(version=version)["version"] == version
         assert receiver.status()["open"] is None
+
+
+@pytest.mark.parametrize("encoding", ["hf", "local"])
+def test_scales_of_the_kv_cache_get_back_what_sleep_made_undefined(model, receiver, sent, encoding: str) -> None:
+    """The first attention was processed by SGLang before it slept, with a scale from its checkpoint; the other not."""
+    weights = checkpoint(LAYOUT)
+    offered = rank_local(LAYOUT, weights, 1) if encoding == "local" else weights
+    layers = [model.get_submodule(f"model.layers.{k}.self_attn") for k in range(2)]
+    for layer in layers:
+        layer.k_scale, layer.v_scale = (torch.nn.Parameter(torch.tensor(math.nan)) for _ in range(2))
+    layers[0].k_scale_float, layers[0].v_scale_float = 0.25, 1.0
+    receiver.begin(manifest=manifest(encoding=encoding), staging="model")
+    receiver.stage(**sent(offered).argument())
+    assert "error" not in outcome(model)
+    assert [(layer.k_scale.item(), layer.v_scale.item()) for layer in layers] == [(0.25, 1.0), (-1.0, -1.0)]
+    assert receiver.verify()["missing"] == []
 
 
 def test_what_waits_for_its_partner_outlives_its_bucket(model, receiver, sent) -> None:

@@ -20,7 +20,7 @@ from slimx.adapters.sglang import plugin as sglang_plugin
 from slimx.engines.server import control
 from slimx.engines.server.arguments import check_server_args, command_line, server_fields
 from slimx.engines.server.engine import TRANSITIONS, Engine, State
-from slimx.engines.server.spec import EngineSpec, server_argv, server_env
+from slimx.engines.server.spec import EngineSpec, server_args, server_argv, server_env
 from slimx.errors import DeadlineError
 from slimx.layout.ranks import EngineSizes
 from slimx.runtime.process import LOOK_S, SupervisedProcess
@@ -76,9 +76,20 @@ def test_a_cpu_server_gets_the_cpus_flags_and_a_gpu_server_does_not() -> None:
         assert cpu[cpu.index(flag) + 1] == value
     for flag in ("--sleep-on-idle", "--disable-cuda-graph", "--attention-backend", "--disable-radix-cache"):
         assert flag in cpu and flag not in gpu
-    for flag in ("--enable-deterministic-inference", "--enable-return-routed-experts", "--custom-weight-loader"):
+    for flag in ("--enable-return-routed-experts", "--custom-weight-loader"):
         assert flag in cpu and flag in gpu
     assert "--max-total-tokens" not in gpu
+
+
+def test_inference_is_deterministic_in_exact_mode_and_on_the_cpu_and_seeds_are_kept_elsewhere() -> None:
+    fast = replace(CPU, device="cuda", dtype="bfloat16")
+    for spec, deterministic in ((CPU, True), (replace(fast, exact_leaves=1), True), (fast, False)):
+        args = server_args(spec)
+        assert args.get("enable_deterministic_inference", False) is deterministic
+        assert (args.get("sampling_backend") == "pytorch") is not deterministic
+    assert server_args(replace(fast, sglang={"enable_deterministic_inference": True}))["enable_deterministic_inference"]
+    with refused("sglang.taken", about="rollout.engines.sglang.sampling_backend"):
+        server_args(replace(fast, sglang={"sampling_backend": "flashinfer"}))
 
 
 def test_ranks_of_a_cpu_server_are_told_their_cores() -> None:

@@ -22,6 +22,8 @@ from slimx.reshard.kernels.record import PIECE, rectangle
 from slimx.reshard.kernels.sums import sum_rects
 
 Parameters = Mapping[str, torch.Tensor]
+CACHE_SCALES = ("k_scale", "v_scale")
+"""Names of parameters that scale an fp8 KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,19 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters by name, without the scales of an fp8 KV cache: SGLang gives those to every attention of a
     model that has fp8 weights, whether or not its KV cache is fp8, and no checkpoint or trainer has them."""
     parameters = dict(model.named_parameters())
-    return {name: held for name, held in parameters.items() if name.rpartition(".")[2] not in ("k_scale", "v_scale")}
+    return {name: held for name, held in parameters.items() if name.rpartition(".")[2] not in CACHE_SCALES}
+
+
+def restore_cache_scales(model: nn.Module) -> None:
+    """Give the scales of an fp8 KV cache the values that they had before the server slept.
+
+    Its memory comes back undefined, and no publication brings them. SGLang keeps each as a number beside the parameter,
+    once it has processed what it loaded; before that -1 stands for a scale that no checkpoint had.
+    """
+    for module in model.modules():
+        for name in CACHE_SCALES:
+            if isinstance(scale := module._parameters.get(name), nn.Parameter):
+                scale.data.fill_(getattr(module, f"{name}_float", None) or -1.0)
 
 
 def local_layout(model: nn.Module) -> Layout:

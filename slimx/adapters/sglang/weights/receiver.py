@@ -20,7 +20,15 @@ from torch import nn
 
 from slimx.adapters.sglang.weights.buckets import open_bucket
 from slimx.adapters.sglang.weights.layout import hf_layout
-from slimx.adapters.sglang.weights.places import Destination, Layout, held_sums, local_layout, staged_sums, weights_of
+from slimx.adapters.sglang.weights.places import (
+    Destination,
+    Layout,
+    held_sums,
+    local_layout,
+    restore_cache_scales,
+    staged_sums,
+    weights_of,
+)
 from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding, Manifest
 from slimx.reshard.parties import Staging
@@ -168,6 +176,8 @@ class RankReceiver:
                 about=missing[0],
             )
         ready = {name: staged for name, staged in publication.staged.items() if _complete(publication, name)}
+        if self.copied is not publication:
+            restore_cache_scales(self.model)
         # From here the model holds neither the old weights nor the new: nothing else vouches for it any more.
         self.copied, self.version = publication, None
         publication.waiting, publication.verified = 0, False
