@@ -32,6 +32,8 @@ LAYOUTS = {
     "PP2": {"world_size": 2, "pipeline": 2},
     "TP2xPP2": {"world_size": 4, "tensor": 2, "pipeline": 2},
     "TP2xPP2xEP2xETP2": {"world_size": 8, "tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 2},
+    "CP2": {"world_size": 2, "context": 2},
+    "CP2xTP2xPP2": {"world_size": 8, "context": 2, "tensor": 2, "pipeline": 2},
 }
 SIZES = {
     "single": Sizes(),
@@ -39,6 +41,8 @@ SIZES = {
     "PP2": Sizes(pipeline=2),
     "TP2xPP2": Sizes(tensor=2, pipeline=2, expert_tensor=2),
     "TP2xPP2xEP2xETP2": Sizes(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=2),
+    "CP2": Sizes(context=2),
+    "CP2xTP2xPP2": Sizes(context=2, tensor=2, pipeline=2, expert_tensor=2),
 }
 
 
@@ -129,9 +133,10 @@ class Ran:
                     continue
                 end = np.cumsum(arrays[f"lengths.{number}"])
                 for start, stop in zip([0, *end], end, strict=False):
-                    tokens, labels = (arrays[f"{name}.{number}"][start:stop] for name in ("tokens", "labels"))
-                    if tokens.any():  # not the padding
-                        out[(*tokens.tolist(), int(labels[-1]))] = arrays[f"{key}.{number}"][start:stop]
+                    own = np.arange(start, stop)[~arrays[f"padding.{number}"][start:stop]]
+                    if own.size:
+                        tokens, labels = (arrays[f"{name}.{number}"][own] for name in ("tokens", "labels"))
+                        out[(*tokens.tolist(), int(labels[-1]))] = arrays[f"{key}.{number}"][own]
         return out
 
     def logits(self) -> dict[tuple[int, ...], np.ndarray]:

@@ -69,7 +69,13 @@ class Rank:
         batch = group.trajectories
         rows = make_rows(batch, [1.0] * len(batch), loss_weights(batch, "token"))
         sizes = self.parallel.sizes
-        packed = pack(rows, data_size=sizes.data, max_tokens=MAX_TOKENS, multiple_of=sizes.tensor)
+        packed = pack(
+            rows,
+            data_size=sizes.data,
+            max_tokens=MAX_TOKENS,
+            multiple_of=sizes.tensor * sizes.context,
+            sequence_multiple=sizes.sequence_multiple,
+        )
         batches = packed.shards[self.parallel.place.data]
         self.write_forward(trainer, unwrap(trainer.chunks[0]), batches)
         if case["mtp"] and sizes.pipeline == 1:
@@ -97,15 +103,17 @@ class Rank:
 
     def write_forward(self, trainer: Any, model: Any, batches: list[MicroBatch]) -> None:
         arrays, logits = {}, self.recorded_logits(model, model.decoder)
-        with trainer.routing.forward(batches):
-            trainer.pipeline.scores(batches)
+        local = [trainer.context.take(batch) for batch in batches]
+        with trainer.routing.forward(local):
+            trainer.pipeline.scores(local)
         for number, batch in enumerate(batches):
-            arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels")}
+            arrays |= {f"{key}.{number}": getattr(batch, key) for key in ("tokens", "labels", "padding")}
             arrays[f"lengths.{number}"] = np.array(batch.lengths)
         if batches[0].routed_experts is not None:
-            differs = trainer.routing.differing(batches).split([len(batch.tokens) for batch in batches])
+            differs = trainer.routing.differing(local).split([len(batch.tokens) for batch in local])
             arrays |= {f"differs.{number}": values.numpy() for number, values in enumerate(differs)}
-        arrays |= {f"logits.{number}": values.numpy() for number, values in enumerate(logits)}
+        for number, (values, batch) in enumerate(zip(logits, batches, strict=False)):  # only on the last stage
+            arrays[f"logits.{number}"] = trainer.context.whole(values, batch.lengths).numpy()
         np.savez(self.out / f"{self.case}.{self.rank}.npz", **arrays)
 
     def write_prediction(self, trainer: Any, batch: MicroBatch) -> None:

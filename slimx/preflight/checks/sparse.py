@@ -19,15 +19,6 @@ def leaves_the_indexer(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
         )
 
 
-@rule("sparse.context", about="trainer.context")
-def keeps_sequences_whole(trainer: Trainer, spec: ModelSpec) -> Iterator[str]:
-    if trainer.context > 1 and spec.transformer.get("dsa_indexer_topk"):
-        yield (
-            f"trainer.context={trainer.context} cuts sequences, and {spec.path} has sparse attention, which was never "
-            "tried with that; set trainer.context=1"
-        )
-
-
 @rule("sparse.prediction", about="trainer.megatron.mtp_num_layers")
 def predicts_nothing(spec: ModelSpec) -> Iterator[str]:
     if spec.table.mtp_layers and spec.transformer.get("dsa_indexer_topk"):
