@@ -77,6 +77,7 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_a_server_over_two_machines_takes_publications_and_is_lost_with_either(
     tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
