@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from slimx.layout.maps import Cut, Sections
 from slimx.layout.table import Row, Table
-from slimx.models import decoder
+from slimx.models import decoder, engine_rows
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
 NO_ENGINE = "SGLang's layout of its delta nets was never compared with the trainer's"
@@ -284,3 +284,53 @@ def prediction_tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         *(_experts(at, hf) if hf.get("num_experts") else at.dense(hidden, hf["intermediate_size"])),
     )
     return Table(rows, layers=1, experts=hf.get("num_experts") or 0).checkpoint_shapes()
+
+
+def engine_table(hf: dict[str, Any], store: Store) -> Table:
+    """SGLang 0.5.23's layout of a model with experts whose delta net keeps its projections as the checkpoint does."""
+    layers, experts = hf["num_hidden_layers"], hf["num_experts"]
+    at = engine_rows.layer()
+    attending, linear = (engine_rows.layer(layers_of(hf, kind)) for kind in ("full_attention", _DELTA_NET))
+    hidden, shared = hf["hidden_size"], hf["shared_expert_intermediate_size"]
+    rows = (
+        engine_rows.embedding(hf),
+        *(_beside_the_layer(row) for row in engine_rows.attention(attending, attention_of(hf))),
+        *_served(linear, DeltaNet.of(hf), store),
+        *engine_rows.moe(at, hidden, hf["moe_intermediate_size"], experts),
+        *engine_rows.swiglu(at, "mlp.shared_expert", hidden, shared),
+        engine_rows.same(at, "mlp.shared_expert_gate", 1, hidden),
+        *engine_rows.head(hf),
+    )
+    return Table(_plain(rows), layers=layers, experts=experts)
+
+
+def _beside_the_layer(row: Row) -> Row:
+    # SGLang's layer of attention has no module of its own for it.
+    return replace(row, name=row.name.replace("self_attn.", ""))
+
+
+def _served(at: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
+    """The norms around a delta net and the net (`Qwen3GatedDeltaNet`)."""
+    there = "linear_attn."
+    split: dict[str, Any] = {"axis": 0, "group": "attention"}
+    each = [
+        at.row(
+            f"{there}{name}.weight",
+            [(there + name, (rows, net.hidden))],
+            map=Sections(net.keys, (Cut(0, 0, rows // net.keys, rows // net.keys),)),
+            **split,
+        )
+        for name, rows in store(net).sources
+    ]
+    conv = [(there + "conv1d", (2 * net.key + net.value, 1, net.width))]
+    decay, bias = _of_heads(at, there, there, net)
+    return (
+        engine_rows.same(at, "input_layernorm", net.hidden),
+        *each,
+        at.row(there + "conv1d.weight", conv, map=Sections(net.keys, net.mixed), **split),
+        replace(decay, dtype="float32", group="attention"),
+        replace(bias, group="attention"),
+        engine_rows.same(at, there + "norm", net.value_head),
+        engine_rows.same(at, there + "out_proj", net.hidden, net.value, axis=1, group="attention"),
+        engine_rows.same(at, "post_attention_layernorm", net.hidden),
+    )

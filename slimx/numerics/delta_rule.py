@@ -99,6 +99,12 @@ def causal_convolution(
     return out.to(x.dtype)
 
 
+def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dimension, computed in fp32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 class _Chunks:
     """Packed sequences, longest first, as a batch of chunks; a sequence's last one is padded with zeros, which change
     no state."""

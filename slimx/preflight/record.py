@@ -143,6 +143,8 @@ class EngineMemory(Record):
     kv_room: int | None
     kv_tokens: int | None
     """Tokens whose keys and values fit, per copy of the attention."""
+    state_per_request: int
+    """Recurrent states of a request, whatever its length; 0: the model has none."""
     concurrency: int | None
     """Rollouts of the greatest length that one server holds at once."""
     staged: int

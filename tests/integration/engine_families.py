@@ -93,6 +93,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm_type": "per_layer",
         "use_routing_bias": True,
     },
+    "qwen3_next": {key: value for key, value in COMMON.items() if key != "scoring_func"}
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "intermediate_size": 192,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.25,
+        "num_experts": 8,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 
 

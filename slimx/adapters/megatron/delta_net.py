@@ -12,7 +12,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from megatron.core.transformer import TransformerConfig
 
-from slimx.numerics.delta_rule import causal_convolution, gated_delta_rule
+from slimx.numerics.delta_rule import causal_convolution, gated_delta_rule, l2norm
 
 VARIANT = "gated_delta_net"
 """Name in TransformerConfig's `experimental_attention_variant`."""
@@ -47,12 +47,6 @@ def _install_torch() -> None:
     common.HAVE_FLA = True
     common.l2norm = l2norm
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
-
-
-def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """x / sqrt(sum(x^2) + eps) over the last dimension, computed in fp32."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def causal_conv1d(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from slimx.adapters.sglang import delta_net
 from slimx.errors import SlimxError
 from slimx.numerics.norm import rms_scale
 
@@ -152,6 +153,18 @@ GAPS = (
         open=lambda: not hasattr(_native_attention(), "get_cpu_graph_seq_len_fill_value"),
         close=_add_idle_length,
     ),
+    Gap(
+        "delta-net-operators",
+        "operators of sgl_kernel's CPU build; without them the backend of delta nets cannot be imported",
+        open=delta_net.operators_missing,
+        close=delta_net.add_operators,
+    ),
+    Gap(
+        "delta-net-functions",
+        "functions of sgl_kernel's CPU build that the backend of delta nets imports by name",
+        open=delta_net.functions_missing,
+        close=delta_net.add_functions,
+    ),
 )
 
 
@@ -216,6 +229,8 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     registry.register(BATCH_INVARIANT, no_batch_invariant_mode, kinds.REPLACE)
     if experts:
         registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)
+    registry.register(delta_net.GATED_NORM, delta_net.rms_norm_gated, kinds.REPLACE)
+    registry.register(delta_net.SHARED_EXPERT, delta_net.add_gated_expert, kinds.REPLACE)
     registry.register(MINIMAX_SQUARES, sums_of_squares, kinds.REPLACE)
     registry.register(MINIMAX_NORM, normed_by_sums, kinds.REPLACE)
 

@@ -123,6 +123,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         defaults["sleep_on_idle"] = True
         # Nothing is compiled or captured here; whether it generates is asked before it gets its first weights.
         defaults["skip_server_warmup"] = True
+        # Requests whose recurrent states (delta nets) fit: else they get nearly half of the machine's memory.
+        defaults["max_mamba_cache_size"] = 256
     if spec.exact_leaves is not None:
         ours |= {"attention_backend": EXACT_ATTENTION}
         if spec.device == "cuda":
@@ -189,6 +191,8 @@ def server_argv(spec: EngineSpec) -> list[str]:
 def server_env(spec: EngineSpec) -> dict[str, str]:
     """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
     environment = {"HF_HUB_OFFLINE": "1"}
+    if spec.dtype == "float32":
+        environment["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # else inputs of convolutions are kept in bf16
     if is_loopback(spec.host):
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens at the address that the machine's name stands for
     if spec.node is not None:

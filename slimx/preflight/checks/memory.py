@@ -48,9 +48,10 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
                 f"{engine.static_fraction}); raise rollout.engines.tensor, or quantise (publish.quantise)"
             )
         elif engine.concurrency == 0:
+            states = f" beside states of {engine.state_per_request} bytes per request" * (engine.state_per_request > 0)
             yield (
-                f"engine {engine.group} has room for the keys and values of {engine.kv_tokens} tokens, and one rollout "
-                f"may have {rollout.longest}; raise rollout.engines.tensor or max_total_tokens, or lower "
+                f"engine {engine.group} has room for the keys and values of {engine.kv_tokens} tokens{states}, and one "
+                f"rollout may have {rollout.longest}; raise rollout.engines.tensor or max_total_tokens, or lower "
                 "rollout.sampling.max_new_tokens"
             )
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from slimx.config.rule import rule
+from slimx.config.rule import Told, rule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster
@@ -14,6 +14,8 @@ from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.ranks import engine_sizes
+from slimx.models.families import ModelSpec
+from slimx.models.flops import delta_net_layers
 from slimx.runtime.ports import is_own
 
 TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}
@@ -36,6 +38,31 @@ def moves_kv(rollout: Rollout, device: str) -> Iterator[str]:
             yield (
                 f"{group.where} has the role {group.role}, and SGLang moves KV between servers from GPU to GPU only, "
                 "by mooncake or nixl; on the CPU use role=regular"
+            )
+
+
+@rule("engines.recurrent_state", about="rollout.engines.sglang")
+def states_are_one_requests_own(rollout: Rollout, spec: ModelSpec, device: str) -> Iterator[Told]:
+    """Refuse what shares, rolls back or moves the recurrent states of delta nets: none of it was ever compared."""
+    for group in rollout.policy_engines if delta_net_layers(spec.transformer) else ():
+        where = f"rollout.engines.sglang.{{}} of engine {group.name}".format
+        if device == "cuda" and not group.sglang.get("disable_radix_cache"):
+            yield (
+                "rollout.engines.sglang.disable_radix_cache",
+                f"{where('disable_radix_cache')} must be true for {spec.path}: requests would begin from states of "
+                "delta nets that SGLang's prefix cache keeps, which were never compared with their own",
+            )
+        if group.sglang.get("speculative_algorithm"):
+            yield (
+                "rollout.engines.sglang.speculative_algorithm",
+                f"{where('speculative_algorithm')} was never tried with {spec.path}, whose delta nets would have to "
+                "take back states of drafted tokens; leave it out",
+            )
+        if group.role != "regular":
+            yield (
+                "rollout.engines.role",
+                f"{group.where} has the role {group.role}, and servers of {spec.path} would send each other states of "
+                "delta nets, which was never tried; use role=regular",
             )
 
 

@@ -31,17 +31,22 @@ def engine_memory(
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
     weights = engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation)
     per_token = kv_bytes(spec.transformer, sizes, ITEMSIZE[config.numerics.dtype], group.sglang.get("kv_cache_dtype"))
-    fraction = static = room = tokens = concurrency = None
+    state = state_bytes(spec.transformer, sizes, config.numerics.dtype, group.sglang.get("mamba_ssm_dtype"))
+    fraction = static = room = tokens = states = concurrency = None
     if machine.memory is not None:
         fraction = group.sglang.get("mem_fraction_static") or static_fraction(group, sizes, machine.memory)
         static = int(fraction * machine.memory)
         room = max(0, static - weights)
+        if state:
+            states = state_slots(group, sizes, room, state)
+            room = max(0, room - (states + 1) * state)  # SGLang keeps one more for padding
         tokens = room // per_token
     if group.max_total_tokens is not None:
         tokens = group.max_total_tokens if tokens is None else min(tokens, group.max_total_tokens)
     longest = config.rollout.longest
     if tokens is not None:
-        concurrency = sizes.attention_data * (tokens // longest)
+        held = tokens // longest if states is None else min(tokens // longest, states)
+        concurrency = sizes.attention_data * held
         limit = group.sglang.get("max_running_requests")
         concurrency = min(concurrency, limit) if limit else concurrency
     return EngineMemory(
@@ -54,6 +59,7 @@ def engine_memory(
         kv_per_token=per_token,
         kv_room=room,
         kv_tokens=tokens,
+        state_per_request=state,
         concurrency=concurrency,
         staged=staged,
     )
@@ -91,6 +97,30 @@ def kv_bytes(model: dict[str, Any], sizes: EngineSizes, itemsize: int, cache: st
     groups = max(1, model["num_query_groups"] // sizes.attention_tensor)
     attending = model["num_layers"] - delta_net_layers(model)
     return 2 * attending * groups * model["kv_channels"] * itemsize
+
+
+def state_bytes(model: dict[str, Any], sizes: EngineSizes, dtype: str, states: str | None) -> int:
+    """Bytes that one request takes in a rank for its recurrent states, however long it is: in every delta net the
+    inputs that the convolution still sees, in bf16 but for a model in float32, and a matrix of each value head, in
+    `states` (SGLang's mamba_ssm_dtype; None: float32). 0 for a model without delta nets."""
+    layers = delta_net_layers(model)
+    if not layers:
+        return 0
+    key, value = model["linear_key_head_dim"], model["linear_value_head_dim"]
+    heads = model["linear_num_value_heads"]
+    channels = 2 * model["linear_num_key_heads"] * key + heads * value
+    inputs = channels * (model["linear_conv_kernel_dim"] - 1) * ITEMSIZE[dtype]
+    return layers * (inputs + heads * key * value * ITEMSIZE[states or "float32"]) // sizes.attention_tensor
+
+
+def state_slots(group: Engines, sizes: EngineSizes, room: int, state: int) -> int:
+    """Requests whose recurrent states of `state` bytes SGLang 0.5.23 makes room for in `room` bytes of a rank, without
+    a prefix cache (`_handle_max_mamba_cache` in `srt/mem_cache/kv_cache_configurator.py`)."""
+    given = group.sglang.get("max_mamba_cache_size") or group.sglang.get("max_running_requests")
+    if given is not None:
+        return max(1, given // sizes.attention_data)
+    ratio = group.sglang.get("mamba_full_memory_ratio") or 0.9
+    return max(0, int(room * ratio / (1 + ratio)) // state - 1)
 
 
 def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:

@@ -129,10 +129,12 @@ def _memory(report: PlanReport) -> Iterator[str]:
 
 
 def _engine_memory(record: EngineMemory) -> Iterator[str]:
+    states = f", {_size(record.state_per_request)} of states per request" if record.state_per_request else ""
     yield (
         f"  {record.group}: weights {_gib(record.weights)} a rank, {_size(record.kv_per_token)} of KV cache per token"
+        + states
         + (
-            f", {_gib(record.static)} for both (mem_fraction_static {record.static_fraction})"
+            f", {_gib(record.static)} for {'all' if states else 'both'} (mem_fraction_static {record.static_fraction})"
             if record.static is not None
             else ""
         )

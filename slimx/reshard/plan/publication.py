@@ -179,6 +179,8 @@ def _padded_on_cpu(config: Config, spec: ModelSpec) -> str | None:
             f"not divide {model['num_query_groups']} query groups, which SGLang pads on the CPU"
         )
     inner = {"an expert": model["moe_ffn_hidden_size"]} if spec.experts else {}
+    if shared := model.get("moe_shared_expert_intermediate_size"):
+        inner["a shared expert"] = shared
     if len(spec.moe_layers) < model["num_layers"]:
         inner["a dense MLP"] = model["ffn_hidden_size"]
     for what, columns in inner.items():

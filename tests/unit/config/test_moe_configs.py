@@ -16,6 +16,7 @@ FILES = sorted(file for file in (ROOT / "configs/moe").glob("*.yaml") if not fil
 PARAMETERS = {  # billions, as published, without layers of multi-token prediction
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-235B-A22B": 235,
+    "Qwen3-Next-80B-A3B-Instruct": 79.7,
     "DeepSeek-V3": 671,
     "DeepSeek-V3.2": 671.9,
     "Kimi-K2-Instruct": 1026,

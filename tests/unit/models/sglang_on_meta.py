@@ -1,9 +1,11 @@
 """Builds models of SGLang on the meta device, as it would for CUDA, and prints their parameters as JSON.
 
-    python -m tests.unit.models.sglang_on_meta MODEL...
+    python -m tests.unit.models.sglang_on_meta MODEL[,TENSOR,EXPERT,RANK]...
 
-Per model directory one object of parameters: {name: [shape, dtype]}, and under "uncovered" what slimx's account of the
-loaded model does not explain. No GPU is needed: SGLang asks for its generation and is told Hopper's.
+Per model directory one object of parameters on rank RANK (0) of an engine of TENSOR ranks with EXPERT groups of experts
+(1): {name: [shape, dtype]}. What slimx's account of the loaded model says of them: "places" {tensor: shape}, "held"
+[parameter, tensor, and the rectangle's row, col, rows, cols, local_row, local_col], "uncovered" what it does not
+explain. No GPU is needed: SGLang asks for its generation and is told Hopper's. Nor is another rank: none is asked.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ import sys
 from typing import Any
 
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slimx.adapters.sglang import absent
-from slimx.runtime.ports import free_port
 
 
-def built(path: str) -> torch.nn.Module:
-    """The model of the checkpoint in `path`, one rank, in bf16."""
+def built(path: str, tensor: int, expert: int, rank: int) -> torch.nn.Module:
+    """The model of the checkpoint in `path` on one rank, in bf16."""
     from sglang.srt import runtime_context as context
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.attention.dsa import dsa_indexer
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.utils import resolve_shared_experts_config
+    from sglang.srt.models import qwen3_next
     from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
     from sglang.srt.models.glm4_moe import GlmMoeDsaForCausalLM
     from sglang.srt.server_args import ServerArgs
@@ -37,22 +39,54 @@ def built(path: str) -> torch.nn.Module:
         skip_tokenizer_init=True,
         attention_backend="torch_native",
         disable_shared_experts_fusion=True,
+        disable_radix_cache=True,
+        mamba_radix_cache_strategy="no_buffer",
+        tp_size=tensor,
+        ep_size=expert,
     )
-    context.publish(arguments, role="scheduler", ranks=context.SpawnRanks(world_rank=0))
-    if not torch.distributed.is_initialized():
-        address = f"tcp://127.0.0.1:{free_port()}"
-        parallel_state.init_distributed_environment(
-            world_size=1, rank=0, local_rank=0, distributed_init_method=address, backend="gloo"
-        )
-        parallel_state.initialize_model_parallel(backend="gloo")
+    part()
+    context.publish(arguments, role="scheduler", ranks=context.SpawnRanks(world_rank=rank))
+    meet(tensor, rank)
     initialize_dp_attention(arguments)
     # It then holds the two projections of an indexer in one tensor, as on CUDA.
     dsa_indexer._is_cuda, dsa_indexer.resolve_num_sms = True, lambda: 132
+    # Nor does it read the heads of a delta net as its CPU path pads them.
+    qwen3_next._is_cpu = False
     hf = ModelConfig.from_server_args(arguments).hf_config
-    kind = {kind.__name__: kind for kind in (DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM)}[hf.architectures[0]]
+    kinds = DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, qwen3_next.Qwen3NextForCausalLM
+    kind = {kind.__name__: kind for kind in kinds}[hf.architectures[0]]
     shared = resolve_shared_experts_config(kind, hf, None)
     with torch.device("meta"), context.get_model().override(shared_experts=shared):
         return kind(config=hf)
+
+
+def part() -> None:
+    """Forget the model before: its arguments and its process groups."""
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    runtime_context.reset_context()
+
+
+def meet(world: int, rank: int) -> None:
+    """Make the process groups of `world` ranks, of which this is the only one."""
+    from sglang.srt.distributed import parallel_state
+
+    def alone(*args: Any, make: Any = parallel_state.GroupCoordinator, **how: Any) -> Any:
+        channels = "use_pynccl", "use_custom_allreduce", "use_message_queue_broadcaster"
+        return make(*args, **how | dict.fromkeys(channels, False))
+
+    torch.distributed.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world)
+    new_group, coordinator = torch.distributed.new_group, parallel_state.GroupCoordinator
+    torch.distributed.new_group = lambda ranks=None, **_: new_group(ranks, backend="fake")
+    parallel_state.GroupCoordinator = alone
+    try:
+        parallel_state.init_distributed_environment(world_size=world, rank=rank, local_rank=rank, backend="fake")
+        parallel_state.initialize_model_parallel(backend="fake")
+    finally:
+        torch.distributed.new_group, parallel_state.GroupCoordinator = new_group, coordinator
 
 
 def described(model: torch.nn.Module) -> dict[str, Any]:
@@ -67,6 +101,12 @@ def described(model: torch.nn.Module) -> dict[str, Any]:
         "parameters": found,
         "uncovered": layout.uncovered,
         "places": {name: list(place.shape) for name, place in layout.places.items()},
+        "held": sorted(
+            [held.parameter, name, r.row, r.col, r.rows, r.cols, r.local_row, r.local_col]
+            for name, place in layout.places.items()
+            for held in place.held
+            for r in held.rects
+        ),
     }
 
 
@@ -74,8 +114,14 @@ def main() -> None:
     absent.install()
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     torch.cuda.get_device_capability = lambda *_: (9, 0)
+    # Norms with a gate ask where they are built.
+    torch.cuda.current_device = lambda: "meta"
     torch.set_default_dtype(torch.bfloat16)
-    print(json.dumps([described(built(path)) for path in sys.argv[1:]]))
+    out = []
+    for each in sys.argv[1:]:
+        path, *sizes = each.split(",")
+        out.append(described(built(path, *map(int, sizes or (1, 1, 0)))))
+    print(json.dumps(out))
 
 
 if __name__ == "__main__":

@@ -4,63 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slimx.config.schema import Config
+from slimx.layout.engine import EngineLayout
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.parts import check_coverage
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec, qwen3_5, qwen3_5_moe, qwen3_next, read_model
 from slimx.preflight.checks.exact import covers_model
 from slimx.preflight.checks.layout import check_layout
-from slimx.preflight.memory.engine import kv_bytes
+from slimx.preflight.checks.serving import states_are_one_requests_own
+from slimx.preflight.hardware import Machine
+from slimx.preflight.memory.engine import engine_memory, kv_bytes, state_bytes
+from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
 
-NEXT: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_next",
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "output_router_logits": False,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000000,
-    "router_aux_loss_coef": 0.001,
-    "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-"""Sizes in the config.json of the published Qwen3-Next-80B-A3B-Instruct."""
+ROOT = Path(__file__).parents[3]
+NEXT: dict[str, Any] = json.loads((ROOT / "configs/moe/models/Qwen3-Next-80B-A3B-Instruct/config.json").read_text())
 TINY = NEXT | {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -91,13 +58,13 @@ def read(tmp_path: Path, hf: dict[str, Any]) -> ModelSpec:
     return read_model(tmp_path)
 
 
-def run(tmp_path: Path, **trainer: Any) -> Config:
+def run(tmp_path: Path, **sections: Any) -> Config:
     return Config.model_validate(
         {
             "run": {"dir": str(tmp_path)},
             "model": {"path": str(tmp_path)},
-            "trainer": trainer,
             "rollout": {"prompts": "p", "engines": [{"name": "actor"}]},
+            **sections,
         }
     )
 
@@ -136,6 +103,116 @@ def test_layers_of_multi_token_prediction_are_carried_over(tmp_path: Path):
     assert frozen["mtp.layers.0.mlp.shared_expert_gate.weight"] == (1, 64)
 
 
+# Engines --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path):
+    """SGLang's class as it builds it for CUDA, on one rank and on the last of two: names, shapes, dtypes, and which
+    part of which tensor is where, by the loaded model's own account."""
+    spec = read(tmp_path, NEXT | {"num_hidden_layers": 4, "num_experts": 16})
+    splits = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2, expert=2), 1))
+    models = [f"{tmp_path},{sizes.tensor},{sizes.expert},{rank}" for sizes, rank in splits]
+    command = [sys.executable, "-m", "tests.unit.models.sglang_on_meta", *models]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    for (sizes, rank), found in zip(splits, json.loads(ran.stdout.splitlines()[-1]), strict=True):
+        parts = [part for part in EngineLayout(spec.engine_table(), sizes).parts() if rank in part.ranks]
+        assert found["parameters"] == {part.name: [list(part.shape), part.dtype or "bfloat16"] for part in parts}
+        assert found["uncovered"] == {}
+        assert found["places"] == {name: list(shape) for name, shape in spec.table.checkpoint_shapes().items()}
+        assert found["held"] == sorted(
+            [part.name, part.sources[r.source], r.row, r.col, r.rows, r.cols, r.local_row, r.local_col]
+            for part in parts
+            for r in part.rects
+        )
+
+
+@pytest.mark.parametrize("encoding", ["hf", "local"])
+def test_decays_are_published_in_fp32_and_all_else_as_it_is_trained(tmp_path: Path, encoding: str):
+    spec = read(tmp_path, TINY)
+    config = run(tmp_path, numerics={"dtype": "bfloat16"}, publish={"encoding": encoding})
+    plan = publication_plan(config, spec, Sizes(), "cuda").plan
+    sent = {tensor.name: tensor.dtype for buckets in plan.buckets for bucket in buckets for tensor in bucket.tensors}
+    decays = {f"model.layers.{layer}.linear_attn.A_log" for layer in range(3)}
+    assert {name for name, dtype in sent.items() if dtype == "float32"} == decays
+    assert {dtype for name, dtype in sent.items() if name not in decays} == {"bfloat16"}
+
+
+def test_more_engine_ranks_than_key_heads_are_refused():
+    with refused("engine_layout.tensor", about="model.layers.{layer}.linear_attn.in_proj_qkvz.weight"):
+        list(EngineLayout(qwen3_next.engine_table(NEXT | {"linear_num_key_heads": 2}), EngineSizes(tensor=4)).parts())
+
+
+@pytest.mark.parametrize(
+    ("field", "about"),
+    [
+        ({"full_attention_interval": None, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}, None),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "layer_types"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ],
+    ids=["interval", "rope", "layers", "tied"],
+)
+def test_an_engine_is_refused_a_model_that_it_would_misread(field: dict[str, Any], about: str | None):
+    with refused("model.served_field", about=about or "full_attention_interval"):
+        qwen3_next.engine_table(TINY | field)
+
+
+def test_an_engine_is_refused_a_fused_shared_expert():
+    with refused("model.served_field", about="shared_expert_intermediate_size"):
+        qwen3_next.engine_table(NEXT, fused_shared_experts=True)
+
+
+OWN_STATES = {"sglang": {"disable_radix_cache": True}}
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "about"),
+    [
+        ("cuda", OWN_STATES, []),
+        ("cpu", {}, []),
+        ("cuda", {}, ["disable_radix_cache"]),
+        ("cpu", {"sglang": {"speculative_algorithm": "NEXTN"}}, ["speculative_algorithm"]),
+        ("cuda", OWN_STATES | {"role": "decode"}, ["role"]),
+    ],
+    ids=["own states", "on the CPU", "prefix cache", "drafts", "roles"],
+)
+def test_states_that_requests_would_share_are_refused(
+    tmp_path: Path, device: str, engine: dict[str, Any], about: list[str]
+):
+    spec = read(tmp_path, TINY)
+    config = run(tmp_path)
+    groups = [config.rollout.engines[0].model_copy(update=engine)]
+    rollout = config.rollout.model_copy(update={"engines": groups})
+    told = states_are_one_requests_own.ask(rollout, spec, device)
+    assert [key.rpartition(".")[2] for key, _ in told] == about
+    dense = SimpleNamespace(transformer={}, path="")
+    assert not list(states_are_one_requests_own.ask(rollout, dense, device))
+
+
+def test_recurrent_states_take_their_memory_from_the_kv_cache(tmp_path: Path):
+    """As SGLang 0.5.23 shares it out: 36 delta nets with 32 heads of 128 x 128 in fp32, and three inputs of 8,192
+    channels in bf16."""
+    spec = read(tmp_path, NEXT)
+    state = 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    assert state_bytes(spec.transformer, EngineSizes(), "bfloat16", None) == state
+    assert state_bytes(spec.transformer, EngineSizes(tensor=4, attention_data=2), "bfloat16", None) == state // 2
+    assert state_bytes(spec.transformer, EngineSizes(), "bfloat16", "bfloat16") == state - 36 * 32 * 128 * 128 * 2
+    assert state_bytes({}, EngineSizes(), "bfloat16", None) == 0
+    config = run(tmp_path, numerics={"dtype": "bfloat16"})
+    machine = Machine(gpu=None, memory=200 * 2**30, per_node=8, nodes=1, host_memory=None)
+    for given, slots in (({}, None), ({"max_mamba_cache_size": 64}, 64), ({"max_running_requests": 8}, 8)):
+        group = config.rollout.engines[0].model_copy(update={"sglang": given | {"mem_fraction_static": 0.9}})
+        memory = engine_memory(config, spec, group, machine, staged=0)
+        room = memory.static - memory.weights
+        if slots is None:
+            slots = int(room * 0.9 / 1.9) // state - 1
+        assert memory.state_per_request == state
+        assert memory.kv_room == room - (slots + 1) * state
+        longest = config.rollout.longest
+        assert memory.concurrency == min(slots, memory.kv_room // memory.kv_per_token // longest)
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -167,18 +244,18 @@ def test_heads_and_layers_that_do_not_fit_each_other_are_refused(tmp_path: Path)
 
 def test_context_parallelism_is_refused_by_name(tmp_path: Path):
     spec = read(tmp_path, TINY)
-    check_layout(run(tmp_path, world_size=2, tensor=2).trainer, spec)
+    check_layout(run(tmp_path, trainer={"world_size": 2, "tensor": 2}).trainer, spec)
     with refused("layout.delta_net", about="trainer.context"):
-        check_layout(run(tmp_path, world_size=2, context=2).trainer, spec)
+        check_layout(run(tmp_path, trainer={"world_size": 2, "context": 2}).trainer, spec)
 
 
 def test_more_ranks_than_key_heads_are_refused(tmp_path: Path):
     spec = read(tmp_path, TINY | {"num_key_value_heads": 4, "linear_num_key_heads": 2})
     with refused("layout.delta_net", about="trainer.tensor"):
-        check_layout(run(tmp_path, world_size=4, tensor=4).trainer, spec)
+        check_layout(run(tmp_path, trainer={"world_size": 4, "tensor": 4}).trainer, spec)
 
 
-@pytest.mark.parametrize("family", [qwen3_5, qwen3_5_moe, qwen3_next])
+@pytest.mark.parametrize("family", [qwen3_5, qwen3_5_moe])
 def test_families_that_only_trainers_have_are_refused_to_engines(family: Any):
     with refused("model.no_engine", about=family.ARCHITECTURE):
         family.engine_table(TINY)

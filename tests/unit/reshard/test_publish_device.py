@@ -122,7 +122,7 @@ class Engine(LocalRecipient):
 def place_of(view: torch.Tensor) -> Destination:
     """The place of a tensor that a rank holds as a whole."""
     shape = tuple(view.shape)
-    return Destination(view.dtype, shape, [Held("", shape, Rect(0, 0, 0, *matrix(shape), 0, 0))])
+    return Destination(view.dtype, shape, [Held("", shape, (Rect(0, 0, 0, *matrix(shape), 0, 0),))])
 
 
 class Members:

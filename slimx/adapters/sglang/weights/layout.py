@@ -26,14 +26,14 @@ from slimx.layout.parts import check_boxes, matrix
 
 @dataclass(frozen=True, slots=True)
 class ServedPiece:
-    """One rectangle of one Hugging Face tensor in the held parameter."""
+    """The part of one Hugging Face tensor that is in the held parameter."""
 
     tensor: str | None
     """Name, with the row's groups still to fill in; None for padding."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    rect: Rect | None
-    """None: other ranks hold the tensor."""
+    rects: tuple[Rect, ...]
+    """None at all: other ranks hold the tensor. Several: as of `Held`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def vocabulary(at: ServedParameter) -> Iterator[ServedPiece]:
     indices, (rows, cols) = at.owner.shard_indices, at.held.shape
     start, real = indices.org_vocab_start_index, indices.num_org_elements
     _expect(indices.num_added_elements == 0, "an added vocabulary is held in the same parameter")
-    yield ServedPiece("{name}", (at.owner.org_vocab_size, cols), Rect(0, start, 0, real, cols, 0, 0))
-    yield ServedPiece(None, (), Rect(0, 0, 0, rows - real, cols, real, 0))
+    yield ServedPiece("{name}", (at.owner.org_vocab_size, cols), (Rect(0, start, 0, real, cols, 0, 0),))
+    yield ServedPiece(None, (), (Rect(0, 0, 0, rows - real, cols, real, 0),))
 
 
 def rows_split(at: ServedParameter) -> Iterator[ServedPiece]:
@@ -114,6 +114,29 @@ def gate_up(at: ServedParameter) -> Iterator[ServedPiece]:
         start += shard
 
 
+def delta_convolution(at: ServedParameter) -> Iterator[ServedPiece]:
+    """The convolution of a delta net: this rank's rows of the queries', then of the keys' and the values' filters."""
+    net, width = at.parent, at.held.shape[-1]
+    rects, start, first = [], 0, 0
+    for whole in (net.key_dim, net.key_dim, net.value_dim):
+        shard = whole // net.attn_tp_size
+        rects.append(Rect(0, first + net.attn_tp_rank * shard, 0, shard, width, start, 0))
+        start, first = start + shard, first + whole
+    yield ServedPiece("{name}", (net.conv_dim, *at.held.shape[1:]), tuple(rects))
+
+
+def delta_heads(at: ServedParameter) -> Iterator[ServedPiece]:
+    """A number of each value head that this rank computes."""
+    net = at.owner
+    yield _rows("{name}", net.num_v_heads, 1, at.held.shape[0], net.attn_tp_rank, 0, vector=True)
+
+
+def merged_rows(at: ServedParameter) -> Iterator[ServedPiece]:
+    """A MergedColumnParallelLinear whose parts stand in one tensor, head by head: this rank's rows of it."""
+    owner = at.owner
+    yield _rows("{name}", sum(owner.output_sizes), at.cols, at.held.shape[0], _rank(owner.tp_group), 0)
+
+
 def heads_norm(at: ServedParameter) -> Iterator[ServedPiece]:
     """A norm of query or key: of each head, the same on every rank, or (MiniMaxM2RMSNormTP) of all heads together, of
     which ranks hold those that they compute."""
@@ -139,7 +162,7 @@ def experts_gate_up(at: ServedParameter, names: tuple[str, str] = ("gate_proj", 
             start = None if slot is None else (2 * slot + number) * inner
             tensor = f"{name}.{part}.weight"
             if start is None:
-                yield ServedPiece(tensor, shape, None)
+                yield ServedPiece(tensor, shape, ())
             else:
                 yield _rows(tensor, *shape, inner, owner.moe_tp_rank, start)
 
@@ -151,14 +174,14 @@ def experts_down(at: ServedParameter, part: str = "down_proj") -> Iterator[Serve
     for name, slot in _experts(at):
         tensor, total = f"{name}.{part}.weight", inner * owner.moe_tp_size
         if slot is None:
-            yield ServedPiece(tensor, (owner.hidden_size, total), None)
+            yield ServedPiece(tensor, (owner.hidden_size, total), ())
         else:
             yield _columns(tensor, (owner.hidden_size, inner), total, owner.moe_tp_rank, slot * owner.hidden_size)
 
 
 Split = Callable[[ServedParameter], Iterator[ServedPiece]]
-ATTENTION, MLP = r"(?P<at>.+\.self_attn)\.", r"(?P<at>.+\.mlp(\.shared_experts)?)\."
-INDEXER = r"(?P<at>.+\.self_attn\.indexer)\."
+ATTENTION, MLP = r"(?P<at>.+\.self_attn)\.", r"(?P<at>.+\.mlp(\.shared_experts?)?)\."
+INDEXER, DELTA_NET = r"(?P<at>.+\.self_attn\.indexer)\.", r".+\.linear_attn\."
 ROWS: tuple[tuple[str, Split], ...] = (
     # held parameter                                                      -> Hugging Face tensors
     (r"(model\.embed_tokens|lm_head)\.weight", vocabulary),
@@ -171,10 +194,16 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (INDEXER + r"(wq_b|wk|weights_proj)\.weight", whole),
     (INDEXER + r"k_norm\.(weight|bias)", whole),
     (INDEXER + r"wk_weights_proj\.weight", indexer_keys),
+    (DELTA_NET + r"in_proj_(qkvz|ba)\.weight", merged_rows),
+    (DELTA_NET + r"conv1d\.weight", delta_convolution),
+    (DELTA_NET + r"(A_log|dt_bias)", delta_heads),
+    (DELTA_NET + r"norm\.weight", whole),
+    (DELTA_NET + r"out_proj\.weight", columns_split),
     (r".+\.(input_layernorm|post_attention_layernorm)\.weight|model\.norm\.weight", whole),
     (MLP + r"gate_up_proj\.weight", gate_up),
     (MLP + r"down_proj\.weight", columns_split),
     (r".+\.(mlp|block_sparse_moe)\.(gate\.weight|(gate\.)?e_score_correction_bias)", whole),
+    (r".+\.mlp\.shared_expert_gate\.weight", whole),
     (r"(?P<mlp>.+\.mlp)\.experts\.w13_weight", experts_gate_up),
     (r"(?P<mlp>.+\.mlp)\.experts\.w2_weight", experts_down),
     (r"(?P<mlp>.+\.block_sparse_moe)\.experts\.w13_weight", partial(experts_gate_up, names=("w1", "w3"))),
@@ -183,6 +212,10 @@ ROWS: tuple[tuple[str, Split], ...] = (
 
 TOGETHER: tuple[Split, ...] = (latent_down,)
 """Rows whose tensors `load_weights` fuses only if one call brings them all; alone it drops each without a word."""
+
+
+_BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
+"""Attention that SGLang holds in the layer itself (Qwen3-Next's), where checkpoints name it self_attn."""
 
 
 class _Unexpected(Exception):
@@ -207,20 +240,22 @@ def hf_layout(model: nn.Module, experts: Any = None) -> Layout:
 
 def _add(layout: Layout, name: str, at: ServedParameter) -> None:
     """Add all pieces of one parameter, once they are proven to cover it exactly."""
-    split, groups = _row(name)
+    published = _BARE_ATTENTION.sub(r"\1.self_attn.", name)
+    split, groups = _row(published)
     _expect(at.held.data.is_contiguous(), f"strides {at.held.stride()} are not those of contiguous memory")
     pieces = list(split(at))
-    boxes = [(p.rect.local_row, p.rect.local_col, p.rect.rows, p.rect.cols) for p in pieces if p.rect is not None]
+    boxes = [(r.local_row, r.local_col, r.rows, r.cols) for piece in pieces for r in piece.rects]
     check_boxes(f"parameter {name}", matrix(at.held.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
     names = []
     for piece in pieces:
         if piece.tensor is None:
             continue
-        names.append(piece.tensor.format(name=name, **groups))
+        names.append(piece.tensor.format(name=published, **groups))
         place = layout.places.setdefault(names[-1], Destination(at.held.dtype, piece.shape))
-        if piece.rect is not None:
-            _expect(all(_same(held.rect, piece.rect) for held in place.held), f"{names[-1]} is held in different parts")
-            place.held.append(Held(name, tuple(at.held.shape), piece.rect))
+        if piece.rects:
+            parts = {_part(held.rects) for held in place.held} | {_part(piece.rects)}
+            _expect(len(parts) == 1, f"{names[-1]} is held in different parts")
+            place.held.append(Held(name, tuple(at.held.shape), piece.rects))
     if split in TOGETHER:
         layout.together.update({one: tuple(other for other in names if other != one) for one in names})
 
@@ -254,19 +289,19 @@ def _experts(at: ServedParameter) -> Iterator[tuple[str, int | None]]:
 
 def _piece(tensor: str, shape: tuple[int, ...]) -> ServedPiece:
     rows, cols = matrix(shape)
-    return ServedPiece(tensor, shape, Rect(0, 0, 0, rows, cols, 0, 0))
+    return ServedPiece(tensor, shape, (Rect(0, 0, 0, rows, cols, 0, 0),))
 
 
 def _rows(tensor: str, total: int, cols: int, shard: int, rank: int, start: int, vector: bool = False) -> ServedPiece:
     """Rows `rank * shard` and on of a tensor of `total` rows, from row `start` of the parameter on."""
     shape = (total,) if vector else (total, cols)
-    return ServedPiece(tensor, shape, Rect(0, rank * shard, 0, shard, cols, start, 0))
+    return ServedPiece(tensor, shape, (Rect(0, rank * shard, 0, shard, cols, start, 0),))
 
 
 def _columns(tensor: str, held: tuple[int, ...], total: int, rank: int, start: int) -> ServedPiece:
     """Columns `rank * shard` and on of a tensor of `total` columns, from row `start` of the parameter on."""
     rows, shard = held
-    return ServedPiece(tensor, (rows, total), Rect(0, 0, rank * shard, rows, shard, start, 0))
+    return ServedPiece(tensor, (rows, total), (Rect(0, 0, rank * shard, rows, shard, start, 0),))
 
 
 def _rank(group: Any) -> int:
@@ -274,8 +309,9 @@ def _rank(group: Any) -> int:
     return 0 if group is None else group.rank_in_group
 
 
-def _same(one: Rect, other: Rect) -> bool:
-    return (one.row, one.col, one.rows, one.cols) == (other.row, other.col, other.rows, other.cols)
+def _part(rects: tuple[Rect, ...]) -> tuple[tuple[int, ...], ...]:
+    """Place in the tensor, wherever it is held."""
+    return tuple((r.row, r.col, r.rows, r.cols) for r in rects)
 
 
 def _expect(holds: bool, otherwise: str) -> None:

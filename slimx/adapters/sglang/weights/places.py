@@ -28,7 +28,8 @@ CACHE_SCALES = ("k_scale", "v_scale")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Part of a tensor in a parameter: `rect.local_*` count in the parameter's matrix, the rest in the tensor's.
+    """Part of a tensor in a parameter: `local_*` of its rectangles count in the parameter's matrix, the rest in the
+    tensor's.
 
     The parameter is found by name whenever it is looked at: SGLang puts others in place when it packs weights.
     """
@@ -36,15 +37,16 @@ class Held:
     parameter: str
     shape: tuple[int, ...]
     """Shape of the parameter."""
-    rect: Rect
+    rects: tuple[Rect, ...]
+    """One, or several that follow each other by rows: a tensor of sections of which the rank has its share each."""
 
-    def view(self, parameters: Parameters) -> torch.Tensor | None:
-        """The held values [rows, cols], without a copy; None if the parameter has got another form."""
-        r, parameter = self.rect, parameters.get(self.parameter)
+    def views(self, parameters: Parameters) -> list[torch.Tensor] | None:
+        """The values [rows, cols] of each rectangle, without a copy; None if the parameter has got another form."""
+        parameter = parameters.get(self.parameter)
         if parameter is None or tuple(parameter.shape) != self.shape or not parameter.data.is_contiguous():
             return None
         flat = parameter.data.view(matrix(self.shape))
-        return flat[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols]
+        return [flat[r.local_row : r.local_row + r.rows, r.local_col : r.local_col + r.cols] for r in self.rects]
 
 
 @dataclass(slots=True)
@@ -55,8 +57,7 @@ class Destination:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     held: list[Held] = field(default_factory=list)
-    """All hold the same rectangle of the tensor: more than one for redundant experts, none for another rank's expert.
-    """
+    """All hold the same part of the tensor: more than one for redundant experts, none for another rank's expert."""
 
     @property
     def form(self) -> str:
@@ -111,7 +112,7 @@ def local_layout(model: nn.Module) -> Layout:
             continue
         rows, cols = matrix(held.shape)
         shape = tuple(held.shape)
-        layout.places[name] = Destination(held.dtype, shape, [Held(name, shape, Rect(0, 0, 0, rows, cols, 0, 0))])
+        layout.places[name] = Destination(held.dtype, shape, [Held(name, shape, (Rect(0, 0, 0, rows, cols, 0, 0),))])
     return layout
 
 
@@ -120,23 +121,25 @@ def staged_sums(
 ) -> dict[str, tuple[int, int]]:
     """For tensors as they travelled: (checksum of the whole, share of this rank), read in one pass.
 
-    A share is what the rank's rectangle adds to the tensor's checksum; it does not depend on where the bytes lie.
+    A share is what the rank's part adds to the tensor's checksum; it does not depend on where the bytes lie.
     `device`: the GPU that has them; None: they are in host memory.
     """
     records: list[tuple[int, ...]] = []
     for number, (name, view) in enumerate(views.items()):
         rows, cols = matrix(view.shape)
-        flat, own = view.view(rows, cols), places[name].held[0].rect
-        below, right = own.row + own.rows, own.col + own.cols
-        for row, col, height, width, index in (
-            (own.row, own.col, own.rows, own.cols, 2 * number),
-            # The rest of the tensor, around the rank's rectangle.
-            (0, 0, own.row, cols, 2 * number + 1),
-            (below, 0, rows - below, cols, 2 * number + 1),
-            (own.row, 0, own.rows, own.col, 2 * number + 1),
-            (own.row, right, own.rows, cols - right, 2 * number + 1),
-        ):
-            records += _record(flat[row : row + height, col : col + width], row, col, cols, index)
+        flat, below = view.view(rows, cols), 0
+        for own in places[name].held[0].rects:
+            right = own.col + own.cols
+            for row, col, height, width, index in (
+                (own.row, own.col, own.rows, own.cols, 2 * number),
+                # The rest of the tensor: above the rectangle, and beside it.
+                (below, 0, own.row - below, cols, 2 * number + 1),
+                (own.row, 0, own.rows, own.col, 2 * number + 1),
+                (own.row, right, own.rows, cols - right, 2 * number + 1),
+            ):
+                records += _record(flat[row : row + height, col : col + width], row, col, cols, index)
+            below = own.row + own.rows
+        records += _record(flat[below:], below, 0, cols, 2 * number + 1)
     sums = _summed(records, 2 * len(views), device)
     whole = sums[0::2] + sums[1::2] + seeds([view.nbytes for view in views.values()])
     return {name: (int(whole[k]), int(sums[2 * k])) for k, name in enumerate(views)}
@@ -153,11 +156,12 @@ def held_sums(
     for name in names:
         place, out[name] = places[name], set()
         for held in place.held:
-            if (view := held.view(parameters)) is None or view.dtype != place.dtype:
+            if (views := held.views(parameters)) is None or views[0].dtype != place.dtype:
                 out[name].add(None)
                 continue
-            tensors, records = found.setdefault(view.device if view.is_cuda else None, ([], []))
-            records += _record(view, held.rect.row, held.rect.col, matrix(place.shape)[1], len(tensors))
+            tensors, records = found.setdefault(views[0].device if views[0].is_cuda else None, ([], []))
+            for rect, view in zip(held.rects, views, strict=True):
+                records += _record(view, rect.row, rect.col, matrix(place.shape)[1], len(tensors))
             tensors.append(name)
     for device, (tensors, records) in found.items():
         for name, share in zip(tensors, _summed(records, len(tensors), device).tolist(), strict=True):

@@ -310,8 +310,12 @@ class RankReceiver:
     def _derive(self) -> None:
         """The step that SGLang does after loads that pass `load_weights` by (model_loader.loader.post_load_weights):
         MLA's w_kc and w_vc. `load_weights` does it by itself; process_weights_after_loading runs in /end_weight_update
-        for both.
+        for both. Norms that are centred on zero (GemmaRMSNorm) keep 1 + weight beside the weight, which their weight
+        loader makes.
         """
+        for module in self.model.modules():
+            if hasattr(module, "refresh_gemma_weight"):
+                module.refresh_gemma_weight()
         if hasattr(self.model, "post_load_weights"):
             self.model.post_load_weights()
 
@@ -378,8 +382,9 @@ def _check_entry(publication: OpenPublication, entry: Answer, bucket: int, size:
 
 
 def _derived(model: nn.Module) -> Iterator[str]:
-    """Tensors that hang on modules beside parameters and buffers."""
+    """Tensors that hang on modules beside parameters, their views and buffers."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in own:
                 yield f"{name}.{attribute}" if name else attribute
