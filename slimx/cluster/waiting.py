@@ -23,6 +23,8 @@ async def gather(
 
     Raises SlimxError with the failed holder's name and log, DeadlineError naming the holders that did not answer.
     """
+    if not references:  # no engine of the run's own, say; asyncio.wait refuses to wait for nothing
+        return []
     tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
     try:
         done, pending = await asyncio.wait(tasks, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)

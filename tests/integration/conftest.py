@@ -13,7 +13,7 @@ import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -52,6 +52,8 @@ class SharedFixtures(LoadFileScheduling):
             "test_engine_groups.py",
             "test_examples.py",
             "test_interruption.py",
+            "test_run.py",
+            "test_run_async.py",
             "test_served_teacher.py",
         },
     )
@@ -115,6 +117,14 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield engine
     finally:
         asyncio.run(engine.stop())
+
+
+@pytest.fixture
+def running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A group of `rollout.engines` that is `engine`, a server that runs already; its keys are in the environment."""
+    monkeypatch.setenv("ENGINES_KEY", engine.spec.keys.api_key)
+    monkeypatch.setenv("ENGINES_ADMIN_KEY", engine.spec.keys.admin_api_key)
+    return {"urls": [engine.spec.url], "api_key_env": "ENGINES_KEY", "admin_api_key_env": "ENGINES_ADMIN_KEY"}
 
 
 @pytest.fixture(scope="session")

@@ -127,14 +127,10 @@ def _is_share(process: psutil.Process, model: Path, rank: int) -> bool:
 
 
 async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
-    engine: Engine, tiny_model: Path, tiny_weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, running: dict[str, Any], tiny_model: Path, tiny_weights: Weights, tmp_path: Path
 ) -> None:
     """As an engine of the policy it is attested and published to, as a frozen model it answers hooks."""
-    url = engine.spec.url
-    monkeypatch.setenv("ENGINES_KEY", engine.spec.keys.api_key)
-    monkeypatch.setenv("ENGINES_ADMIN_KEY", engine.spec.keys.admin_api_key)
-    given = {"urls": [url], "api_key_env": "ENGINES_KEY", "admin_api_key_env": "ENGINES_ADMIN_KEY"}
-    config = config_of(tiny_model, tmp_path, [given], "memory")
+    config = config_of(tiny_model, tmp_path, [running], "memory")
     async with ray_for(config) as stack:
         group = EngineGroup(config, "cpu", tmp_path, moe=True, note=print)
         stack.push_async_callback(group.stop)
@@ -150,7 +146,9 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         wanted = wanted_logprobs(tiny_model, perturbed(tiny_weights, seed=5), ids)
         np.testing.assert_allclose(completion.logprobs, wanted[len(PROMPT) - 1 :], atol=1e-4)
 
-        judges = config_of(tiny_model, tmp_path, [{"name": "a"}, {"name": "judge", "frozen": True, **given}], "memory")
+        judges = config_of(
+            tiny_model, tmp_path, [{"name": "a"}, {"name": "judge", "frozen": True, **running}], "memory"
+        )
         frozen = FrozenEngines(judges, "cpu", tmp_path, note=print)
         stack.push_async_callback(frozen.stop)
         await frozen.start()
@@ -160,11 +158,11 @@ async def test_a_server_that_runs_already_is_used_and_left_as_it_was(
         np.testing.assert_allclose(scored, wanted, atol=1e-4)
         later = await frozen.clients["judge"].logprobs(ids, start=len(PROMPT))
         np.testing.assert_allclose(later, wanted[len(PROMPT) - 1 :], atol=1e-4)
-        served = FrozenEngine("judge", url, deadline_s=300, retries=0, api_key=engine.spec.keys.api_key)
+        served = FrozenEngine("judge", engine.spec.url, deadline_s=300, retries=0, api_key=engine.spec.keys.api_key)
         await check_vocabulary(served, load_tokenizer(tiny_model))
         assert frozen.metrics()["engines/judge/serving"] == 1
 
-        other = config_of(tiny_model, tmp_path, [given | {"tensor": 2}], "memory")
+        other = config_of(tiny_model, tmp_path, [running | {"tensor": 2}], "memory")
         wrong = EngineGroup(other, "cpu", tmp_path, moe=True, note=print)
         stack.push_async_callback(wrong.stop)
         with refused("engine.sizes"):

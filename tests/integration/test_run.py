@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from slimx.commands.status import run_status
+from tests.integration.conftest import publish
 from tests.integration.open_ports import documented, opened
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
 
@@ -20,10 +22,15 @@ def _rollout(task_of_sums: Path, **changes: object) -> dict[str, object]:
 
 
 def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_in_order_on_sigterm(
+    engine,
+    running,
     tiny_model,
+    tiny_weights,
     task_of_sums,
     tmp_path,
 ):
+    """Beside a frozen judge that serves the initial weights."""
+    asyncio.run(publish(engine, tiny_weights, 1))
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((task_of_sums / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))
     config = write_config(
@@ -39,7 +46,7 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
             sampling={"max_new_tokens": 4, "stop_token_ids": list(range(20, 100))},
             engines=[
                 {"name": "actor", "max_total_tokens": 8192},
-                {"name": "judge", "frozen": True, "model": str(tiny_model), "max_total_tokens": 8192},
+                {"name": "judge", "frozen": True, **running},
             ],
         ),
         algorithm={"name": "remax", "reference": True, "kl_coef": 0.01, "reference_refresh": 2},

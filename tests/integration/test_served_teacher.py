@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,17 +26,15 @@ STEPS = 3
 
 def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
     engine: Engine,
+    running: dict[str, Any],
     tiny_model: Path,
     tiny_weights: Weights,
     task_of_sums: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wise = perturbed(tiny_weights, seed=3, scale=0.1)
     teacher = write_model(tmp_path / "teacher", tiny_model, wise)
     asyncio.run(publish(engine, wise, 1))
-    monkeypatch.setenv("TEACHER_KEY", engine.spec.keys.api_key)
-    monkeypatch.setenv("TEACHER_ADMIN_KEY", engine.spec.keys.admin_api_key)
     config = write_config(
         tmp_path,
         tiny_model,
@@ -44,13 +43,7 @@ def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
             "sampling": {"max_new_tokens": 8},
             "engines": [
                 {"name": "actor", "max_total_tokens": 8192},
-                {
-                    "name": "wise",
-                    "frozen": True,
-                    "urls": [engine.spec.url],
-                    "api_key_env": "TEACHER_KEY",
-                    "admin_api_key_env": "TEACHER_ADMIN_KEY",
-                },
+                {"name": "wise", "frozen": True, **running},
             ],
         },
         reward={"function": None},

@@ -8,6 +8,7 @@ import pytest
 
 from slimx.cluster import access as ray_access
 from slimx.cluster import connection as cluster
+from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
 from slimx.errors import LOST, REFUSED, PartLost, SlimxError
 
@@ -51,3 +52,8 @@ def test_a_node_that_was_not_there_in_time_is_started_again(monkeypatch, late, s
     with pytest.raises(PartLost) if late == starts else nullcontext():
         cluster.start_ray(config(), "cpu")
     assert len(asked) == starts
+
+
+async def test_nothing_to_wait_for_is_no_result():
+    """As where every engine of a run is a server that runs already."""
+    assert await gather([], what="nothing", holders=[], deadline_s=1, logs=[]) == []
