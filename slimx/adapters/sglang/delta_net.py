@@ -7,7 +7,8 @@ head's state [slots, heads, dv, dk]. SGLang gives a new request a slot of zeros.
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from slimx.numerics.norm import rms_norm
 GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated"
 SHARED_EXPERT = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
 """The Triton kernels' functions."""
-PACKAGE = "sgl_kernel.mamba"
 _OPERATORS = {
     "fused_gdn_gating_cpu": "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
     "fused_sigmoid_gating_delta_rule_update_cpu": (
@@ -151,8 +151,10 @@ def add_operators() -> None:
 
 
 def functions_missing() -> bool:
-    """Returns True while the package, or what stands for it, has none of the functions."""
-    return not any(callable(vars(_package()).get(name)) for name in _FUNCTIONS)
+    """Returns True while the package, or what stands for it, has none of the functions. Builds for CUDA may have
+    functions of their names, without the operators behind them."""
+    own = all(vars(_package()).get(name) is function for name, function in _FUNCTIONS.items())
+    return not own and not hasattr(torch.ops.sgl_kernel, "causal_conv1d_fwd_cpu")
 
 
 def add_functions() -> None:
@@ -160,8 +162,8 @@ def add_functions() -> None:
     vars(_package()).update(_FUNCTIONS)
 
 
-def _package() -> Any:
-    return __import__(PACKAGE, fromlist=["mamba"])
+def _package() -> ModuleType:
+    return importlib.import_module("sgl_kernel.mamba")
 
 
 _FUNCTIONS = {

@@ -98,6 +98,18 @@ def test_a_publication_arrives_whole(model, receiver, sent, encoding: str, bucke
         assert receiver.status()["open"] is None
 
 
+def test_norms_that_keep_one_more_than_their_weight_keep_it_of_the_new_one(model, receiver, sent) -> None:
+    """As SGLang's GemmaRMSNorm does, whose kernels read either; only its weight loader brings them together."""
+    norm = model.get_submodule("model.norm")
+    norm.register_buffer("gemma_weight", torch.zeros_like(norm.weight))
+    norm.refresh_gemma_weight = lambda: norm.gemma_weight.copy_(norm.weight.data).add_(1.0)
+    weights = checkpoint(LAYOUT)
+    receiver.begin(manifest=manifest(encoding="local"), staging="model")
+    receiver.stage(**sent(rank_local(LAYOUT, weights, 1)).argument())
+    assert "error" not in outcome(model)
+    assert norm.gemma_weight.equal(weights["model.norm.weight"] + 1)
+
+
 @pytest.mark.parametrize("encoding", ["hf", "local"])
 def test_scales_of_the_kv_cache_get_back_what_sleep_made_undefined(model, receiver, sent, encoding: str) -> None:
     """The first attention was processed by SGLang before it slept, with a scale from its checkpoint; the other not."""
