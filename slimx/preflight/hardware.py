@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from slimx.config.sections.run import Cluster
 
 GIB = 2**30
+OVERHEAD = 3 * GIB
+"""Bytes that a process on a GPU needs besides: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's
+allocator. Assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,8 @@ class Gpu:
     """One InfiniBand adapter per GPU."""
     host: float
     """To and from host memory."""
+    host_memory: int
+    """Bytes of a node's host memory."""
     bandwidth: float
     """Bandwidth of its memory."""
     flops: float
@@ -32,7 +37,7 @@ class Gpu:
 
 # NVIDIA H100 and H200 data sheets (SXM: NVLink 4 with 900 GB/s both ways, PCIe 5 x16 with 128 GB/s both ways, 989
 # TFLOP/s dense bf16); DGX H100 user guide (8 GPUs and 8 ConnectX-7 of 400 Gb/s per node). nvidia-smi: 81559 MiB and
-# 143771 MiB.
+# 143771 MiB. A DGX H100 or H200 has 2 TB of system memory.
 _H100 = Gpu(
     name="H100 SXM",
     memory=81559 * 2**20,
@@ -41,6 +46,7 @@ _H100 = Gpu(
     nvlink=450e9,
     network=50e9,
     host=64e9,
+    host_memory=2048 * GIB,
     bandwidth=3.35e12,
     flops=989e12,
 )
@@ -49,7 +55,7 @@ GPUS = {
     "h200": replace(_H100, name="H200 SXM", memory=143771 * 2**20, bandwidth=4.8e12),
     # NVIDIA GB300 NVL72 product page: 72 GPUs in one NVLink 5 domain (1.8 TB/s both ways each), 4 GPUs per compute
     # tray, 279 GB of HBM3e each as sold (20 TB per rack), 8 TB/s, NVLink-C2C of 900 GB/s both ways per Grace (two
-    # GPUs), ConnectX-8 of 800 Gb/s, 180 PFLOP/s dense bf16 per rack.
+    # GPUs) and 17 TB of LPDDR5X per rack (18 trays), ConnectX-8 of 800 Gb/s, 180 PFLOP/s dense bf16 per rack.
     "gb300": Gpu(
         name="GB300 NVL72",
         memory=int(279e9),
@@ -58,6 +64,7 @@ GPUS = {
         nvlink=900e9,
         network=100e9,
         host=225e9,
+        host_memory=int(17e12 / 18),
         bandwidth=8e12,
         flops=2.5e15,
     ),
@@ -92,5 +99,13 @@ def machine_of(cluster: Cluster) -> Machine:
         memory=memory,
         per_node=cluster.gpus_per_node or (gpu.per_node if gpu else 8),
         nodes=cluster.nodes,
-        host_memory=int(cluster.host_memory_gib * GIB) if cluster.host_memory_gib else None,
+        host_memory=_host_memory(cluster, gpu),
     )
+
+
+def _host_memory(cluster: Cluster, gpu: Gpu | None) -> int | None:
+    if cluster.host_memory_gib:
+        return int(cluster.host_memory_gib * GIB)
+    if gpu is None:
+        return None
+    return gpu.host_memory * (cluster.gpus_per_node or gpu.per_node) // gpu.per_node

@@ -4,19 +4,20 @@ A key keeps its name and meaning within one `schema_version`; new keys may be ad
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
-
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.preflight.links.model import Stages
+from slimx.preflight.memory_record import (
+    ColocatedMemory,
+    DiskBytes,
+    EngineMemory,
+    HostMemory,
+    PhaseMemory,
+    Record,
+    TrainerMemory,
+)
 from slimx.reshard.manifest import Encoding
 
 SCHEMA_VERSION = 1
-
-
-class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class PlannedGroup(Record):
@@ -77,98 +78,6 @@ class RankMap(Record):
     """Servers of the policy."""
     frozen: tuple[EnginePlace, ...] = ()
     """Servers of other models."""
-
-
-class TrainerMemory(Record):
-    """One rank of each pipeline stage: the one with most optimizer state. Weights, gradients and optimizer are exact;
-    activations follow slimx.preflight.memory.activations; the overhead is assumed."""
-
-    model: Literal["trainer", "critic"]
-    stage: int
-    rank: int
-    parameters: int
-    """Elements."""
-    weights: int
-    """With what exact mode rounds them to where publish.quantise is set."""
-    gradients: int
-    optimizer: int
-    """On the device."""
-    activations: int
-    """Kept by all micro-batches in flight."""
-    head: int
-    """Logits of a chunk of tokens and the output layer's gradient, on the last stage."""
-    work: int
-    """Beside activations, while a layer's gradients are computed."""
-    step: int
-    """Beside weights, gradients and optimizer, while the optimizer steps."""
-    communication: int
-    """Tokens on their way to and from experts."""
-    publication: int
-    """Buckets on this rank's GPU while weights are published."""
-    overhead: int
-    """CUDA context, NCCL, workspaces of libraries: assumed, not measured."""
-    in_flight: int
-    """Micro-batches whose activations are kept (of one chunk each with VPP)."""
-    peak: int
-    """The most at any time."""
-    away: int
-    """Left on the device while engines generate (schedule.colocate)."""
-    host_optimizer: int
-    """Moments in host memory (trainer.optimizer.offload_fraction)."""
-    host_copies: int
-    """Weights of reference and teacher, and of the policy while they are in its place."""
-    host_away: int
-    """Everything that left the device, kept for its return (schedule.colocate)."""
-    host_checkpoint: int
-    """Copy of which checkpoints are written in the background."""
-
-    @property
-    def host(self) -> int:
-        return self.host_optimizer + self.host_copies + self.host_away + self.host_checkpoint
-
-
-class EngineMemory(Record):
-    """The fullest rank of a server of one group."""
-
-    group: str
-    count: int
-    ranks: int
-    """Ranks of one server."""
-    weights: int
-    static_fraction: float | None
-    """SGLang's mem_fraction_static, given or as it would choose."""
-    static: int | None
-    """Weights and KV cache together; null: the GPU's memory is unknown."""
-    kv_per_token: int
-    kv_room: int | None
-    kv_tokens: int | None
-    """Tokens whose keys and values fit, per copy of the attention."""
-    state_per_request: int
-    """Recurrent states of a request, whatever its length; 0: the model has none."""
-    concurrency: int | None
-    """Rollouts of the greatest length that one server holds at once."""
-    staged: int
-    """Beside the weights, while weights are published."""
-
-    @property
-    def fits(self) -> bool:
-        """True if the weights and one rollout fit, as far as that is known."""
-        return (self.static is None or self.weights <= self.static) and self.concurrency != 0
-
-
-class ColocatedMemory(Record):
-    """One GPU that a trainer rank and an engine rank share in turns."""
-
-    memory: int
-    training: int
-    """Trainer's peak and what a sleeping engine keeps."""
-    generating: int
-    """Engine's peak and what the trainer left on the device."""
-    publishing: int
-    """Trainer's weights, engine's weights and what is staged."""
-    engine_asleep: int
-    margin: int
-    """Memory less the largest of the three; negative: it does not fit."""
 
 
 class BatchPlan(Record):
@@ -331,6 +240,11 @@ class PlanReport(Record):
     trainer_memory: tuple[TrainerMemory, ...] = ()
     engine_memory: tuple[EngineMemory, ...] = ()
     colocated: ColocatedMemory | None = None
+    phases: tuple[PhaseMemory, ...] = ()
+    """Memory in every phase of a run on the fullest GPU of each kind; empty where the GPU is unknown."""
+    host: HostMemory | None = None
+    """Null where nothing is started: violations say why."""
+    disk: DiskBytes | None = None
     batch: BatchPlan | None = None
     publication: PublicationFigures | None = None
     """Null for a run without engines."""

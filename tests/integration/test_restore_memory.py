@@ -28,8 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
 def test_a_restore_brings_moments_to_the_host_without_the_gpu(found):
     assert found["moments"] == 4 * found["weights"], "fp32, two of them, of a bf16 model"
-    # Gate and up projections are read apart and joined: less than the weights once more.
-    assert found["restored"] <= found["weights"]
+    assert found["restored"] <= found["weights"] // 16, "joined projections are read in place, too"
     assert found["on_device"] == 0
 
 

@@ -79,7 +79,7 @@ class Cluster(Section):
     nodes: Size | None = None
     """Nodes that the run gets, for `slimx plan`; null: as many as it needs."""
     host_memory_gib: Positive | None = None
-    """GiB of a node's host memory for `slimx plan`; null: not judged."""
+    """GiB of a node's host memory for `slimx plan`; null: by `gpu`, not judged without one."""
 
     @property
     def network(self) -> str | None:

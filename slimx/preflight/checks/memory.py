@@ -9,7 +9,7 @@ from slimx.config.sections.critic import Critic
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
 from slimx.preflight.hardware import Machine
-from slimx.preflight.record import ColocatedMemory, EngineMemory, TrainerMemory
+from slimx.preflight.memory_record import EngineMemory, HostMemory, PhaseMemory, TrainerMemory
 
 GIB = 2**30
 MIB = 2**20
@@ -57,27 +57,62 @@ def serves(rollout: Rollout, machine: Machine, engine_memory: tuple[EngineMemory
 
 
 @rule("memory.colocated", about="schedule.colocate")
-def takes_turns(machine: Machine, colocated: ColocatedMemory | None) -> Iterator[str]:
-    if machine.memory is not None and colocated is not None and colocated.margin < 0:
+def takes_turns(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Iterator[str]:
+    for worst in _too_full(machine, trainer, phases, "shared"):
         yield (
-            f"trainer and engine do not fit one GPU of {_gib(colocated.memory)} GiB in turns (schedule.colocate): "
-            f"training takes {_gib(colocated.training)} GiB, generating {_gib(colocated.generating)}, publishing "
-            f"{_gib(colocated.publishing)}; lower mem_fraction_static, split the trainer over more ranks, or set "
+            f"trainer and engine {worst.group} do not fit one GPU in turns (schedule.colocate): phase {_told(worst)}, "
+            f"of {_gib(machine.memory)} GiB; lower mem_fraction_static, split the trainer over more ranks, or set "
             "publish.staging=bucket"
         )
 
 
-@rule("memory.host", about="cluster.host_memory_gib")
-def fits_host(machine: Machine, trainer_memory: tuple[TrainerMemory, ...]) -> Iterator[str]:
-    if machine.memory is None or machine.host_memory is None:
-        return
-    host = max(record.host for record in trainer_memory) * machine.per_node
-    if host > machine.host_memory:
+@rule("memory.phase", about="trainer")
+def holds_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Iterator[str]:
+    for gpu in ("trainer", "critic"):
+        others = tuple(each for each in phases if each.phase != "train")  # "memory.trainer" tells of that one
+        for worst in _too_full(machine, trainer, others, gpu):
+            yield (
+                f"the fullest {gpu} rank does not fit a GPU of {_gib(machine.memory)} GiB in phase {_told(worst)}; use "
+                "more ranks, or smaller buckets (publish.staging=bucket)"
+            )
+
+
+@rule("memory.engine_phase", about="rollout.engines")
+def serves_in_all_phases(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...]) -> Iterator[str]:
+    for worst in _too_full(machine, trainer, phases, "engine"):
         yield (
-            f"{machine.per_node} trainer ranks keep {_gib(host)} GiB in a node's host memory, and "
-            f"cluster.host_memory_gib is {_gib(machine.host_memory)}; set checkpoint.asynchronous=false, lower "
-            "trainer.optimizer.offload_fraction, or use more nodes"
+            f"a rank of engine {worst.group} does not fit a GPU of {_gib(machine.memory)} GiB in phase {_told(worst)}; "
+            "lower mem_fraction_static of rollout.engines, or set publish.staging=bucket"
         )
+
+
+@rule("memory.host", about="cluster.host_memory_gib")
+def fits_host(machine: Machine, host: HostMemory) -> Iterator[str]:
+    if machine.memory is None or host.memory is None or host.nbytes <= host.memory:
+        return
+    first = host.held[0]
+    yield (
+        f"{host.ranks} trainer ranks need {_gib(host.nbytes)} GiB of a node's host memory, most of it {first.what} "
+        f"({_gib(first.nbytes)}), and a node has {_gib(host.memory)} (cluster.host_memory_gib, or by cluster.gpu); "
+        "lower trainer.optimizer.offload_fraction, or use more nodes"
+    )
+
+
+def _too_full(machine: Machine, trainer: Trainer, phases: tuple[PhaseMemory, ...], gpu: str) -> Iterator[PhaseMemory]:
+    """The fullest phase of GPUs of one kind and group, where it does not fit."""
+    margin = trainer.memory_margin_mib * MIB
+    groups = dict.fromkeys(each.group for each in phases if each.gpu == gpu)
+    for group in groups if machine.memory is not None else ():
+        own = [each for each in phases if each.gpu == gpu and each.group == group]
+        needed = {each.phase: each.nbytes + (margin if each.phase == "train" else 0) for each in own}
+        worst = max(own, key=lambda each: needed[each.phase])
+        if needed[worst.phase] > machine.memory:
+            yield worst
+
+
+def _told(worst: PhaseMemory) -> str:
+    largest = ", ".join(f"{each.what} {_gib(each.nbytes)}" for each in worst.held[:3])
+    return f"{worst.phase}, which takes {_gib(worst.nbytes)} GiB ({largest})"
 
 
 def together(policy: TrainerMemory, critic: TrainerMemory) -> int:

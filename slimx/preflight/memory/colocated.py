@@ -1,35 +1,25 @@
-"""A GPU that a trainer rank and an engine rank use in turns (`schedule.colocate`)."""
+"""A GPU that a trainer rank and an engine rank use in turns (`schedule.colocate`), in a few figures."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slimx.preflight.hardware import Machine
-from slimx.preflight.memory.trainer import OVERHEAD
-from slimx.preflight.record import ColocatedMemory, EngineMemory, TrainerMemory
+from slimx.preflight.memory_record import ColocatedMemory, EngineMemory, PhaseMemory
 
 
 def colocated_memory(
-    machine: Machine, trainers: tuple[TrainerMemory, ...], engines: tuple[EngineMemory, ...]
+    machine: Machine, phases: Sequence[PhaseMemory], engines: Sequence[EngineMemory]
 ) -> ColocatedMemory | None:
-    """The fullest pair, in each of the three phases of a step; `engines`: those that share the trainers' GPUs. None
-    without any, or where the GPU is unknown.
-
-    An engine that sleeps keeps what its process needs; its weights and KV cache leave."""
-    if machine.memory is None or not engines:
+    """The fullest shared GPU; None without one, or where the GPU is unknown."""
+    shared = {each.phase: each.nbytes for each in phases if each.gpu == "shared"}
+    if machine.memory is None or not shared:
         return None
-    weights = max(engine.weights + engine.staged for engine in engines)
-    generating = max(machine.memory if engine.static is None else engine.static for engine in engines)
-    asleep = OVERHEAD
-    away = max(record.away for record in trainers)
-    training = max(record.peak for record in trainers) + asleep
-    # Graphs and activations of the engine lie beside what mem_fraction_static counts: at least what its process needs.
-    generating = generating + OVERHEAD + away
-    publishing = OVERHEAD + weights + max(record.overhead + record.weights + record.publication for record in trainers)
-    fullest = max(training, generating, publishing)
     return ColocatedMemory(
         memory=machine.memory,
-        training=training,
-        generating=generating,
-        publishing=publishing,
-        engine_asleep=asleep,
-        margin=machine.memory - fullest,
+        training=shared["train"],
+        generating=shared["generate"],
+        publishing=shared["publish"],
+        engine_asleep=max(engine.overhead + engine.graphs for engine in engines),
+        margin=machine.memory - max(shared.values()),
     )

@@ -14,55 +14,78 @@ from slimx.layout.ranks import EngineSizes, engine_sizes
 from slimx.layout.table import Table
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
-from slimx.preflight.hardware import Machine
-from slimx.preflight.record import EngineMemory
+from slimx.preflight.hardware import OVERHEAD, Machine
+from slimx.preflight.memory_record import EngineMemory
 from slimx.reshard.plan.precision import ITEMSIZE, Quantisation
 
 MIB = 2**20
+WORK = 2 * 2**30
+"""Bytes that an engine rank needs at least for activations: assumed."""
 _FP8_CACHE = ("fp8_e4m3", "fp8_e5m2")
 
 
 def engine_memory(
-    config: Config, spec: ModelSpec, group: Engines, machine: Machine, *, staged: int, table: Table | None = None
+    config: Config,
+    spec: ModelSpec,
+    group: Engines,
+    machine: Machine,
+    *,
+    staged: int,
+    beside: int = 0,
+    table: Table | None = None,
 ) -> EngineMemory:
-    """Memory of the fullest rank of a server of `group`. `staged`: bytes that a publication needs beside the weights.
-    `table`: as `engine_table` makes it, where it is known already."""
+    """Memory of the fullest rank of a server of `group`. `staged`: bytes that a publication needs beside the weights;
+    `beside`: bytes that a trainer rank has left on the GPU when the server starts. `table`: as `engine_table` makes it,
+    where it is known already."""
     sizes = engine_sizes(group)
     quantisation = Quantisation(config.publish.quantise) if config.publish.quantise else None
-    weights = engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation)
-    per_token = kv_bytes(spec.transformer, sizes, ITEMSIZE[config.numerics.dtype], group.sglang.get("kv_cache_dtype"))
-    state = state_bytes(spec.transformer, sizes, config.numerics.dtype, group.sglang.get("mamba_ssm_dtype"))
-    fraction = static = room = tokens = states = concurrency = None
-    if machine.memory is not None:
-        fraction = group.sglang.get("mem_fraction_static") or static_fraction(group, sizes, machine.memory)
-        static = int(fraction * machine.memory)
-        room = max(0, static - weights)
-        if state:
-            states = state_slots(group, sizes, room, state)
-            room = max(0, room - (states + 1) * state)  # SGLang keeps one more for padding
-        tokens = room // per_token
-    if group.max_total_tokens is not None:
-        tokens = group.max_total_tokens if tokens is None else min(tokens, group.max_total_tokens)
-    longest = config.rollout.longest
-    if tokens is not None:
-        held = tokens // longest if states is None else min(tokens // longest, states)
-        concurrency = sizes.attention_data * held
-        limit = group.sglang.get("max_running_requests")
-        concurrency = min(concurrency, limit) if limit else concurrency
-    return EngineMemory(
+    itemsize = ITEMSIZE[config.numerics.dtype]
+    record = EngineMemory(
         group=group.name,
         count=group.servers,
         ranks=sizes.world,
-        weights=weights,
-        static_fraction=fraction,
-        static=static,
-        kv_per_token=per_token,
-        kv_room=room,
-        kv_tokens=tokens,
-        state_per_request=state,
-        concurrency=concurrency,
+        weights=engine_weights(table or engine_table(spec, group), config.numerics.dtype, sizes, quantisation),
+        static_fraction=None,
+        static=None,
+        kv_per_token=kv_bytes(spec.transformer, sizes, itemsize, group.sglang.get("kv_cache_dtype")),
+        kv_room=None,
+        kv_tokens=None,
+        state_per_request=state_bytes(
+            spec.transformer, sizes, config.numerics.dtype, group.sglang.get("mamba_ssm_dtype")
+        ),
+        concurrency=None,
         staged=staged,
+        overhead=OVERHEAD,
+        graphs=0 if machine.memory is None else graph_bytes(group, sizes, machine.memory),
+        work=WORK,
     )
+    return beside_trainer(record, config, group, machine, beside)
+
+
+def beside_trainer(record: EngineMemory, config: Config, group: Engines, machine: Machine, beside: int) -> EngineMemory:
+    """`record` for a GPU on which something else holds `beside` bytes when the server starts.
+
+    SGLang 0.5.23 measures the memory that is free once its ranks have met, before it loads weights; weights and KV
+    cache get mem_fraction_static of that (`kv_cache_configurator.py`, `_profile_available_bytes`)."""
+    sizes = engine_sizes(group)
+    fraction = static = room = tokens = states = concurrency = None
+    if machine.memory is not None:
+        fraction = group.sglang.get("mem_fraction_static") or static_fraction(group, sizes, machine.memory)
+        static = int(fraction * max(0, machine.memory - record.overhead - beside))
+        room = max(0, static - record.weights)
+        if state := record.state_per_request:
+            states = state_slots(group, sizes, room, state)
+            room = max(0, room - (states + 1) * state)  # SGLang keeps one more for padding
+        tokens = room // record.kv_per_token
+    if group.max_total_tokens is not None:
+        tokens = group.max_total_tokens if tokens is None else min(tokens, group.max_total_tokens)
+    if tokens is not None:
+        held = tokens // config.rollout.longest
+        concurrency = sizes.attention_data * (held if states is None else min(held, states))
+        limit = group.sglang.get("max_running_requests")
+        concurrency = min(concurrency, limit) if limit else concurrency
+    update = {"static_fraction": fraction, "static": static, "kv_room": room}
+    return record.model_copy(update=update | {"kv_tokens": tokens, "concurrency": concurrency})
 
 
 def engine_table(spec: ModelSpec, group: Engines) -> Table:
@@ -129,14 +152,7 @@ def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
     As SGLang 0.5.23 computes it from the GPU's size (`srt/arg_groups/memory_hook.py`), without what it adds where it
     sizes the cache after capturing graphs: the room may turn out larger."""
     mib, tensor = memory / MIB, sizes.tensor
-    # (GPU's MiB below, prefill chunk, decode batch, decode batch from 4 tensor-parallel ranks on)
-    steps = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
-    chunk, batch = next(
-        ((chunk, few if tensor < 4 else many) for below, chunk, few, many in steps if mib < below * 1024), (16384, 512)
-    )
-    chunk = group.sglang.get("chunked_prefill_size") or chunk
-    requests = group.sglang.get("max_running_requests")
-    batch = min(batch, requests) if requests else batch
+    chunk, batch = _prefill_and_decode(group, memory, tensor)
     reserved = 512 + 1.5 * max(chunk, 2048) + sizes.world / 8 * 1024
     if not group.sglang.get("disable_cuda_graph"):
         reserved += 2 * batch
@@ -147,3 +163,22 @@ def static_fraction(group: Engines, sizes: EngineSizes, memory: int) -> float:
     if group.sglang.get("moe_a2a_backend") == "deepep":
         reserved += 2048
     return round((mib - reserved) / mib, 3)
+
+
+def graph_bytes(group: Engines, sizes: EngineSizes, memory: int) -> int:
+    """Bytes of CUDA graphs by SGLang's own reserve, 2 MiB for each request of the largest decode batch."""
+    if group.sglang.get("disable_cuda_graph"):
+        return 0
+    return 2 * MIB * _prefill_and_decode(group, memory, sizes.tensor)[1]
+
+
+def _prefill_and_decode(group: Engines, memory: int, tensor: int) -> tuple[int, int]:
+    """Tokens of a prefill chunk and requests of a decode batch, given or as SGLang chooses them."""
+    # (GPU's MiB below, prefill chunk, decode batch, decode batch from 4 tensor-parallel ranks on)
+    steps = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
+    chunk, batch = next(
+        ((chunk, few if tensor < 4 else many) for below, chunk, few, many in steps if memory / MIB < below * 1024),
+        (16384, 512),
+    )
+    requests = group.sglang.get("max_running_requests")
+    return group.sglang.get("chunked_prefill_size") or chunk, min(batch, requests) if requests else batch

@@ -13,18 +13,15 @@ from slimx.config.sections.run import Numerics
 from slimx.config.sections.trainer import Trainer
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec
+from slimx.preflight.hardware import OVERHEAD
 from slimx.preflight.memory.activations import Setting
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.parameter_runs import Holdings, ParameterRun
 from slimx.preflight.memory.pipeline import ActivationBytes, activation_bytes
 from slimx.preflight.memory.state import Buffers, StateBytes, state_bytes
-from slimx.preflight.record import TrainerMemory
+from slimx.preflight.memory_record import TrainerMemory
 from slimx.reshard.plan.precision import ITEMSIZE
 
-GIB = 2**30
-OVERHEAD = 3 * GIB
-"""Bytes that a process on a GPU needs besides: CUDA context, NCCL's buffers, workspaces of cuBLAS, gaps of torch's
-allocator. Assumed."""
 MOMENT_PIECE = 512 * 2**20
 """As `slimx.trainer.device.host_moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
 them."""
@@ -168,6 +165,7 @@ def _record(
         weights=state.weights + served,
         gradients=state.gradients,
         optimizer=state.optimizer - hosted,
+        moments=state.moments - hosted,
         activations=activations.kept,
         head=activations.head,
         work=activations.work,
@@ -181,7 +179,7 @@ def _record(
         host_optimizer=hosted,
         host_copies=state.weights * (others + 1) if others else 0,
         host_away=state.weights + state.optimizer - hosted if moving else 0,
-        host_checkpoint=state.weights + state.optimizer if config.checkpoint.asynchronous else 0,
+        host_checkpoint=state.weights + state.optimizer,
     )
 
 

@@ -29,10 +29,13 @@ from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infin
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
 from slimx.preflight.memory.engine import engine_memory
+from slimx.preflight.memory.node import disk_bytes, host_memory
+from slimx.preflight.memory.phases import phase_memory
 from slimx.preflight.memory.trainer import trainer_memory
+from slimx.preflight.memory_record import TrainerMemory
 from slimx.preflight.plan.link_bytes import link_bytes
 from slimx.preflight.plan.rank_map import rank_map
-from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap, TrainerMemory
+from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 
@@ -92,7 +95,8 @@ def plan_report(config: Config) -> Planned:
     own = None if critic is None else (facts["critic_spec"], critic)
     known = _of_layout(config, spec, sizes, own, device, machine, figures)
     places: RankMap = known["rank_map"]
-    placed = facts | {"places": places} | {key: known[key] for key in ("trainer_memory", "engine_memory", "colocated")}
+    weighed = ("trainer_memory", "engine_memory", "phases", "host")
+    placed = facts | {"places": places} | {key: known[key] for key in weighed}
     told = broken(RULES, placed, before=facts)
     links = link_bytes(published, places, report.engines, machine, config.publish.transport) if published else ()
     update = {
@@ -130,20 +134,36 @@ def _of_layout(
     if critic is not None:
         critics = trainer_memory(config.as_critic(), *critic, device, model="critic")
     staged = figures.staged_bytes if figures else 0
+    shared = config.schedule.colocate
+    beside = max(record.away for record in trainers) if shared else 0
     engines = tuple(
-        engine_memory(config, spec, group, machine, staged=staged) for group in config.rollout.policy_engines
+        engine_memory(config, spec, group, machine, staged=staged, beside=beside)
+        for group in config.rollout.policy_engines
     )
+    critic_own = own is not None
+    phases = phase_memory(
+        machine,
+        trainers + critics,
+        engines,
+        critic_own=critic_own,
+        colocate=shared,
+        offload=config.trainer.offload,
+    )
+    batch = batch_plan(config, sizes)
     return {
         "trainer": sizes,
         "largest_rank": max(record.parameters for record in trainers),
         "critic": critic[1] if critic else None,
-        "critic_own": own is not None,
+        "critic_own": critic_own,
         "critic_largest_rank": max((record.parameters for record in critics), default=0),
         "rank_map": rank_map(config.rollout, config.schedule, spec, sizes, own, per_node=machine.per_node),
         "trainer_memory": trainers + critics,
         "engine_memory": engines,
-        "colocated": colocated_memory(machine, trainers, engines if config.schedule.colocate else ()),
-        "batch": batch_plan(config, sizes),
+        "colocated": colocated_memory(machine, phases, engines),
+        "phases": phases,
+        "host": host_memory(config, machine, trainers + critics, figures, critic_own=critic_own),
+        "disk": disk_bytes(config, spec, critic[0] if critic else None, batch),
+        "batch": batch,
     }
 
 

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes
@@ -28,14 +29,16 @@ from slimx.models.trunk import read_trunk
 from slimx.preflight.checks import batch, memory
 from slimx.preflight.checks.layout import sizes_divide
 from slimx.preflight.checks.memory import together
-from slimx.preflight.hardware import Machine
-from slimx.preflight.memory.colocated import colocated_memory
-from slimx.preflight.memory.engine import engine_memory
+from slimx.preflight.hardware import OVERHEAD, Machine
+from slimx.preflight.memory.engine import beside_trainer, engine_memory
+from slimx.preflight.memory.node import host_memory
 from slimx.preflight.memory.parameter_runs import Holdings
-from slimx.preflight.memory.trainer import OVERHEAD, holdings, stage_states, trainer_memory
+from slimx.preflight.memory.phases import phase_memory
+from slimx.preflight.memory.trainer import holdings, stage_states, trainer_memory
+from slimx.preflight.memory_record import EngineMemory, TrainerMemory
 from slimx.preflight.plan.cost_model import Cost, update_cost
 from slimx.preflight.plan.splits import Fields, divides, sizes_of_split, splits
-from slimx.preflight.record import EngineMemory, Searched, Suggestion, TrainerMemory
+from slimx.preflight.record import Searched, Suggestion
 from slimx.reshard.plan.precision import ITEMSIZE
 
 TRAINED = (sizes_divide, *rules_in(batch))
@@ -123,8 +126,8 @@ class Search:
         require_gpu(machine)
         self.config, self.spec, self.machine, self.device = config, spec, machine, device
         groups = config.rollout.policy_engines if config.schedule.colocate else ()
-        self.engines: tuple[EngineMemory, ...] = tuple(
-            engine_memory(config, spec, group, machine, staged=0) for group in groups
+        self.engines: tuple[tuple[Engines, EngineMemory], ...] = tuple(
+            (group, engine_memory(config, spec, group, machine, staged=0)) for group in groups
         )
         """On the same GPUs as the trainer."""
         self.held = holdings(config.trainer, config.numerics, spec)
@@ -199,11 +202,9 @@ class Search:
         training = static + overhead
         floor = training + self.config.trainer.memory_margin_mib * 2**20
         if self.engines:
-            away = overhead + (0 if self.config.trainer.offload else static)
-            generating = max(engine.static or 0 for engine in self.engines)
-            publishing = max(engine.weights for engine in self.engines)
+            publishing = max(engine.weights for _, engine in self.engines)
             publishing += split.elements * ITEMSIZE[self.config.numerics.dtype]
-            floor = max(floor, training + OVERHEAD, generating + OVERHEAD + away, publishing + OVERHEAD + overhead)
+            floor = max(floor, training + OVERHEAD, publishing + OVERHEAD + overhead)
         return floor
 
     def fit(self, split: Split) -> Found | None:
@@ -228,12 +229,30 @@ class Search:
                 if critic_states is None:
                     critic_states = stage_states(own.trainer, held, trunk, split.sizes, model="critic", quick=True)
                 critics = trainer_memory(own, trunk, split.sizes, self.device, model="critic", states=critic_states)
-            shared = colocated_memory(self.machine, records, self.engines)
-            facts = {"machine": self.machine, "trainer_memory": records + critics, "colocated": shared}
+            facts = {"machine": self.machine, "trainer_memory": records + critics}
+            facts |= self._weighed(tried, records, critics)
             if not broken(rules_in(memory), tried.sections | facts):
                 peak = max(map(together, records, critics) if critics else (record.peak for record in records))
                 return Found(split, self._told(tried, split, max(records, key=lambda record: record.peak), peak))
         return None
+
+    def _weighed(
+        self, tried: Config, records: tuple[TrainerMemory, ...], critics: tuple[TrainerMemory, ...]
+    ) -> dict[str, Any]:
+        """Facts for the rules about phases and the host. Buckets of a publication are left out: they are not compiled
+        for every layout."""
+        beside = max(record.away for record in records)
+        engines = tuple(beside_trainer(engine, tried, group, self.machine, beside) for group, engine in self.engines)
+        phases = phase_memory(
+            self.machine,
+            records + critics,
+            engines,
+            critic_own=False,
+            colocate=bool(engines),
+            offload=tried.trainer.offload,
+        )
+        host = host_memory(tried, self.machine, records + critics, None, critic_own=False)
+        return {"phases": phases, "host": host, "engine_memory": engines}
 
     def _told(self, tried: Config, split: Split, fullest: TrainerMemory, peak: int) -> Suggestion:
         trainer = tried.trainer

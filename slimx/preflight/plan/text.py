@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.filesize import decimal
 
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.preflight.links.model import Stages
+from slimx.preflight.memory.phases import PHASES
+from slimx.preflight.memory_record import EngineMemory, Held, TrainerMemory
 from slimx.preflight.record import (
     BatchPlan,
-    EngineMemory,
     PlannedGroup,
     PlanReport,
     Predicted,
     PublicationFigures,
     RankMap,
     RankPlace,
-    TrainerMemory,
 )
 
 GIB = 2**30
@@ -121,11 +121,36 @@ def _memory(report: PlanReport) -> Iterator[str]:
         yield f"  {record.model:8s}{record.rank:6d}{cells}"
     for record in report.engine_memory:
         yield from _engine_memory(record)
-    if (pair := report.colocated) is not None:
+    yield from _phases(report)
+    if (host := report.host) is not None:
+        of = f" of {_gib(host.memory)}" if host.memory else ""
+        yield f"  host      GiB of a node with {host.ranks} trainer ranks: {_gib(host.nbytes)}{of}: {_held(host.held)}"
+    if (disk := report.disk) is not None:
         yield (
-            f"  in turns  training {_gib(pair.training)}, generating {_gib(pair.generating)}, publishing "
-            f"{_gib(pair.publishing)}: margin {_gib(pair.margin)}"
+            f"  disk      {_size(disk.nbytes)} at most: {disk.checkpoints} checkpoints of {_size(disk.checkpoint)}, "
+            f"{disk.exports} exports of {_size(disk.export)}, rollouts {_size(disk.rollouts)}"
         )
+
+
+def _phases(report: PlanReport) -> Iterator[str]:
+    """A table of GPUs by phases, and what the fullest holds."""
+    if not report.phases:
+        return
+    names = dict.fromkeys((each.gpu, each.group) for each in report.phases)
+    peaks = {(each.gpu, each.group, each.phase): each.nbytes for each in report.phases}
+    yield "  phases              " + "".join(f"{phase:>9}" for phase in PHASES)
+    for gpu, group in dict.fromkeys((gpu, "" if gpu == "shared" else group) for gpu, group in names):
+        cells = []
+        for phase in PHASES:
+            found = [n for (kind, of, when), n in peaks.items() if (kind, when) == (gpu, phase) and group in ("", of)]
+            cells.append(f"{_gib(max(found)) if found else '-':>9}")
+        yield f"    {group or gpu:18s}" + "".join(cells)
+    fullest = max(report.phases, key=lambda each: each.nbytes)
+    yield f"            fullest: {fullest.phase} of {fullest.group or fullest.gpu}: {_held(fullest.held[:4])}"
+
+
+def _held(held: Sequence[Held]) -> str:
+    return ", ".join(f"{each.what} {_gib(each.nbytes)}" for each in held)
 
 
 def _engine_memory(record: EngineMemory) -> Iterator[str]:

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factory_merges,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
@@ -115,6 +126,7 @@ def _load(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str,
     """Read what the sharded `state` describes, as megatron-core's `dist_checkpointing.load` does with a reader and a
     planner that run code."""
     metadata = read_metadata(path / ".metadata")
+    dict_list_map_inplace(_in_place, state)
     wanted, loaded, factories = load_preprocess(state)
     wanted, _ = extract_sharded_base(wanted)
     validate_sharding_integrity(determine_global_metadata(wanted)[1])
@@ -122,6 +134,22 @@ def _load(state: dict[str, Any], path: Path, *, tensors_only: bool) -> dict[str,
         merge(loaded, read_common(path))
     merge(loaded, _read(wanted, path, metadata, tensors_only=tensors_only))
     return apply_factory_merges(loaded, factories)
+
+
+def _in_place(factory: Any) -> Any:
+    """A factory that joins nothing where its parts were read right into the parameter: copies of all joined projections
+    would take most of the weights' memory once more."""
+
+    if not isinstance(factory, ShardedTensorFactory):
+        return factory
+    whole = factory.data.detach()
+
+    def merge(parts: Any) -> torch.Tensor:
+        tensors = [part for part in nested_values({"parts": parts}) if isinstance(part, torch.Tensor)]
+        inside = (0 <= part.data_ptr() - whole.data_ptr() < whole.nbytes for part in tensors)
+        return whole if all(inside) else factory.merge_fn(parts)
+
+    return replace(factory, merge_fn=merge)
 
 
 def _read(sharded: dict[str, Any], path: Path, metadata: Metadata, *, tensors_only: bool) -> dict[str, Any]:

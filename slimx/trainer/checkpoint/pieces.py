@@ -136,7 +136,7 @@ def _pieces(
     end: int,
     held: dict[str, torch.Tensor],
 ) -> Iterator[dict[str, ShardedTensor]]:
-    """What elements `start` to `end` of a parameter of `shape` have in common with `region`, which is `whole` in the
+    """Pieces that elements `start` to `end` of a parameter of `shape` share with `region`, which is `whole` in the
     checkpoint. `held`: the state of these elements by kind, flat."""
     at = start
     for offsets, sizes in boxes(shape, start, end):
@@ -174,5 +174,5 @@ def _piece(whole: ShardedTensor, kind: str, data: torch.Tensor, local: Sequence[
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells a group of parameters from the others, as megatron-core has it."""
+    """Values that tell a group of parameters from the others, as megatron-core compares them."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)

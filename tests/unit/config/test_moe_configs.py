@@ -35,6 +35,13 @@ def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyP
     assert not report.violations
     assert report.trainer_memory
     served = bool(config.rollout.engines)
+    weighed = {each.phase for each in report.phases}
+    assert {"load", "restore", "train", "save"} <= weighed and ({"start", "publish", "generate"} <= weighed) == served
+    assert ({"sleep", "wake"} <= weighed) == config.schedule.colocate
+    for each in report.phases:
+        free = report.gpu_memory - each.nbytes
+        assert free >= (config.trainer.memory_margin_mib * 2**20 if each.phase == "train" else 0), each
+    assert report.host.nbytes <= report.host.memory, "judged by the kind of GPU"
     assert (report.publication is not None) == served and bool(report.engine_memory) == served
     assert report.rank_map.nodes == config.cluster.nodes, "the header names the nodes that the run fills"
     name = Path(config.model.path).name

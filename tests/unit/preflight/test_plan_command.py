@@ -500,9 +500,16 @@ def test_colocated_ranks_are_weighed_in_turns(plan):
     pair, trainer = small["colocated"], small["trainer_memory"][0]
     assert trainer["away"] == trainer["overhead"], "all that the trainer holds leaves the GPU"
     assert trainer["host_away"] == trainer["weights"] + trainer["optimizer"]
-    assert pair["margin"] == pair["memory"] - max(pair["training"], pair["generating"], pair["publishing"])
-    assert pair["training"] == trainer["peak"] + pair["engine_asleep"]
-    assert large["colocated"]["generating"] - pair["generating"] == pytest.approx(0.4 * pair["memory"], abs=2)
+    fullest = max(sum(held["nbytes"] for held in phase["held"]) for phase in small["phases"])
+    assert pair["margin"] == pair["memory"] - fullest
+    busy = trainer["activations"] + max(trainer["head"], trainer["work"]) + trainer["communication"]
+    state = trainer["weights"] + trainer["gradients"] + trainer["optimizer"] + trainer["overhead"]
+    assert pair["training"] == state + max(busy, trainer["step"]) + pair["engine_asleep"]
+    engine = small["engine_memory"][0]
+    free = pair["memory"] - trainer["away"] - engine["overhead"]
+    assert engine["static"] == int(0.5 * free), "a share of what is free when the server starts"
+    grown = large["colocated"]["generating"] - pair["generating"]
+    assert grown == pytest.approx(0.4 * free, abs=2 * engine["kv_per_token"])
     assert small["rank_map"]["gpus"] == 8
 
 

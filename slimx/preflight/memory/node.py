@@ -1,0 +1,81 @@
+"""Host memory of a node, and what a run leaves on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from slimx.config.schema import Config
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
+from slimx.preflight.hardware import GIB, Machine
+from slimx.preflight.memory.trainer import holdings
+from slimx.preflight.memory_record import DiskBytes, Held, HostMemory, TrainerMemory
+from slimx.preflight.record import BatchPlan, PublicationFigures
+from slimx.reshard.plan.precision import ITEMSIZE
+
+PROCESS = 4 * GIB
+"""Host memory of a trainer's or an engine's process beside what is counted: libraries, CUDA. Assumed."""
+_TOKEN = 4 + 4 + 1
+"""Bytes of a token in a group on disk: id, log-prob, mask."""
+_STATE = 12
+"""Bytes per trained parameter in a checkpoint: main weight and two moments, fp32."""
+
+
+def host_memory(
+    config: Config,
+    machine: Machine,
+    trainers: Sequence[TrainerMemory],
+    figures: PublicationFigures | None,
+    *,
+    critic_own: bool,
+) -> HostMemory:
+    """Host memory of the fullest node with trainer ranks, when everything there has been allocated: pinned memory is
+    kept for the next time."""
+    shared = not critic_own and any(record.model == "critic" for record in trainers)
+    policy = [record for record in trainers if record.model == "trainer"]
+    rank = max(policy, key=lambda record: record.host)
+    one = [rank] + [record for record in trainers if shared and record.model == "critic" and record.stage == rank.stage]
+    ranks = min(machine.per_node, config.trainer.world_size)
+    engines = ranks if config.schedule.colocate else 0
+    on_host = figures is not None and not config.publish.on_device
+    held = {
+        "moments": ranks * sum(record.host_optimizer for record in one),
+        "weights of reference and teacher": ranks * sum(record.host_copies for record in one),
+        "state that leaves GPUs": ranks * sum(record.host_away for record in one),
+        "copies that checkpoints are written from": ranks * sum(record.host_checkpoint for record in one),
+        "buckets of a publication": figures.publisher_bytes if on_host else 0,
+        "processes": (ranks + engines) * PROCESS,
+    }
+    ordered = sorted(held.items(), key=lambda item: -item[1])
+    return HostMemory(
+        memory=machine.host_memory,
+        ranks=ranks,
+        held=tuple(Held(what=what, nbytes=nbytes) for what, nbytes in ordered if nbytes),
+    )
+
+
+def disk_bytes(config: Config, spec: ModelSpec, critic: ModelSpec | None, batch: BatchPlan) -> DiskBytes:
+    """Bytes that the run leaves in its directory, at most."""
+    options, schedule, kept = config.checkpoint, config.schedule, config.track.rollouts
+    itemsize = ITEMSIZE[config.numerics.dtype]
+    checkpoint = 0
+    for model, trainer in ((spec, config.trainer), *([(critic, config.as_critic().trainer)] if critic else [])):
+        for run in holdings(trainer, config.numerics, model).runs(Sizes(), 0):
+            each = ITEMSIZE[run.dtype] + (_STATE if run.trained else 0)
+            checkpoint += run.elements * run.count * each
+    for_good = schedule.steps // options.keep_every if options.keep_every else 0
+    exports = (schedule.steps // options.export_every if options.export_every else 0) + options.export_hf
+    every = config.algorithm.reference_refresh
+    references = min(options.keep + 1, schedule.steps // every) if every else 0
+    steps = schedule.steps // kept.every if kept.every and config.rollout.policy_engines else 0
+    token = _TOKEN
+    if kept.routes and spec.experts:
+        token += len(spec.moe_layers) * spec.transformer["moe_router_topk"] * (1 if spec.experts <= 256 else 2)
+    return DiskBytes(
+        checkpoint=checkpoint,
+        checkpoints=options.keep + 1 + for_good,
+        export=sum(prod(shape) for shape in spec.table.checkpoint_shapes().values()) * itemsize,
+        exports=exports + references,
+        rollouts=(min(steps, kept.keep) if kept.keep else steps) * batch.tokens_per_step * token,
+    )
