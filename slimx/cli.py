@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from slimx.commands.convert import app as convert
 from slimx.config import load_config
 from slimx.config.schema import Config
+from slimx.config.suggestions import for_flag
 from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
 from slimx.observability.live.safe_text import one_line, plain, visible
 
@@ -33,7 +35,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-@app.command()
+class RunCommand(TyperCommand):
+    """A command that takes a run's YAML file: it knows what other frameworks' flags are called here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {"--", "--help", *(name for each in self.params for name in [*each.opts, *each.secondary_opts])}
+        for number, argument in enumerate(args):
+            flag, given, value = argument.partition("=")
+            if flag.startswith("--") and flag not in own:
+                following = args[number + 1 : number + 2]
+                value = value if given else following[0] if following and following[0][:2] != "--" else "true"
+                if (told := for_flag(Config, flag, value)) is not None:
+                    raise SlimxError(f"slimx {self.name} has no {flag}; {told}", code="cli.foreign_flag", about=flag)
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=RunCommand)
 def train(
     file: RunFile,
     overrides: Overrides = None,
@@ -49,7 +66,7 @@ def train(
     console.print(plain(f"run {directory}" + (f", report {report}" if report else "")))
 
 
-@app.command()
+@app.command(cls=RunCommand)
 def generate(
     file: RunFile,
     overrides: Overrides = None,
@@ -65,7 +82,7 @@ def generate(
     console.print(plain(f"rollouts {directory}"))
 
 
-@app.command("eval")
+@app.command("eval", cls=RunCommand)
 def evaluate(
     file: RunFile,
     overrides: Overrides = None,
@@ -84,7 +101,7 @@ def evaluate(
         print(visible(line))
 
 
-@app.command()
+@app.command(cls=RunCommand)
 def plan(
     file: RunFile,
     overrides: Overrides = None,
@@ -109,7 +126,7 @@ def plan(
         raise typer.Exit(2)
 
 
-@app.command()
+@app.command(cls=RunCommand)
 def doctor(
     file: Annotated[
         Path | None, typer.Argument(help="Check this run's configuration, checkpoint, prompts and hooks too.")

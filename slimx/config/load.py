@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from yaml import YAMLError
 
+from slimx.config import suggestions
 from slimx.config.names import to_known_names
 from slimx.config.rule import Refusal, refuse
 from slimx.config.schema import Config
@@ -52,14 +51,16 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
             code="config.no_sections",
             about=str(path),
         )
-    tree = _named(tree, str(path))
+    tree, given = _named(tree, str(path)), {}
     for override in overrides:
         if "=" not in override or override.startswith("="):
             raise SlimxError(
                 f"override {override!r} is not of the form section.key=value", code="config.override", about=override
             )
         try:
-            tree = OmegaConf.merge(tree, _named(OmegaConf.from_dotlist([override]), f"override {override!r}"))
+            named = _named(OmegaConf.from_dotlist([override]), f"override {override!r}")
+            tree = OmegaConf.merge(tree, named)
+            given[_dotted(OmegaConf.to_container(named, resolve=False))] = override
         except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
             raise SlimxError(
                 f"override {override!r} cannot be applied ({_first_line(error)})",
@@ -73,8 +74,7 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems = [problem for item in error.errors() for problem in _problems(item)]
-        refuse(problems, f"{path}: ", error)
+        _refuse([problem for item in error.errors() for problem in _problems(item, given)], path, given, error)
     config._interpolated = dict(_interpolations(OmegaConf.to_container(tree, resolve=False)))
     return config
 
@@ -84,6 +84,12 @@ def _named(tree: DictConfig, where: str) -> DictConfig:
     values = OmegaConf.to_container(tree, resolve=False)
     to_known_names(values, where)
     return OmegaConf.create(values)
+
+
+def _dotted(tree: Any) -> str:
+    """The key that the tree of one override sets."""
+    ((key, inner),) = tree.items()
+    return f"{key}.{_dotted(inner)}" if isinstance(inner, dict) and len(inner) == 1 else str(key)
 
 
 def _interpolations(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -99,21 +105,15 @@ def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _problems(item: Any) -> Sequence[SlimxError]:
-    """Refusals behind one of pydantic's errors."""
+def _problems(item: Any, given: Mapping[str, str]) -> Sequence[SlimxError]:
+    """Refusals behind one of pydantic's errors; `given` has the overrides by their keys."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
         return cause.problems or (cause,)
     where = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = _keys_at(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {'.'.join([*map(str, item['loc'][:-1]), near[0]])}?"
-            if near
-            else f"known keys: {', '.join(known)}"
-        )
-        return (SlimxError(f"unknown key {where}; {hint}", code="config.unknown_key", about=where),)
+        keys = suggestions.of_section(item["loc"], item["input"]) or [(item["loc"], item["input"])]
+        return [_unknown(path, value, given) for path, value in keys]
     if item["type"] == "missing":
         told = f"{where} is missing; set it in the file or with {where}=VALUE"
         return (SlimxError(told, code="config.missing_key", about=where),)
@@ -122,17 +122,32 @@ def _problems(item: Any) -> Sequence[SlimxError]:
     return (SlimxError(told, code="config.value", about=where),)
 
 
-def _keys_at(location: Sequence[Any]) -> list[str]:
-    """The keys that the schema knows at a location such as ("rollout", "engines", 0)."""
-    model: Any = Config
-    for part in location:
-        if (
-            isinstance(part, str)
-            and isinstance(model, type)
-            and issubclass(model, BaseModel)
-            and part in model.model_fields
-        ):
-            model = model.model_fields[part].annotation
-            arguments = [a for a in typing.get_args(model) if isinstance(a, type) and issubclass(a, BaseModel)]
-            model = arguments[0] if arguments else model
-    return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+def _unknown(path: Sequence[str | int], value: Any, given: Mapping[str, str]) -> SlimxError:
+    key = ".".join(map(str, path))
+    hint = suggestions.for_key(Config, path, value, override=_override_of(key, given) is not None)
+    return SlimxError(f"unknown key {key}; {hint}", code="config.unknown_key", about=key)
+
+
+def _override_of(key: str, given: Mapping[str, str]) -> str | None:
+    """The last override that set `key`, or a part of it; None: it stands in the file, or nowhere."""
+    return next(
+        (
+            text
+            for name, text in reversed(given.items())
+            if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")
+        ),
+        None,
+    )
+
+
+def _refuse(problems: Sequence[SlimxError], path: Path, given: Mapping[str, str], cause: Exception) -> None:
+    """Raise the refusals, each blamed on the override that it is about, else on the file."""
+    places = [_override_of(problem.about, given) if problem.about else None for problem in problems]
+    names = [str(path) if text is None else f"override {text!r}" for text in places]
+    if len({*names}) == 1:
+        refuse(problems, f"{names[0]}: ", cause)
+    placed = [
+        SlimxError(f"{name}: {problem}", code=problem.code, about=problem.about)
+        for name, problem in zip(names, problems, strict=True)
+    ]
+    refuse(placed, "", cause)

@@ -515,7 +515,7 @@ def slimx(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_process_prints_the_sentence_alone_and_exits_with_2(file, name):
     done = slimx(name, file, "run.nmae=x")
     assert done.returncode == 2
-    assert re.fullmatch(rf"slimx: {file}: .*run\.nmae.*run\.name.*\n", done.stderr)
+    assert re.fullmatch(r"slimx: override 'run\.nmae=x': .*run\.nmae.*run\.name.*\n", done.stderr)
 
 
 @pytest.mark.costly

@@ -1,0 +1,105 @@
+"""An unknown key is told the key that it was meant to be, in the form in which it can be written where it stood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slimx.cli import RunCommand
+from slimx.config import load_config
+from slimx.config.foreign import FLAGS, PATHS
+from slimx.config.schema import Config
+from slimx.config.suggestions import for_flag, known_keys
+from tests.refusals import refused
+
+BASE = {"run": {"dir": "r"}, "model": {"path": "m"}, "rollout": {"prompts": "p"}}
+
+
+def written(directory: Path, **sections: object) -> Path:
+    (directory / "run.yaml").write_text(yaml.safe_dump(BASE | sections))
+    return directory / "run.yaml"
+
+
+@pytest.mark.parametrize("name", sorted(FLAGS | PATHS))
+def test_every_foreign_name_leads_to_a_key_and_is_none(name):
+    key = (FLAGS | PATHS)[name].partition(" ")[0]
+    keys = known_keys(Config)
+    assert key in keys or any(each.startswith(f"{key}.") for each in keys), key
+    assert name not in keys
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.lr=0.5", "trainer.optimizer.lr=0.5"),
+        ("critic.lr=0.5", "critic.optimizer.lr=0.5"),
+        ("rollout.n=8", "rollout.group_size=8"),
+        ("rollout.temperature=0.8", "rollout.sampling.temperature=0.8"),
+        ("resume=never", "run.resume=never"),
+        ("trainer.learning_rate=0.5", "trainer.optimizer.lr=0.5"),
+        ("actor_rollout_ref.rollout.n=4", "rollout.group_size=4"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=4", "'rollout.engines=[{tensor: 4}]'"),
+        ("trainer.total_epochs=3", "schedule.steps"),
+        ("trainer.wrold_size=2", "trainer.world_size"),
+    ],
+)
+def test_an_override_is_told_the_override_to_write(tmp_path, override, told):
+    with refused("config.unknown_key", about=override.partition("=")[0]) as caught:
+        load_config(written(tmp_path), [override])
+    assert told in str(caught.value) and repr(override) in str(caught.value) and "run.yaml" not in str(caught.value)
+
+
+def test_a_key_in_the_file_is_told_the_line_to_write_and_blamed_on_the_file(tmp_path):
+    file = written(tmp_path, trainer={"lr": 0.5}, data={"train_batch_size": 64})
+    with refused("config.unknown_key") as caught:
+        load_config(file, ["run.seed=3"])
+    said = str(caught.value)
+    assert "`trainer: {optimizer: {lr: 0.5}}`" in said and "`rollout: {prompts_per_step: 64}`" in said
+    assert said.startswith(str(file)) and "run.seed" not in said
+
+
+def test_a_line_that_is_told_is_one_that_the_file_can_have(tmp_path):
+    with refused("config.unknown_key") as caught:
+        load_config(written(tmp_path, actor_rollout_ref={"rollout": {"tensor_model_parallel_size": 4}}))
+    line = yaml.safe_load(str(caught.value).split("`")[1])
+    line["rollout"] |= BASE["rollout"]
+    assert load_config(written(tmp_path, **line)).rollout.engines[0].tensor == 4
+
+
+def test_mistakes_in_file_and_overrides_are_each_blamed_on_their_place(tmp_path):
+    file = written(tmp_path, run={"dir": "r", "sede": 1})
+    with refused("config.unknown_key", about="run.sede") as caught:
+        load_config(file, ["trainer.world_size=two"])
+    said = str(caught.value)
+    assert f"{file}: unknown key run.sede" in said and "override 'trainer.world_size=two': trainer.world_size" in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--lr", "write trainer.optimizer.lr=7"),
+        ("--seed", "write run.seed=7"),
+        ("--kl-coef", "write algorithm.kl_reward_coef=7"),
+        ("--rollout-batch-size", "write rollout.prompts_per_step=7"),
+        ("--trainer.world-size", "write trainer.world_size=7"),
+        ("--nothing-of-the-kind", None),
+    ],
+)
+def test_flags_are_told_their_key(flag, told):
+    assert for_flag(Config, flag, "7") == told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag", "value"),
+    [
+        (["run.yaml", "--lr", "1e-6"], "--lr", "1e-6"),
+        (["--n-samples-per-prompt=8", "run.yaml"], "--n-samples-per-prompt", "8"),
+        (["run.yaml", "--use-wandb", "--debug"], "--use-wandb", "true"),
+    ],
+)
+def test_a_command_refuses_a_foreign_flag_by_name_and_value(arguments, flag, value):
+    with refused("cli.foreign_flag", about=flag) as caught:
+        RunCommand("train", callback=print).make_context("train", arguments)
+    assert f"={value}" in str(caught.value)
