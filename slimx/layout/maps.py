@@ -9,6 +9,7 @@ tensors of a checkpoint are no maps but names of sources (`slimx.layout.stored`)
     Concat()                     tensors one below the other; a rank holds its share of each (gate and up of a SwiGLU)
     Blocks(heads)                the same with shares counted in heads, which repeat if there are few (an engine's qkv)
     InterleaveQKV(heads, ...)    query, key and value interleaved per query group (Megatron's linear_qkv)
+    Fused(map, rows)             another map's tensors, stored one below the other in one (a checkpoint's fused qkv)
     Sections(blocks, cuts)       runs of rows of several tensors, sorted into sections (the projections of a delta net)
     Deinterleave()               rows that alternate between two matrices (gate up gate up ...), one below the other
     Once()                       the tensor on the first rank, zeros on the others (a bias that ranks would add up)
@@ -19,7 +20,8 @@ tensors of a checkpoint are no maps but names of sources (`slimx.layout.stored`)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from slimx.errors import SlimxError
@@ -162,6 +164,21 @@ class InterleaveQKV:
                 rects.append(Rect(source, row, 0, rows, cols, at, 0))
                 at += rows
         return (at, cols), rects
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One checkpoint tensor that stores, one below the other, those that `map` takes apart."""
+
+    map: IndexMap
+    rows: tuple[int, ...]
+    """Rows of each of them."""
+
+    def local(self, shapes: Sequence[Shape], axis: int | None, rank: int, size: int) -> tuple[Shape, list[Rect]]:
+        ((_, cols),) = shapes
+        shape, rects = self.map.local([(rows, cols) for rows in self.rows], axis, rank, size)
+        starts = [0, *accumulate(self.rows)]
+        return shape, [replace(rect, source=0, row=rect.row + starts[rect.source]) for rect in rects]
 
 
 class Cut(NamedTuple):

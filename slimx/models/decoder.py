@@ -61,6 +61,22 @@ def rotary_share(hf: dict[str, Any], *, default: float) -> float:
     return default if share is None else share
 
 
+def rotating_share(hf: dict[str, Any], head: int) -> float:
+    """Share of each `head` that rotates where config.json may also say how many of its dimensions do (rotary_dim); 1.0
+    by default."""
+    if (dimensions := hf.get("rotary_dim")) is not None:
+        return dimensions / head
+    return rotary_share(hf, default=1.0)
+
+
+def contradicting_share(hf: dict[str, Any], head: int) -> str | None:
+    """The share that rotates, in words, where config.json says it in both ways and they differ."""
+    own = rotating_share(hf, head)
+    if (share := rotary_share(hf, default=own)) != own:
+        return f"partial_rotary_factor {share} and rotary_dim {hf['rotary_dim']}"
+    return None
+
+
 def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec, for rotary positions without
     scaling."""

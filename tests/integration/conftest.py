@@ -86,6 +86,14 @@ def tiny_weights(tiny_model: Path) -> Weights:
     return load_file(tiny_model / "model.safetensors")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_model_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers copy the code that a checkpoint brings before they run it: not into the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "modules"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def task_of_sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the quickstart's task."""

@@ -1,5 +1,6 @@
 """Tiny checkpoints of the families that SGLang's CPU path serves beside Qwen3-MoE and DeepSeek-V3, as published ones
-look: every field of config.json that SGLang reads is there."""
+look: every field of config.json that SGLang reads is there. And what their models say, by transformers where it knows
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.integration import bailing_oracle
 from tests.integration.conftest import ROOT, perturbed
+from tests.integration.family_oracle import scatter
 
 # Sizes that every rank count here divides: SGLang's CPU path pads heads and inner sizes that do not.
 COMMON = {
@@ -114,6 +117,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "bailing_moe_v2": bailing_oracle.FIELDS
+    | COMMON
+    | {
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "intermediate_size": 192,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+    },
 }
 
 
@@ -121,8 +134,31 @@ def make_model(name: str, out: Path) -> None:
     """A seeded model with the quickstart's tokenizer; no tensor is constant, so that none can hide."""
     hf = MODELS[name]
     torch.manual_seed(1)
+    if _ling(hf):
+        model = bailing_oracle.Ling(hf)
+        scatter(model)
+        bailing_oracle.write(model, out)
+        _make_tokenizer(out)
+        return
     config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
     AutoModelForCausalLM.from_config(config).save_pretrained(out)
     save_file(perturbed(load_file(out / "model.safetensors"), 2), out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(hf))
+    _make_tokenizer(out)
+
+
+def logits(model: Path, ids: list[int]) -> torch.Tensor:
+    """[L, vocab] of the float32 model in directory `model`."""
+    with torch.no_grad():
+        if _ling(json.loads((model / "config.json").read_text())):
+            return bailing_oracle.load(model)(torch.tensor(ids))
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        return loaded(torch.tensor([ids])).logits[0]
+
+
+def _ling(hf: dict[str, Any]) -> bool:
+    return hf["architectures"] == bailing_oracle.FIELDS["architectures"]
+
+
+def _make_tokenizer(out: Path) -> None:
     runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))["make_tokenizer"]().save_pretrained(out)

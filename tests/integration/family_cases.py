@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimx.layout.ranks import Sizes
-from tests.integration import deepseek_v3_oracle, nested_oracle, prediction_oracle
+from tests.integration import bailing_oracle, deepseek_v3_oracle, nested_oracle, prediction_oracle
 from tests.integration.family_oracle import Oracle, scatter_slow_decays
 
 
@@ -200,4 +200,5 @@ CASES: dict[str, Case] = {
         family="examples.mixtral",
         thorough=True,
     ),
+    "Ling-2": Case(make=bailing_oracle.Oracle, mtp=1, thorough=True),
 }

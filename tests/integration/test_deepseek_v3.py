@@ -1,5 +1,5 @@
-"""What DeepSeek-V3 brought and GLM-4.5 took over, in every layout: the routes of their layers, the selection bias, the
-prediction layer; and trainers' checkpoints of what families split in ways of their own.
+"""What DeepSeek-V3 brought and GLM-4.5 and Ling-2 took over, in every layout: the routes of their layers, the selection
+bias, the prediction layer; and trainers' checkpoints of what families split in ways of their own.
 
 Logits, gradients and conversion: test_families, whose ranks these tests share.
 """
@@ -27,7 +27,7 @@ only_v3 = pytest.mark.parametrize("model", ["V3"])
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-@pytest.mark.parametrize("model", [*MODELS, "GLM-4.5"])
+@pytest.mark.parametrize("model", [*MODELS, "GLM-4.5", "Ling-2"])
 @every_layout
 def test_every_layer_routes_as_transformers_does_and_one_wrong_route_is_found_where_it_is(families, layout, model):
     ran = families(layout, model)
@@ -56,7 +56,7 @@ def test_the_selection_bias_is_exact_in_a_bfloat16_model_and_no_step_moves_it(fa
         }
 
 
-@pytest.mark.parametrize("model", ["V3", "GLM-4.5"])
+@pytest.mark.parametrize("model", ["V3", "GLM-4.5", "Ling-2"])
 @pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "TP2xEP2"])
 def test_the_prediction_layer_learns_as_in_transformers_and_leaves_the_policy_alone(families, layout, model):
     ran, oracle = families(layout, model), families.oracle(model)

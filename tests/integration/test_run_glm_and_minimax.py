@@ -1,10 +1,11 @@
-"""Whole runs of GLM-4.5 and MiniMax-M2: trainers and engines of two ranks, which route alike and agree after every
-publication; in bfloat16 engines hold the routers in fp32."""
+"""Whole runs of GLM-4.5, MiniMax-M2 and Ling-2: trainers and engines of two ranks, which route alike and agree after
+every publication; in bfloat16 engines hold the routers in fp32."""
 
 from __future__ import annotations
 
 import pytest
 
+from slimx.models.families import read_model
 from tests.integration.engine_families import make_model
 from tests.integration.family_oracle import read
 from tests.integration.runs import TrainProcess, steps, write_config
@@ -13,11 +14,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "encoding"), [("glm4_moe", "float32", "auto"), ("minimax_m2", "bfloat16", "hf")]
+    ("name", "dtype", "encoding"),
+    [("glm4_moe", "float32", "auto"), ("minimax_m2", "bfloat16", "hf"), ("bailing_moe_v2", "float32", "auto")],
 )
 def test_two_trainer_ranks_and_two_engine_ranks_agree(task_of_sums, tmp_path, name, dtype, encoding):
     model = tmp_path / "model"
     make_model(name, model)
+    engine = {"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}
     config = write_config(
         tmp_path,
         model,
@@ -26,7 +29,7 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree(task_of_sums, tmp_path, na
         trainer={"tensor": 2, "expert": 2, "expert_tensor": 1, "moe": {"bias_update_rate": 0.05}},
         rollout={
             "prompts": str(task_of_sums / "train.jsonl"),
-            "engines": [{"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}],
+            "engines": [{**engine, "sglang": read_model(model).engine_arguments}],
         },
         publish={"encoding": encoding},
         schedule={"steps": 2},
@@ -42,5 +45,7 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree(task_of_sums, tmp_path, na
     before, exported = read(model), read(tmp_path / "run" / "hf")
     assert exported.keys() == before.keys()
     moved = {key for key, tensor in exported.items() if not tensor.equal(before[key].to(tensor.dtype))}
-    for part in ("e_score_correction_bias", "gate.weight", "q_norm", "k_norm", "q_proj.weight", ".experts.7."):
+    own = ("expert_bias", "query_layernorm", "key_layernorm", "query_key_value")
+    others = ("e_score_correction_bias", "q_norm", "k_norm", "q_proj.weight")
+    for part in (*(own if name == "bailing_moe_v2" else others), "gate.weight", ".experts.7."):
         assert any(part in key for key in moved), part

@@ -23,6 +23,7 @@ BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 MINIMAX_SQUARES = "sglang.srt.models.minimax_m2.rms_sumsq_serial"
 MINIMAX_NORM = "sglang.srt.models.minimax_m2.rms_apply_serial"
 NATIVE_MOE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+LING_EXPERTS = "sglang.srt.models.bailing_moe.BailingMoESparseMoeBlock._forward_router_experts"
 DEVICE_MODULE = "torch.get_device_module"
 
 
@@ -194,6 +195,12 @@ def moe_without_absent_experts(
     return out
 
 
+def scaled_experts(original: Callable, block: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Ling-2 leaves the factor of the routed experts to the kernels, and SGLang's native CPU path knows none; the other
+    families multiply for themselves. hidden: [tokens, hidden]."""
+    return original(block, hidden, batch) * block.routed_scaling_factor
+
+
 def device_module(device: Any = None) -> ModuleType:
     """In place of torch's, which names torch.cuda in a CUDA build without a GPU too: SGLang would synchronise with one
     to release memory."""
@@ -231,6 +238,7 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
         registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)
     registry.register(delta_net.GATED_NORM, delta_net.rms_norm_gated, kinds.REPLACE)
     registry.register(delta_net.SHARED_EXPERT, delta_net.add_gated_expert, kinds.REPLACE)
+    registry.register(LING_EXPERTS, scaled_experts, kinds.AROUND)
     registry.register(MINIMAX_SQUARES, sums_of_squares, kinds.REPLACE)
     registry.register(MINIMAX_NORM, normed_by_sums, kinds.REPLACE)
 

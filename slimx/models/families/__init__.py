@@ -13,6 +13,7 @@ from slimx.errors import SlimxError
 from slimx.layout.patterns import Sources, select
 from slimx.layout.table import Table
 from slimx.models.families import (
+    bailing_moe_v2,
     deepseek_v3,
     deepseek_v32,
     glm4_moe,
@@ -71,6 +72,7 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {
     family.ARCHITECTURE: family
     for family in (
+        bailing_moe_v2,
         deepseek_v3,
         deepseek_v32,
         glm4_moe,
@@ -95,7 +97,6 @@ _VISION = (
     "Qwen3_5ForCausalLM or Qwen3_5MoeForCausalLM can be trained"
 )
 UNBUILDABLE: dict[str, str] = {
-    "BailingMoeV2ForCausalLM": "slimx has no table of its projection that holds query, key and value in one",
     "NemotronHForCausalLM": (
         "slimx has no layout of its Mamba-2 layers, and megatron-core 0.19.2 (ssm/mamba_mixer) builds them with "
         "mamba_ssm's CUDA kernels only"

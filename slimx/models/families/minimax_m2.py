@@ -35,15 +35,13 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def gpt_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     """Arguments of megatron-core's GPTModel besides its TransformerConfig and layer spec."""
-    return {**decoder.gpt_arguments(hf), "rotary_percent": _rotary_share(hf)}
+    return {**decoder.gpt_arguments(hf), "rotary_percent": decoder.rotating_share(hf, _attention(hf).head)}
 
 
 def unsupported(hf: dict[str, Any]) -> str | None:
     """Name the part of config.json `hf` that cannot be built; None if all can."""
-    if scaled := decoder.scaled_otherwise(hf, "default"):
-        return scaled
-    if (share := decoder.rotary_share(hf, default=_rotary_share(hf))) != _rotary_share(hf):
-        return f"partial_rotary_factor {share} and rotary_dim {hf['rotary_dim']}"
+    if problem := decoder.scaled_otherwise(hf, "default") or decoder.contradicting_share(hf, _attention(hf).head):
+        return problem
     if set(hf.get("attn_type_list") or [1]) != {1}:
         return "attn_type_list with layers of linear attention"
     if hf["num_experts_per_tok"] == 1:
@@ -125,10 +123,3 @@ def _selection(at: Layer, name: str, experts: int) -> Row:
 
 def _attention(hf: dict[str, Any]) -> Attention:
     return Attention.of(hf, projection_norm=True)
-
-
-def _rotary_share(hf: dict[str, Any]) -> float:
-    """Published checkpoints say how many dimensions of a head rotate, transformers which share of them."""
-    if (dimensions := hf.get("rotary_dim")) is not None:
-        return dimensions / _attention(hf).head
-    return decoder.rotary_share(hf, default=1.0)

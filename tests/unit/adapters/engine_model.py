@@ -14,7 +14,7 @@ from torch import nn
 from slimx.layout.engine import EngineLayout
 from slimx.layout.parts import Part, matrix
 from slimx.layout.ranks import EngineSizes
-from slimx.models.families import Family, deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
+from slimx.models.families import Family, bailing_moe_v2, deepseek_v3, glm4_moe, minimax_m2, qwen3_moe
 from tests.unit.layout.layout_stand import experts_of
 
 Weights = dict[str, torch.Tensor]
@@ -66,7 +66,19 @@ MINIMAX = QWEN3 | {
     "use_routing_bias": True,
     "scoring_func": "sigmoid",
 }
-FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in (deepseek_v3, glm4_moe, minimax_m2, qwen3_moe)}
+LING = QWEN3 | {
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "vocab_size": 120,
+    "intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_shared_experts": 1,
+    "moe_router_enable_expert_bias": True,
+    "router_dtype": "fp32",
+    "use_qk_norm": True,
+}
+FAMILIES: dict[str, Family] = {
+    family.ARCHITECTURE: family for family in (bailing_moe_v2, deepseek_v3, glm4_moe, minimax_m2, qwen3_moe)
+}
 
 
 class ServerModel(nn.Module):
@@ -91,6 +103,8 @@ class ServerModel(nn.Module):
             owner = owner._modules[step]
         owner.register_parameter(leaf, nn.Parameter(values, requires_grad=False))
         parent = self.get_submodule(".".join(path[:-1]))
+        if path[-1:] == ["gate"] and leaf != "weight":
+            parent.correction_bias = values  # the same memory, as some of SGLang's models have it at hand
         for module, attributes in ((owner, owner_of(name, values, hf, sizes, rank, fused)), (parent, {})):
             if "q_lora_rank" in hf and path[-2:-1] == ["self_attn"]:
                 parent.q_lora_rank = hf["q_lora_rank"]
@@ -156,12 +170,12 @@ def owner_of(
     attention = rank % sizes.attention_tensor
     group = SimpleNamespace(rank_in_group=rank)
     attention_group = SimpleNamespace(rank_in_group=attention)
-    if re.fullmatch(r"(model\.embed_tokens|lm_head)\.weight", name):
-        start = (attention if "embed" in name else rank) * held.shape[0]
+    if re.fullmatch(r"(model\.embed_tokens|model\.word_embeddings|lm_head)\.weight", name):
+        start = (rank if "lm_head" in name else attention) * held.shape[0]
         real = min(held.shape[0], max(hf["vocab_size"] - start, 0))
         indices = SimpleNamespace(org_vocab_start_index=start, num_org_elements=real, num_added_elements=0)
         return {"org_vocab_size": hf["vocab_size"], "shard_indices": indices}
-    if "qkv_proj" in name:
+    if "qkv_proj" in name or "query_key_value" in name:
         heads, groups, size = hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"]
         shards = {"q_proj_shard_size": heads * size // sizes.attention_tensor}
         replicas = max(1, sizes.attention_tensor // groups)
@@ -178,7 +192,7 @@ def owner_of(
         return {"output_size": held.shape[0]}
     if re.search(r"\.(q_b_proj|kv_b_proj)\.", name):
         return {"output_size": held.shape[0] * sizes.attention_tensor, "tp_group": attention_group}
-    if ".o_proj." in name:
+    if ".o_proj." in name or ".dense." in name:
         return {"input_size": held.shape[1] * sizes.attention_tensor, "tp_group": attention_group}
     if "gate_up_proj" in name:
         half = held.shape[0] // 2

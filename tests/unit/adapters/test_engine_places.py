@@ -18,6 +18,7 @@ from slimx.reshard.kernels.cpu import checksum_tensor
 from tests.unit.adapters.engine_model import (
     DEEPSEEK,
     GLM,
+    LING,
     MINIMAX,
     QWEN3,
     ServerModel,
@@ -40,6 +41,9 @@ LAYOUTS = [
     (DEEPSEEK, EngineSizes(tensor=2, expert=2, redundant=12), False),
     (GLM, EngineSizes(tensor=4, expert=2, attention_data=2), False),
     (GLM, EngineSizes(tensor=2), True),
+    (LING, EngineSizes(), False),
+    (LING, EngineSizes(tensor=4, expert=2, attention_data=2), False),
+    (LING, EngineSizes(tensor=8, expert=2), False),
     (MINIMAX, EngineSizes(tensor=4, expert=2), False),
     (MINIMAX, EngineSizes(tensor=8, expert=8), False),
 ]

@@ -24,6 +24,7 @@ PARAMETERS = {  # billions, as published, without layers of multi-token predicti
     "GLM-4.5": 353,
     "GLM-5": 744,
     "gpt-oss-120b-bf16": 116.8,
+    "Ling-flash-2.0": 103,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -278,6 +280,16 @@ def test_minimaxs_norms_on_the_cpu_are_those_over_all_heads_of_all_ranks() -> No
     for number, (whole, weight) in enumerate(zip((query, key), weights, strict=True)):
         wanted = torch.nn.functional.rms_norm(whole, weight.shape, weight, 1e-3)
         torch.testing.assert_close(torch.cat([pair[number] for pair in found], -1), wanted)
+
+
+def test_the_factor_of_ling_2s_experts_is_applied_on_the_cpu_as_long_as_sglang_does_not() -> None:
+    """When the second part fails, let the hook go: outputs would be scaled twice."""
+    block = SimpleNamespace(routed_scaling_factor=2.5)
+    found = sglang_cpu.scaled_experts(lambda _, hidden, batch: hidden + batch, block, torch.ones(2, 3), 1)
+    assert torch.equal(found, torch.full((2, 3), 5.0))
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
+    assert "routed_scaling" not in Path(package, "srt/layers/moe/fused_moe_native.py").read_text()
+    assert "*= self.routed_scaling_factor" not in Path(package, "srt/models/bailing_moe.py").read_text()
 
 
 def test_the_cpus_hash_is_murmurhash3() -> None:

@@ -39,7 +39,7 @@ KNOWN["KimiK25ForConditionalGeneration"] = {
     "text_config": {key: value for key, value in KNOWN["DeepseekV3ForCausalLM"].items() if "quant" not in key},
     "vision_config": json.loads((ROOT / "configs/moe/models/Kimi-K2.5/config.json").read_text())["vision_config"],
 }
-for _name in ("DeepSeek-V3.2", "GLM-5"):
+for _name in ("DeepSeek-V3.2", "GLM-5", "Ling-flash-2.0"):
     _hf = json.loads((ROOT / f"configs/moe/models/{_name}/config.json").read_text())
     _older = {"rope_theta": _hf.pop("rope_parameters", _hf)["rope_theta"]}  # the form that the other files have
     KNOWN[_hf["architectures"][0]] = {**_hf, **_older, "num_hidden_layers": 4}

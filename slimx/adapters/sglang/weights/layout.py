@@ -77,17 +77,32 @@ def columns_split(at: ServedParameter) -> Iterator[ServedPiece]:
 
 def qkv(at: ServedParameter) -> Iterator[ServedPiece]:
     """Rows of q, then k, then v; with more ranks than KV heads, several hold the same."""
-    owner, vector = at.owner, at.held.dim() == 1
+    start = 0
+    for part, (total, shard, rank) in zip("qkv", _heads(at), strict=True):
+        tensor = f"{{at}}.{part}_proj.{{kind}}"
+        yield _rows(tensor, total, at.cols, shard, rank, start, vector=at.held.dim() == 1)
+        start += shard
+
+
+def qkv_of_one(at: ServedParameter) -> Iterator[ServedPiece]:
+    """The same where the checkpoint has query, key and value one below the other in one tensor."""
+    rects, start, first = [], 0, 0
+    for total, shard, rank in _heads(at):
+        rects.append(Rect(0, first + rank * shard, 0, shard, at.cols, start, 0))
+        start, first = start + shard, first + total
+    yield ServedPiece("{name}", (first, at.cols), tuple(rects))
+
+
+def _heads(at: ServedParameter) -> tuple[tuple[int, int, int], ...]:
+    """Rows of the whole projection, rows of this rank's share and the share's number, for query, key and value."""
+    owner = at.owner
     rank, kv_rank = _rank(owner.tp_group), _rank(owner.kv_tp_group) // owner.num_kv_head_replicas
     heads, groups = owner.total_num_heads, owner.total_num_kv_heads
-    start = 0
-    for part, count, mine, shard, size in (
-        ("q_proj", heads, rank, owner.q_proj_shard_size, owner.head_size),
-        ("k_proj", groups, kv_rank, owner.kv_proj_shard_size, owner.head_size),
-        ("v_proj", groups, kv_rank, owner.v_proj_shard_size, owner.v_head_size),
-    ):
-        yield _rows("{at}." + part + ".{kind}", count * size, at.cols, shard, mine, start, vector)
-        start += shard
+    return (
+        (heads * owner.head_size, owner.q_proj_shard_size, rank),
+        (groups * owner.head_size, owner.kv_proj_shard_size, kv_rank),
+        (groups * owner.v_head_size, owner.v_proj_shard_size, kv_rank),
+    )
 
 
 def latent_down(at: ServedParameter) -> Iterator[ServedPiece]:
@@ -181,16 +196,20 @@ def experts_down(at: ServedParameter, part: str = "down_proj") -> Iterator[Serve
 
 Split = Callable[[ServedParameter], Iterator[ServedPiece]]
 ATTENTION, MLP = r"(?P<at>.+\.self_attn)\.", r"(?P<at>.+\.mlp(\.shared_experts?)?)\."
+FUSED = r".+\.attention\."
 INDEXER, DELTA_NET = r"(?P<at>.+\.self_attn\.indexer)\.", r".+\.linear_attn\."
 ROWS: tuple[tuple[str, Split], ...] = (
     # held parameter                                                      -> Hugging Face tensors
-    (r"(model\.embed_tokens|lm_head)\.weight", vocabulary),
+    (r"(model\.embed_tokens|model\.word_embeddings|lm_head)\.weight", vocabulary),
     (ATTENTION + r"qkv_proj\.(?P<kind>weight|bias)", qkv),
     (ATTENTION + r"fused_qkv_a_proj_with_mqa\.weight", latent_down),
     (ATTENTION + r"(q_proj|q_b_proj|kv_b_proj)\.weight", rows_split),
     (ATTENTION + r"o_proj\.weight", columns_split),
     (ATTENTION + r"(kv_a_proj_with_mqa|q_a_layernorm|kv_a_layernorm)\.weight", whole),
     (ATTENTION + r"(q_norm|k_norm)\.weight", heads_norm),
+    (FUSED + r"query_key_value\.weight", qkv_of_one),
+    (FUSED + r"dense\.weight", columns_split),
+    (FUSED + r"(query|key)_layernorm\.weight", whole),
     (INDEXER + r"(wq_b|wk|weights_proj)\.weight", whole),
     (INDEXER + r"k_norm\.(weight|bias)", whole),
     (INDEXER + r"wk_weights_proj\.weight", indexer_keys),
@@ -202,7 +221,7 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (r".+\.(input_layernorm|post_attention_layernorm)\.weight|model\.norm\.weight", whole),
     (MLP + r"gate_up_proj\.weight", gate_up),
     (MLP + r"down_proj\.weight", columns_split),
-    (r".+\.(mlp|block_sparse_moe)\.(gate\.weight|(gate\.)?e_score_correction_bias)", whole),
+    (r".+\.(mlp|block_sparse_moe)\.(gate\.weight|gate\.expert_bias|(gate\.)?e_score_correction_bias)", whole),
     (r".+\.mlp\.shared_expert_gate\.weight", whole),
     (r"(?P<mlp>.+\.mlp)\.experts\.w13_weight", experts_gate_up),
     (r"(?P<mlp>.+\.mlp)\.experts\.w2_weight", experts_down),
