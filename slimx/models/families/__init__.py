@@ -98,8 +98,9 @@ _VISION = (
 )
 UNBUILDABLE: dict[str, str] = {
     "NemotronHForCausalLM": (
-        "slimx has no layout of its Mamba-2 layers, and megatron-core 0.19.2 (ssm/mamba_mixer) builds them with "
-        "mamba_ssm's CUDA kernels only"
+        "slimx builds megatron-core's GPTModel, and Mamba-2 layers are of its HybridModel alone; megatron-core 0.19.2 "
+        "(ssm/mamba_mixer) builds them with mamba_ssm's CUDA kernels only, and trains packed sequences with one of "
+        "these alone"
     ),
     "Qwen3_5ForConditionalGeneration": _VISION,
     "Qwen3_5MoeForConditionalGeneration": _VISION,

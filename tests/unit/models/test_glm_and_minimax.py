@@ -247,9 +247,15 @@ def test_upstream_still_needs_cuda_kernels_where_families_are_refused_or_adapted
     """When one of these fails, upstream can do without them: correct the reason in UNBUILDABLE, or let
     slimx.adapters.megatron.delta_net go."""
     from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNet
-    from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM
+    from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM, MambaMixer
 
     assert not HAVE_FLA and not HAVE_MAMBA_SSM
+    with pytest.raises(ImportError):
+        MambaMixer(None, None, 64)
+    # Whatever kernels are there, without the fused one of mamba_ssm it refuses packed sequences.
+    assert re.search(
+        r"not self\.use_mem_eff_path:.*?assert packed_seq_params is None", inspect.getsource(MambaMixer.forward), re.S
+    )
     # What torch alone computes refuses packed sequences.
     assert re.search(r"assert \(?\s*not self\.config\.deterministic_mode", inspect.getsource(GatedDeltaNet.forward))
 
