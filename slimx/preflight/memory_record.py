@@ -53,12 +53,14 @@ class TrainerMemory(Record):
     """Weights of reference and teacher, and of the policy while they are in its place."""
     host_away: int
     """Everything that left the device, kept for its return (schedule.colocate)."""
+    host_chosen: int
+    """Tokens that sparse attention sees in a step's updates (trainer.indexer_replay)."""
     host_checkpoint: int
     """Copy that checkpoints are written from."""
 
     @property
     def host(self) -> int:
-        return self.host_optimizer + self.host_copies + self.host_away + self.host_checkpoint
+        return self.host_optimizer + self.host_copies + self.host_away + self.host_chosen + self.host_checkpoint
 
 
 class EngineMemory(Record):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slimx.adapters.megatron.sparse import ChosenTokens
 from slimx.algorithms.losses.objective import make_loss
 from slimx.algorithms.router_terms import Totals
 from slimx.config.schema import Config
@@ -61,6 +62,7 @@ class PolicyTrainer(TrainedModel):
             self.weights,
             config.algorithm,
             config.trainer.moe.routing_replay,
+            indexer_replay=config.trainer.indexer_replay == "R2",
             known=config.samples_known,
         )
 
@@ -75,7 +77,7 @@ class PolicyTrainer(TrainedModel):
         local, done = [self._local(batches) for batches in updates], step * len(updates)
         # All of them before the first update: other weights come once, and recomputed log-probs are of the old policy.
         known = self.passes.before_updates([batch for batches in local for batch in batches])
-        others, routes = iter(known.fields), iter(known.routes or ())
+        others, routes, chosen = iter(known.fields), iter(known.routes or ()), iter(known.chosen or ())
         metrics = []
         for number, batches in enumerate(local):
             metrics.append(
@@ -83,6 +85,7 @@ class PolicyTrainer(TrainedModel):
                     batches,
                     list(islice(others, len(batches))),
                     replay=list(islice(routes, len(batches))) or None,
+                    chosen=list(islice(chosen, len(batches))) or None,
                     totals=totals[number],
                     step=done + number,
                     version=None if number else version,
@@ -100,6 +103,7 @@ class PolicyTrainer(TrainedModel):
         others: list[dict[str, torch.Tensor]],
         *,
         replay: Routes | None,
+        chosen: list[ChosenTokens] | None,
         totals: Totals | None,
         step: int,
         version: int | None,
@@ -107,11 +111,12 @@ class PolicyTrainer(TrainedModel):
         """Run forward, backward and one optimizer step.
 
         `batches`: this rank's tokens; `others`: what other forward passes brought. `replay`: experts to take, None for
-        each router's own choice; `totals`: denominators of the routers' terms. `step`: optimizer steps done so far,
-        which the learning rate follows. `version` None: these weights are no engine's."""
+        each router's own choice; `chosen`: tokens that sparse attention sees, likewise. `totals`: denominators of the
+        routers' terms. `step`: optimizer steps done so far, which the learning rate follows. `version` None: these
+        weights are no engine's."""
         self._zero_gradients()
         with self.routing.training(batches, totals=totals, replay=replay):
-            results = self.pipeline.train(batches, self.loss, others)
+            results = self.pipeline.train(batches, self.loss, others, chosen)
         self.routing.gather_sums()
         metrics = self._metrics(batches, results, version)
         if self.parallel.last_stage:

@@ -40,7 +40,7 @@ def config(job: dict[str, Any], case: dict[str, Any]) -> Config:
                 "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
                 "max_tokens_per_microbatch": 72,
                 "megatron": {"mtp_num_layers": case["mtp"]} if case["mtp"] else {},
-                "moe": case["moe"],
+                **case["trainer"],
             },
             "rollout": {"prompts": "p"},
             "algorithm": {"name": "sft"},

@@ -100,7 +100,7 @@ class Laboratory:
         cases = [
             {
                 "name": name,
-                "moe": moe,
+                "trainer": {"moe": moe},
                 "path": str(self.paths[model]),
                 "groups": str(self.directory / f"{model}.groups"),
                 "later": str(self.paths["Qwen later"]) if moe.get("routing_replay") == "R2" else None,

@@ -1,35 +1,65 @@
-"""DeepSeek-V3.2 and GLM-5: what test_families relies on where their indexers choose."""
+"""DeepSeek-V3.2 and GLM-5: that the indexers of the tiny models choose, and the replay of their choice."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from slimx.data.codec import save_groups
+from slimx.data.records import Group, Prompt
+from slimx.runtime.ports import free_port
 from tests.integration.family_cases import CASES, SPARSE
+from tests.integration.family_laboratory import difference
+from tests.integration.family_oracle import Oracle
+from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
+
+FULL = {"recompute": {"granularity": "full", "method": "uniform", "layers": 1}}
+SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["core_attn"]}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "CP2": {"world_size": 2, "context": 2, **FULL},
+    "TP2xPP2xVPP2": {"world_size": 4, "tensor": 2, "pipeline": 2, "virtual_pipeline": 2, **SELECTIVE},
+}
+every_model = pytest.mark.parametrize("name", ["V3.2", "GLM-5"])
+
+
+def indexers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(".indexer")]
+
+
+def choices(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Tokens [1, L, k] that each layer's indexer chooses for tokens [1, L]."""
+    found: list[torch.Tensor] = []
+    hooks = [each.register_forward_hook(lambda _, __, indices: found.append(indices)) for each in indexers(model)]
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def chosen(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Per layer which tokens each query sees, bool [L, L]."""
-    found: list[torch.Tensor] = []
-    hooks = [
-        module.register_forward_hook(lambda _, __, indices: found.append(indices[0].long()))
-        for name, module in model.named_modules()
-        if name.endswith(".indexer")
-    ]
-    with torch.no_grad():
-        model(tokens[None])
-    for hook in hooks:
-        hook.remove()
     nothing = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-    return [nothing.scatter(1, indices, True).tril() for indices in found]
+    return [nothing.scatter(1, indices[0].long(), True).tril() for indices in choices(model, tokens[None])]
 
 
-@pytest.mark.parametrize("name", ["V3.2", "GLM-5"])
+def replay(model: torch.nn.Module, source: torch.nn.Module) -> None:
+    """Have the indexers of `model` choose what those of `source` do."""
+    taken: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda _, args: taken.extend(choices(source, args[0])))
+    for each in indexers(model):
+        each.register_forward_hook(lambda *_: taken.pop(0))
+
+
+@every_model
 def test_the_tiny_models_choose_and_no_choice_hangs_on_rounding_or_a_tie(tmp_path: Path, name: str):
     """Else trainer and transformers would agree whatever the indexer says, or differ by chance."""
     oracle = CASES[name].make(tmp_path, list(CASES).index(name))
@@ -43,3 +73,45 @@ def test_the_tiny_models_choose_and_no_choice_hangs_on_rounding_or_a_tie(tmp_pat
         seen = torch.arange(1, len(tokens) + 1).clamp(max=SPARSE["index_topk"])
         assert all(torch.equal(layer.sum(1), seen) for layer in one)
     assert max(len(tokens) for tokens in sequences) > 4 * SPARSE["index_topk"]
+
+
+Pair = tuple[Oracle, Oracle]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """By name a model before a step, and one with other weights that sees the tokens which the first chooses."""
+    out, directory = {}, tmp_path_factory.mktemp("models")
+    for name in ("V3.2", "GLM-5"):
+        before, later = (CASES[name].make(directory / f"{name} {seed}", seed) for seed in (3, 4))
+        tokens = torch.from_numpy(
+            max(before.trajectories(), key=lambda each: len(each.token_ids)).token_ids[:-1].astype(np.int64)
+        )
+        pairs = zip(*(chosen(each.model, tokens) for each in (before, later)), strict=True)
+        assert not any(torch.equal(mine, yours) for mine, yours in pairs), "both choose the same"
+        replay(later.model, before.model)
+        out[name] = before, later
+    return out
+
+
+@pytest.fixture(scope="module", params=["CP2", pytest.param("TP2xPP2xVPP2", marks=pytest.mark.slow)])
+def trained(request: pytest.FixtureRequest, models: dict[str, Pair], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NAME.safetensors: gradients of a step whose weights move between the choice and the update."""
+    out, cases = tmp_path_factory.mktemp("replay"), []
+    for name, (before, later) in models.items():
+        group = Group(id="g", prompt=Prompt(id="p", token_ids=[1]), trajectories=before.trajectories())
+        save_groups(out / f"{name}.groups", [group])
+        case = {"name": name, "path": str(before.path), "later": str(later.path), "mtp": 0}
+        cases.append(case | {"groups": str(out / f"{name}.groups"), "trainer": {"indexer_replay": "R2"}})
+    layout = LAYOUTS[request.param]
+    job = {"cases": cases, "layout": layout, "out": str(out), "init_method": f"tcp://127.0.0.1:{free_port()}"}
+    (out / "job.json").write_text(json.dumps(job))
+    run_ranks("tests.integration.router_rank", out, layout["world_size"])
+    return out
+
+
+@every_model
+def test_an_update_sees_the_tokens_that_were_chosen_before_the_first(trained: Path, models: dict[str, Pair], name: str):
+    """Also where the backward pass computes layers again."""
+    worst, tensor = difference(load_file(trained / f"{name}.safetensors"), models[name][1].answers[1])
+    assert worst <= 2e-5, tensor

@@ -181,6 +181,9 @@ class Trainer(RankLayout):
     """Kernel of the attention: flash (flash-attn), fused (cuDNN), unfused (Transformer Engine's own, or torch without
     it); auto: the fastest that the machine has."""
     moe: Moe = Moe()
+    indexer_replay: Literal["none", "R2", "R3"] = "none"
+    """Tokens that sparse attention (DSA) sees in a training pass. none: the indexer's own choice; R2: what it chose
+    under the weights before the step's first update (one more forward pass); R3, what the engine chose, is refused."""
     recompute: Recompute = Recompute()
     threads: Size = 1
     """CPU threads of one trainer rank."""

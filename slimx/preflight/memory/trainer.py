@@ -11,7 +11,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.config.sections.run import Numerics
 from slimx.config.sections.trainer import Trainer
-from slimx.layout.ranks import Sizes
+from slimx.layout.ranks import Sizes, stage_layers
 from slimx.models.families import ModelSpec
 from slimx.preflight.hardware import OVERHEAD
 from slimx.preflight.memory.activations import Setting
@@ -22,6 +22,7 @@ from slimx.preflight.memory.state import Buffers, StateBytes, state_bytes
 from slimx.preflight.memory_record import TrainerMemory
 from slimx.reshard.plan.precision import ITEMSIZE
 
+INT32 = 4
 MOMENT_PIECE = 512 * 2**20
 """As `slimx.trainer.device.host_moments.PIECE_BYTES`, which a process without torch cannot import; a test compares
 them."""
@@ -179,8 +180,19 @@ def _record(
         host_optimizer=hosted,
         host_copies=state.weights * (others + 1) if others else 0,
         host_away=state.weights + state.optimizer - hosted if moving else 0,
+        host_chosen=_chosen(config, spec, setting, found.stage) if model == "trainer" else 0,
         host_checkpoint=state.weights + state.optimizer,
     )
+
+
+def _chosen(config: Config, spec: ModelSpec, setting: Setting, stage: int) -> int:
+    """Bytes of a step's `slimx.adapters.megatron.sparse.ChosenTokens` on one rank, its micro-batches full."""
+    if config.trainer.indexer_replay != "R2":
+        return 0
+    sizes = setting.sizes
+    seen = min(spec.transformer.get("dsa_indexer_topk") or 0, setting.tokens * sizes.context)
+    microbatches = batch_plan(config, sizes).microbatches_per_update * config.schedule.updates_per_step
+    return INT32 * seen * setting.tokens * len(stage_layers(sizes, spec.table.layers)[stage]) * microbatches
 
 
 def _served(config: Config, state: StateBytes) -> int:

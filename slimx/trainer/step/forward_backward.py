@@ -13,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from slimx.adapters.megatron.sparse import ChosenTokens, SparseSequences
 from slimx.algorithms.inputs import Loss, LossInputs
 from slimx.data.batch import MicroBatch
 from slimx.trainer.device.transfer import to_device
@@ -53,23 +54,28 @@ class Pipeline:
         self.chunks, self.device, self._routing, self._sequence_sum = chunks, device, routing, sequence_sum
         self._run = get_forward_backward_func()
 
-    def scores(self, batches: list[MicroBatch]) -> list[TokenScores]:
+    def scores(self, batches: list[MicroBatch], chosen: Sequence[ChosenTokens] | None = None) -> list[TokenScores]:
         """Log-probs and entropies under the present weights, one pair per micro-batch; empty except on the last
-        pipeline stage."""
+        pipeline stage. `chosen`: as `train` takes it."""
 
         def collect(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, TokenScores]:
             return output[0].sum(), torch.zeros((), dtype=torch.int), TokenScores(*output)
 
         with torch.no_grad():
-            return self._schedule(batches, collect, forward_only=True)
+            return self._schedule(batches, collect, chosen, forward_only=True)
 
     def train(
-        self, batches: list[MicroBatch], loss: Loss, others: Sequence[Mapping[str, torch.Tensor]]
+        self,
+        batches: list[MicroBatch],
+        loss: Loss,
+        others: Sequence[Mapping[str, torch.Tensor]],
+        chosen: Sequence[ChosenTokens] | None = None,
     ) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Accumulate gradients; per micro-batch the loss's metrics and the policy's log-probs [T] (last stage only).
 
         `others`: fields of `LossInputs` by name, per micro-batch: what earlier forward passes brought (last stage
-        only)."""
+        only). `chosen`: per micro-batch the tokens that sparse attention sees, added where they are missing; None:
+        every pass chooses anew."""
         number = iter(range(len(batches)))
 
         def compute(batch: MicroBatch, output: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -89,13 +95,21 @@ class Pipeline:
             total, metrics = loss(LossInputs(**{**given, **others[next(number)]}))
             return total, torch.zeros((), dtype=torch.int), (metrics, logprobs.detach())
 
-        return self._schedule(batches, compute, forward_only=False)
+        return self._schedule(batches, compute, chosen, forward_only=False)
 
-    def _schedule(self, batches: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    def _schedule(
+        self,
+        batches: list[MicroBatch],
+        loss: Callable[..., Any],
+        chosen: Sequence[ChosenTokens] | None = None,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        fed = list(zip(batches, chosen or [None] * len(batches), strict=True))
         return self._run(
             forward_step_func=partial(self._forward, loss, training=not forward_only),
             # Each chunk reads the same micro-batches; a single one is not passed as a list.
-            data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
+            data_iterator=[iter(fed) for _ in self.chunks] if len(self.chunks) > 1 else iter(fed),
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batches),
             seq_length=max(len(batch.tokens) for batch in batches),
@@ -104,13 +118,19 @@ class Pipeline:
         )
 
     def _forward(
-        self, loss: Callable[..., Any], batches: Iterator[MicroBatch], model: Any, *, training: bool
+        self,
+        loss: Callable[..., Any],
+        batches: Iterator[tuple[MicroBatch, ChosenTokens | None]],
+        model: Any,
+        *,
+        training: bool,
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch = next(batches)
+        batch, chosen = next(batches)
         # Only learned position embeddings would read them; rotary ones go by the bounds of the sequences.
         positions = torch.zeros(1, len(batch.tokens), dtype=torch.int64, device=self.device)
         bounds = self._tensor(np.cumsum([0, *batch.lengths], dtype=np.int32))
-        packed = PackedSeqParams(
+        sequences = PackedSeqParams if chosen is None else partial(SparseSequences, chosen=chosen)
+        packed = sequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from slimx.adapters.megatron.sparse import ChosenTokens
 from slimx.config.sections.algorithm import Algorithm
 from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
@@ -24,6 +25,8 @@ class Known(NamedTuple):
     """Fields of `LossInputs` by name, per micro-batch; on the ranks of the last pipeline stage, elsewhere none."""
     routes: Routes | None
     """The experts that training takes, per micro-batch; None: each router chooses."""
+    chosen: list[ChosenTokens] | None
+    """The tokens that sparse attention sees in training, per micro-batch; None: each indexer chooses."""
 
 
 class ForwardPasses:
@@ -37,12 +40,14 @@ class ForwardPasses:
         algorithm: Algorithm,
         replay: Replay,
         *,
+        indexer_replay: bool = False,
         known: bool = False,
     ):
         """Take the copies that `algorithm` asks for. `weights` are the initial ones. `replay`:
-        `trainer.moe.routing_replay`. `known`: the engines' log-probs are the policy's own before each step, to
-        the last bit."""
+        `trainer.moe.routing_replay`; `indexer_replay`: R2 of `trainer.indexer_replay`. `known`: the engines' log-probs
+        are the policy's own before each step, to the last bit."""
         self._pipeline, self._routing, self._weights, self._replay = pipeline, routing, weights, replay
+        self._indexer_replay = indexer_replay
         self._recompute = algorithm.old_logprobs == "recompute" and not known
         self._copies: dict[str, HostCopy] = {}
         if algorithm.reference:
@@ -74,12 +79,13 @@ class ForwardPasses:
             return self._pipeline.scores(batches)
 
     def before_updates(self, batches: list[MicroBatch]) -> Known:
-        """Run the passes that a loss needs before the policy moves; find the routes to replay. Collective."""
+        """Run the passes that a loss needs before the policy moves; find the choices to replay. Collective."""
         fields: dict[str, list[TokenScores]] = {}
         routes = self._routing.from_engine(batches) if self._replay == "R3" else None
-        if self._recompute or self._replay == "R2":
+        chosen: list[ChosenTokens] | None = [{} for _ in batches] if self._indexer_replay else None
+        if self._recompute or self._replay == "R2" or chosen:
             with self._routing.forward(batches, replay=routes):
-                old = self._pipeline.scores(batches)
+                old = self._pipeline.scores(batches, chosen)
             if self._recompute:
                 fields["old_logprobs"] = old
             if self._replay == "R2":
@@ -89,9 +95,9 @@ class ForwardPasses:
                 switch(copy)
                 fields[f"{name}_logprobs"] = self._pipeline.scores(batches)
         if not fields:
-            return Known([{} for _ in batches], routes)
+            return Known([{} for _ in batches], routes, chosen)
         named = [
             {name: scores.logprobs for name, scores in zip(fields, each, strict=True)}
             for each in zip(*fields.values(), strict=True)
         ]
-        return Known(named, routes)
+        return Known(named, routes, chosen)

@@ -22,8 +22,9 @@ from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import ModelSpec, deepseek_v3, deepseek_v32, glm_moe_dsa, read_model
 from slimx.models.flops import sequence_flops
 from slimx.preflight.checks import RULES, model_facts
+from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.engine import kv_bytes
-from slimx.preflight.memory.trainer import holdings
+from slimx.preflight.memory.trainer import holdings, trainer_memory
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
 
@@ -124,6 +125,8 @@ def test_the_indexer_and_nothing_else_is_not_trained(tmp_path: Path, hf: dict[st
         ({"megatron": {"dsa_indexer_loss_coeff": 0.0}}, []),
         ({"megatron": {"dsa_indexer_loss_coeff": 0.01}}, ["sparse.indexer_loss"]),
         ({"world_size": 2, "context": 2}, []),
+        ({"indexer_replay": "R2"}, []),
+        ({"indexer_replay": "R3"}, ["sparse.engine_choice"]),
         ({"megatron": {"mtp_num_layers": 1}}, ["sparse.prediction"]),
     ],
     ids=str,
@@ -134,6 +137,13 @@ def test_what_was_never_tried_with_sparse_attention_is_refused(tmp_path: Path, t
     config = run(tmp_path, trainer=trainer)
     found = [problem.code for problem in broken(RULES, model_facts(config, spec))]
     assert [code for code in found if code.startswith("sparse.")] == problems
+
+
+def test_a_model_without_an_indexer_has_no_choice_to_replay(tmp_path: Path):
+    hf = {**small(V32), "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    spec = read(tmp_path, {name: value for name, value in hf.items() if not name.startswith("index_")})
+    (problem,) = broken(RULES, model_facts(run(tmp_path, trainer={"indexer_replay": "R2"}), spec))
+    assert (problem.code, problem.about) == ("sparse.replay", "trainer.indexer_replay")
 
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])
@@ -241,6 +251,23 @@ def test_the_indexers_flops_are_those_that_torch_counts():
         beyond = counted(sparse, tokens) - counted(dense, tokens)
         linear = found.linear - chosen - plain.linear
         assert beyond == pytest.approx(linear * tokens + 2 * found.quadratic * tokens**2, rel=1e-9)
+
+
+def test_a_step_keeps_its_choice_of_tokens_in_host_memory(tmp_path: Path):
+    """Four bytes for each of 2048 tokens that each of a rank's tokens sees in each of its layers."""
+    spec, layout = read(tmp_path, small(V32, num_hidden_layers=4)), {"world_size": 4, "pipeline": 2, "context": 2}
+    sizes = Sizes(pipeline=2, context=2)
+    rollout = {"prompts": "p", "engines": [{"name": "actor"}], "prompts_per_step": 6, "group_size": 4}
+    kept = {}
+    for replay in ("none", "R2"):
+        trainer = layout | {"indexer_replay": replay, "max_tokens_per_microbatch": 8192}
+        config = run(tmp_path, trainer=trainer, rollout=rollout, schedule={"updates_per_step": 2})
+        plan = batch_plan(config, sizes)
+        kept[replay] = trainer_memory(config, spec, sizes, "cuda")
+    assert plan.microbatches_per_update > 1
+    bytes_ = 4 * 2048 * (8192 // 2) * 2 * plan.microbatches_per_update * 2
+    assert [stage.host_chosen for stage in kept["R2"]] == [bytes_] * 2
+    assert [stage.host - bytes_ for stage in kept["R2"]] == [stage.host for stage in kept["none"]]
 
 
 def test_an_engine_caches_the_indexers_keys_beside_the_latents():
