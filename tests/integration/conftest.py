@@ -186,6 +186,12 @@ def manifest(version: int, encoding: Encoding = "hf", epoch: int = 0) -> Manifes
     return Manifest(policy="actor", version=version, encoding=encoding, trainer_step=version, membership_epoch=epoch)
 
 
+async def present(engine: Engine, version: int, encoding: Encoding = "hf") -> Manifest:
+    """The same in the newest epoch that the engine has seen: a run may have published to it."""
+    newest = max(rank["epoch"] for rank in await engine.control.attest())
+    return manifest(version, encoding, max(0, newest))
+
+
 async def publish(
     engine: Engine, weights: Weights | list[Weights], version: int, staging: Literal["model", "bucket"] = "model"
 ) -> None:
@@ -194,7 +200,7 @@ async def publish(
     A list is one per engine rank: rank-local tensors.
     """
     encoding, targets = ("local", weights) if isinstance(weights, list) else ("hf", [weights])
-    await engine.begin(manifest(version, encoding), staging)
+    await engine.begin(await present(engine, version, encoding), staging)
     if staging == "bucket":
         await engine.pause()
     with contextlib.ExitStack() as buckets:

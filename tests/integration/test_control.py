@@ -22,7 +22,7 @@ from slimx.errors import SlimxError
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from tests.integration.conftest import Bucket, Weights, manifest, perturbed, publish
+from tests.integration.conftest import Bucket, Weights, manifest, perturbed, present, publish
 
 pytestmark = pytest.mark.integration
 
@@ -99,7 +99,8 @@ async def test_a_strangers_control_calls_are_refused_and_change_nothing(
         found = await client.generate(GenerationRequest(PROMPT, SAMPLING, seed=3))
     assert found.token_ids.tolist() == expected.token_ids.tolist() and found.versions == [(0, 12, 9)]
     assert await engine.control.status() == [before]
-    await publish(engine, tiny_weights, 10)  # of epoch 0: one of epoch 10**6 has never begun
+    assert (await present(engine, 10)).membership_epoch < 10**6, "no stranger's publication has begun"
+    await publish(engine, tiny_weights, 10)
     assert engine.state is State.READY
 
 
@@ -141,7 +142,7 @@ async def test_a_server_opens_nothing_but_buckets_of_the_run(engine: Engine, tin
     """Other paths are refused even to the run itself."""
     await publish(engine, tiny_weights, 12)
     with Bucket(tiny_weights) as bucket:
-        await engine.begin(manifest(13))
+        await engine.begin(await present(engine, 13))
         with pytest.raises(SlimxError) as error:
             await engine.stage(type(bucket.packed)(path, bucket.packed.size, bucket.packed.targets), 0)
     assert (error.value.code, error.value.about) == ("bucket.foreign", path)

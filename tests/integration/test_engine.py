@@ -28,7 +28,7 @@ from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.runtime.ports import free_port
-from tests.integration.conftest import START_S, Bucket, Weights, manifest, perturbed, publish
+from tests.integration.conftest import START_S, Bucket, Weights, perturbed, present, publish
 from tests.integration.engine_oracle import PROMPT, fused, logprobs_of
 from tests.refusals import numbers, refused
 
@@ -165,7 +165,7 @@ async def test_a_flipped_byte_is_refused_and_changes_nothing(
         with Bucket(perturbed(tiny_weights, 5)) as bucket:
             wrong = bucket.tensors[7]
             bucket.flip(wrong.offset + wrong.nbytes - 1)
-            await engine.begin(manifest(2))
+            await engine.begin(await present(engine, 2))
             with refused("receiver.checksum", about=wrong.name):
                 await engine.stage(bucket.packed, 3)
         (status,) = await engine.control.status()
@@ -185,18 +185,18 @@ async def test_what_the_model_cannot_take_is_refused_before_any_change(engine: E
         ("receiver.form", {name: tiny_weights[name].T}, r"float32:128,64\b.*\bfloat32:64,128"),
     ]
     for code, weights, values in cases:
-        await engine.begin(manifest(1))
+        await engine.begin(await present(engine, 1))
         with Bucket(some | weights) as bucket, refused(code, about=next(iter(weights))) as caught:
             await engine.stage(bucket.packed, 0)
         assert re.search(values, str(caught.value).partition(next(iter(weights)))[2]), caught.value
-    await engine.begin(manifest(1))
+    await engine.begin(await present(engine, 1))
     with Bucket(some) as bucket:
         await engine.stage(bucket.packed, 0)
         with refused("receiver.twice", about=next(iter(some))):
             await engine.stage(bucket.packed, 1)
         with refused("engine.not_open", about="stage"):
             await engine.stage(bucket.packed, 2)
-        await engine.begin(manifest(1))
+        await engine.begin(await present(engine, 1))
         await engine.stage(bucket.packed, 0)
         await engine.pause()
         with refused("engine.not_staged") as caught:
@@ -206,7 +206,7 @@ async def test_what_the_model_cannot_take_is_refused_before_any_change(engine: E
         await engine.abort()
         await engine.abort()
         await engine.resume()
-    await engine.begin(manifest(1))
+    await engine.begin(await present(engine, 1))
     with pytest.raises(SlimxError) as error:
         await engine.stage(bucket.packed, 0)
     assert error.value.code in ("bucket.gone", "bucket.foreign"), "closed, and perhaps another file has its number"
@@ -278,7 +278,7 @@ async def test_sleep_and_wake_end_in_a_verified_engine(
         await engine.resume()
     await engine.wake(("weights",))
     assert engine.state is State.DIRTY
-    await engine.begin(manifest(30))
+    await engine.begin(await present(engine, 30))
     with Bucket(tiny_weights) as bucket:
         await engine.stage(bucket.packed, 0)
         await engine.load()

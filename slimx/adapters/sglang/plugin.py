@@ -29,7 +29,7 @@ from slimx.adapters.sglang.exact import numerics as sglang_numerics
 from slimx.adapters.sglang.weights.receiver import receiver_of
 from slimx.errors import SlimxError
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the actions and their JSON; the client (slimx.engines.server.control) must speak the same."""
 NAME, SPAWN = "slimx", "--spawn"
 SCHEDULER, DETOKENIZER = "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"
@@ -262,6 +262,7 @@ def attest(runner: Any) -> dict[str, Any]:
         "sizes": _sizes(),
         "fused_shared_experts": getattr(runner.model, "num_fused_shared_experts", 0),
         "model": type(runner.model).__name__,
+        "epoch": receiver_of(runner.model).epoch,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": runner.device,
         "hooks": ours | (exact.in_force(HookRegistry, runner.model) if exact else {}),

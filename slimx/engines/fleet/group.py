@@ -130,6 +130,8 @@ class EngineGroup:
         limit = self.config.cluster.start_deadline
         self.router.start()
         await asyncio.gather(self.router.wait_ready(limit), *(engine.start(limit) for engine in self.engines))
+        # A server that runs already refuses what is older than the publications of the run before.
+        self.members.epoch = max(self.members.epoch, *(engine.epoch + 1 for engine in self.engines))
 
     async def interrupt(self) -> None:
         """End all requests now; each brings what it has. An engine that cannot is quarantined."""

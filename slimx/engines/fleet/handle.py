@@ -55,6 +55,9 @@ class EngineHandle:
         self.url = ""
         self.standing = Standing.OUT
         self.incarnation = 0
+        self.epoch = -1
+        """Newest epoch of which a publication had begun on the server when it joined: an earlier run's, if it is a
+        server that runs already."""
         self._lost: asyncio.Future[SlimxError] | None = None
         """Done when this incarnation is lost: then nobody waits for its answers any more."""
 
@@ -72,6 +75,7 @@ class EngineHandle:
             await self.stop(grace_s=0)
             raise
         self.url, self.bootstrap_port = started["url"], started["bootstrap_port"]
+        self.epoch = max((rank["epoch"] for rank in started["attestation"]), default=-1)
         self.standing = Standing.JOINING
 
     def lose(self, error: SlimxError) -> None:

@@ -166,15 +166,21 @@ class FakeActor:
         return SimpleNamespace(remote=remote)
 
 
-async def started(deadline_s: float = 5) -> tuple[EngineHandle, FakeActor]:
+async def started(deadline_s: float = 5, epochs: tuple[int, ...] = ()) -> tuple[EngineHandle, FakeActor]:
     actor = FakeActor()
     handle = EngineHandle("e0", lambda: actor, Path("e0.log"), deadline_s)
     start = asyncio.create_task(handle.start(5))
     while "start" not in actor.answers:
         await asyncio.sleep(0)
-    actor.answers["start"].set_result({"url": "http://e0", "bootstrap_port": None, "attestation": []})
+    ranks = [{"epoch": epoch} for epoch in epochs]
+    actor.answers["start"].set_result({"url": "http://e0", "bootstrap_port": None, "attestation": ranks})
     await start
     return handle, actor
+
+
+async def test_an_engine_knows_the_newest_epoch_that_its_server_has_seen():
+    assert (await started(epochs=(-1, 4)))[0].epoch == 4
+    assert (await started())[0].epoch == -1
 
 
 async def test_whoever_waits_for_a_lost_engine_is_told_at_once_and_its_late_answer_reaches_nobody():
