@@ -213,7 +213,7 @@ async def test_a_dead_actor_and_a_missed_deadline_are_losses(error):
     assert str(told.value) == str(error)
 
 
-async def test_an_engine_sleeps_from_any_state_and_wakes_only_if_it_sleeps():
+async def test_an_engine_sleeps_from_any_state_and_one_that_started_awake_sleeps_before_it_is_woken():
     handle, actor = await started()
     told: list[tuple[object, ...]] = []
 
@@ -229,7 +229,7 @@ async def test_an_engine_sleeps_from_any_state_and_wakes_only_if_it_sleeps():
     await handle.wake()
     await handle.wake()
     done = [("perform", verb, None, 5, *rest) for verb, *rest in (("pause",), ("sleep",), ("wake", ("weights",)))]
-    assert told == [*done[:2], ("state",), ("state",), done[2]]
+    assert told == [*done[:2], ("state",), *done, ("state",), done[2]]
 
 
 class _Failed(Exception):
