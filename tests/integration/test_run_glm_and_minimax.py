@@ -1,5 +1,5 @@
-"""Whole runs of GLM-4.5, MiniMax-M2 and Ling-2: trainers and engines of two ranks, which route alike and agree after
-every publication; in bfloat16 engines hold the routers in fp32."""
+"""Whole runs of GLM-4.5, MiniMax-M2, Ling-2 and Qwen3-Next: trainers and engines of two ranks, which route alike and
+agree after every publication; in bfloat16 engines of MiniMax-M2 hold the routers in fp32."""
 
 from __future__ import annotations
 
@@ -13,20 +13,36 @@ from tests.integration.runs import TrainProcess, steps, write_config
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
+BIASED = ("e_score_correction_bias", "q_norm", "k_norm", "q_proj.weight")
+PARTS = {
+    "glm4_moe": BIASED,
+    "minimax_m2": BIASED,
+    "bailing_moe_v2": ("expert_bias", "query_layernorm", "key_layernorm", "query_key_value"),
+    "qwen3_next": ("A_log", "dt_bias", "conv1d", "in_proj_qkvz", "in_proj_ba", "attn.norm", "shared_expert_gate"),
+}
+"""Parts of the names of tensors that training moves, beside those that all have."""
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "encoding"),
-    [("glm4_moe", "float32", "auto"), ("minimax_m2", "bfloat16", "hf"), ("bailing_moe_v2", "float32", "auto")],
+    [
+        ("glm4_moe", "float32", "auto"),
+        ("minimax_m2", "bfloat16", "hf"),
+        ("bailing_moe_v2", "float32", "auto"),
+        ("qwen3_next", "float32", "auto"),
+    ],
 )
 def test_two_trainer_ranks_and_two_engine_ranks_agree(task_of_sums, tmp_path, name, dtype, encoding):
     model = tmp_path / "model"
     make_model(name, model)
+    moe = {} if name == "qwen3_next" else {"bias_update_rate": 0.05}
     engine = {"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}
     config = write_config(
         tmp_path,
         model,
         task_of_sums / "train.jsonl",
         numerics={"dtype": dtype},
-        trainer={"tensor": 2, "expert": 2, "expert_tensor": 1, "moe": {"bias_update_rate": 0.05}},
+        trainer={"tensor": 2, "expert": 2, "expert_tensor": 1, "moe": moe},
         rollout={
             "prompts": str(task_of_sums / "train.jsonl"),
             "engines": [{**engine, "sglang": read_model(model).engine_arguments}],
@@ -45,7 +61,5 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree(task_of_sums, tmp_path, na
     before, exported = read(model), read(tmp_path / "run" / "hf")
     assert exported.keys() == before.keys()
     moved = {key for key, tensor in exported.items() if not tensor.equal(before[key].to(tensor.dtype))}
-    own = ("expert_bias", "query_layernorm", "key_layernorm", "query_key_value")
-    others = ("e_score_correction_bias", "q_norm", "k_norm", "q_proj.weight")
-    for part in (*(own if name == "bailing_moe_v2" else others), "gate.weight", ".experts.7."):
+    for part in (*PARTS[name], "gate.weight", ".experts.7."):
         assert any(part in key for key in moved), part
