@@ -8,7 +8,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, raised
 
 
 def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
@@ -18,14 +18,12 @@ def load_module(key: str, path: str, wanted: str = "") -> ModuleType:
         return importlib.import_module(path)
     except ImportError as error:
         raise SlimxError(
-            f"{key}: {wanted or path} cannot be imported ({error}); is its folder on PYTHONPATH?",
+            f"{key}: {wanted or path} cannot be imported ({raised(error)}); is its folder on PYTHONPATH?",
             code="dotted.import",
             about=key,
         ) from error
     except (Exception, SystemExit) as error:
-        raise SlimxError(
-            f"{key}: importing {path} raised {type(error).__name__}: {error}", code="dotted.raised", about=key
-        ) from error
+        raise SlimxError(f"{key}: importing {path} raised {raised(error)}", code="dotted.raised", about=key) from error
 
 
 def imported(key: str, path: str) -> Any:

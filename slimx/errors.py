@@ -2,10 +2,18 @@
 
 import os
 import signal
+import sysconfig
+import traceback
+from pathlib import Path
 
 REFUSED, LOST = 2, os.EX_UNAVAILABLE
 """Exit statuses: starting again changes nothing; or a part was lost or silent, and the same command goes on from the
 newest checkpoint."""
+
+
+_LIBRARIES = tuple(
+    f"{path}{os.sep}" for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), Path(__file__).parent)
+)
 
 
 class SlimxError(Exception):
@@ -73,3 +81,13 @@ def ending_of(error: BaseException | None) -> tuple[int, str]:
     if isinstance(error, Interrupted):
         return 128 + error.signum, f"stopped by {error}"
     return 1, f"{type(error).__name__}: {error}"
+
+
+def raised(error: BaseException) -> str:
+    """Kind, words and place of an error in a user's code: "KeyError: 'nope' (/home/me/rewards.py, line 12)".
+
+    The place is the innermost one outside of Python, of installed packages and of slimx; left out where all are inside.
+    """
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [place for place in places if not place[0].startswith((*_LIBRARIES, "<"))]
+    return f"{type(error).__name__}: {error}" + (f" ({own[-1][0]}, line {own[-1][1]})" if own else "")

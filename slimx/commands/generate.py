@@ -76,7 +76,6 @@ def run_generation(config: Config, checkpoint: Path | None, console: Console) ->
     if state is not None and state.step >= config.schedule.steps:
         console.print(plain(f"{directory} has all {config.schedule.steps} steps; raise schedule.steps to go on"))
         return directory
-    directory.mkdir(parents=True, exist_ok=True)
     with held(directory):
         replace_synced(directory / "config.yaml", config.to_text().encode())
         work = partial(_session, config, sources, saves, state, console)

@@ -13,8 +13,8 @@ from slimx.observability.tracking.run_files import read_config
 
 
 def run_status(directory: Path) -> dict[str, Any]:
-    """{name, running, step, steps, seconds_ago, metrics: of the last step, phase: the last one that ended, engines,
-    routers, activity: what it does now, or did last}.
+    """{name, running, finished, step, steps, seconds_ago, metrics: of the last step, phase: the last one that ended,
+    engines, routers, activity: what it does now, or did last}.
 
     `running` is whether a process trains there, `seconds_ago` when a step was last written. Raises SlimxError for a
     directory that holds no run."""
@@ -25,7 +25,8 @@ def run_status(directory: Path) -> dict[str, Any]:
     roster = json.loads(engines.read_text()) if engines.exists() else {}
     return {
         "name": config["run"]["name"],
-        "running": is_held(directory),
+        "running": (running := is_held(directory)),
+        "finished": not running and _finished(directory),
         "step": last.get("step", 0),
         "steps": config["schedule"]["steps"],
         "seconds_ago": round(time.time() - metrics.stat().st_mtime) if last else None,
@@ -42,9 +43,9 @@ SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", 
 
 def describe_status(status: dict[str, Any]) -> list[str]:
     """The status as lines of text. Engines of a run that has ended are not shown: they are gone."""
-    state = "running" if status["running"] else "not running"
+    state = "running" if status["running"] else "finished" if status["finished"] else "not running"
     ago = "" if status["seconds_ago"] is None else f", written {status['seconds_ago']} s ago"
-    phase = f", last phase {status['phase']}" if status["phase"] else ""
+    phase = f", last phase {status['phase']}" if status["phase"] and not status["finished"] else ""
     lines = [f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}{ago}{phase}"]
     shown = [f"{key} {status['metrics'][key]:.4g}" for key in SHOWN if status["metrics"].get(key) is not None]
     if shown:
@@ -65,6 +66,12 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         lines.append(f"router   {router['name']}: {up} at {router['url']}")
         lines += _restarts(router)
     return lines
+
+
+def _finished(directory: Path) -> bool:
+    """True if the run was summed up after its last step."""
+    summary, metrics = directory / "summary.json", directory / "metrics.jsonl"
+    return summary.exists() and metrics.exists() and summary.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
 
 
 def _restarts(part: dict[str, Any]) -> list[str]:

@@ -59,7 +59,6 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
             about=str(directory),
         )
     prepared = check_run(config)
-    directory.mkdir(parents=True, exist_ok=True)
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
     with held(directory):
@@ -234,11 +233,15 @@ async def start_parts(
 
 
 def finish(config: Config, directory: Path) -> Path | None:
-    """Write the summary and, if configured, the report of a finished run."""
+    """Write the summary and, if configured, the report of a finished run, unless they have been written since its last
+    step. Returns the report's path."""
+    report, metrics = directory / "report.html", directory / "metrics.jsonl"
+    wanted = [directory / "summary.json", *([report] if config.track.report else [])]
+    if all(file.exists() and file.stat().st_mtime_ns >= metrics.stat().st_mtime_ns for file in wanted):
+        return report if config.track.report else None
     (directory / "summary.json").write_text(json.dumps(summary(directory), indent=1))
     if not config.track.report:
         return None
-    report = directory / "report.html"
     write_report([directory], report, config.run.name)
     return report
 

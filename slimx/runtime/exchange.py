@@ -8,6 +8,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from slimx.errors import raised
+
 
 def exchange(connection: Connection, message: Any, seconds: float, kill: Callable[[], None]) -> Any:
     """Send `message` and return the answer. Blocks.
@@ -39,7 +41,7 @@ def reply(connection: Connection, work: Callable[[], Any]) -> None:
     try:
         answer = True, work()
     except Exception as error:
-        answer = False, f"{type(error).__name__}: {error}"
+        answer = False, raised(error)
     try:
         connection.send(answer)
     except Exception as error:  # of many kinds: whatever pickling its answer raises

@@ -33,6 +33,7 @@ FILES = {
     "typo.yaml": RUN + "schedule: {stpes: 3}\n",
     "foreign.yaml": RUN + "trainer: {lr: 1.0e-6, n_samples_per_prompt: 8}\n",
     "verl.yaml": RUN + "actor_rollout_ref: {rollout: {n: 8, tensor_model_parallel_size: 2}, actor: {strategy: fsdp}}\n",
+    "broken_hook.py": "LIMITS = {}\nLIMIT = LIMITS['nope']\n",
     "model/config.json": '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}\n',
     "empty/README": "No run was ever here.\n",
     "damaged/config.yaml": RUN + "schedule: {steps: 9}\n",
@@ -56,6 +57,7 @@ CONFIGURATION = (
     "run.yaml trainer.world_size=two",
     "run.yaml trainer.world_size",
     "run.yaml model.path=nowhere",
+    "run.yaml model.path=Qwen/Qwen3-0.6B",
     "run.yaml",
 )
 FOREIGN = (
@@ -95,6 +97,7 @@ CASES: dict[str, Sequence[str]] = {
         "--gap run.yaml rollout.replay=empty",
         "--gap --layers run.yaml trainer.tensor=2 trainer.world_size=2",
         "--hooks run.yaml rollout.generate=nowhere.at_all",
+        "--hooks run.yaml rollout.generate=broken_hook.generate",
         "--effects missing.yaml",
     ),
     "health": ("--disk 0 --shm 0 --path nowhere", "--disk 0 --shm 0 --path empty --hca mlx5_77"),

@@ -22,7 +22,7 @@ from slimx.data.codec import encode_groups
 from slimx.data.prompts import read_prompts
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import check_prompts, load_tokenizer
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, raised
 from slimx.models.families import ModelSpec, configured_model
 from slimx.orchestration.batches import longest_trajectory
 from slimx.preflight.checks.layout import check_layout
@@ -198,7 +198,7 @@ def _keep(hooks: Hooks, group: Group, found: Examined) -> None:
     try:
         verdict = hooks.keep(group)
     except Exception as error:
-        sentence = f"rollout.filter raised {type(error).__name__} on these rollouts as a group: {error}"
+        sentence = f"rollout.filter, given these rollouts as a group, raised {raised(error)}"
         found.problems.append(SlimxError(sentence, code="hooks.filter_raised", about="rollout.filter"))
         return
     if not isinstance(verdict, bool | str | np.bool_):

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from slimx.errors import SlimxError
 
@@ -18,13 +19,14 @@ _FLOCK = "@hhqqi4x"
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Hold `directory`; the kernel gives it back however this process ends. Raises SlimxError if another process does.
+    """Make `directory` if it is not there, and hold it; the kernel gives it back however this process ends. Raises
+    SlimxError if another process holds it, or nothing can be written there.
 
     The lock file tells others, on network file systems too; the directory itself is locked as well, where the file
     system can, so that a removed lock file lets nobody in."""
-    place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    place, lock = _opened(directory)
     try:
-        with (directory / LOCK).open("w") as file:
+        with lock as file:
             try:
                 _lock_directory(place)
                 fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -37,6 +39,20 @@ def held(directory: Path) -> Iterator[None]:
             yield
     finally:
         os.close(place)
+
+
+def _opened(directory: Path) -> tuple[int, TextIO]:
+    """The directory and its lock file."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / LOCK).open("w")
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY), lock
+    except OSError as error:
+        raise SlimxError(
+            f"run.dir: nothing can be written in {directory} ({error.strerror}: {error.filename}); choose another",
+            code="run.unwritable",
+            about=str(directory),
+        ) from error
 
 
 def is_held(directory: Path) -> bool:

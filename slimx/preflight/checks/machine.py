@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from slimx.config.rule import rule
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.run import Cluster, Track
 from slimx.config.sections.trainer import Trainer
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.preflight.record import RankMap
@@ -42,6 +43,14 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Iterator[str]:
             "trainer.moe.flex_backend=deepep does not run on cluster.gpu=gb300, whose NVLink domain spans nodes of 4 "
             "GPUs; set trainer.moe.flex_backend=hybridep or trainer.moe.dispatcher=alltoall"
         )
+
+
+@rule("track.package", about="track")
+def has_trackers(track: Track, local_device: str) -> Iterator[tuple[str, str]]:
+    for package in ("wandb", "tensorboard"):
+        if getattr(track, package) and importlib.util.find_spec(package) is None:
+            key = f"track.{package}"
+            yield key, f"{key} is true but {package} is not installed: pip install {package} or set {key}=false"
 
 
 def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> Iterator[str]:

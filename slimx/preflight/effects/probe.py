@@ -16,7 +16,7 @@ from slimx.config.schema import Config
 from slimx.data.batch import TrainingRow, make_rows
 from slimx.data.loss_weights import loss_weights
 from slimx.data.records import Group, Prompt, Span, Trajectory, Turn
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, raised
 
 PROMPTS = 6
 DRIFT, GAP = 0.4, 1e-3
@@ -127,7 +127,7 @@ def try_hooks(config: Config) -> None:
         raise
     except Exception as error:
         raise SlimxError(
-            f"{' or '.join(own)} raised {type(error).__name__} on invented rollouts: {error}; run it by hand on such "
+            f"{' or '.join(own)} given invented rollouts, raised {raised(error)}; run it by hand on such "
             "a batch (slimx.preflight.effects.probe.make_probe)",
             code="algorithm.hook",
             about=" or ".join(own),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimx.data.records import Group, Trajectory
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.hook_loading import name_of
 from slimx.rollout.hooks import Reward, RewardContext
 
@@ -95,7 +95,7 @@ class RewardPool:
         if error is not None:
             cause = error if isinstance(error, Exception) else RuntimeError(repr(error))
             raise SlimxError(
-                f"reward hook {name_of(self.reward)} raised {type(cause).__name__}: {cause}",
+                f"reward hook {name_of(self.reward)} raised {raised(cause)}",
                 code="reward.raised",
                 about=name_of(self.reward),
             ) from cause

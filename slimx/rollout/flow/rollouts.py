@@ -17,7 +17,7 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import PromptIds
 from slimx.engines.outage import Outage
 from slimx.environments.processes import Environments
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.teacher import make_teacher
 from slimx.rollout.flow.gate import Gate
@@ -128,7 +128,7 @@ class GroupMaker:
         try:
             verdict = self.hooks.keep(group)
         except Exception as error:
-            return GroupOutcome(group, "keep failed", f"{type(error).__name__}: {error}")
+            return GroupOutcome(group, "keep failed", raised(error))
         if isinstance(verdict, str):
             return GroupOutcome(group, f"filter: {verdict}")
         return GroupOutcome(group, None if verdict else "filter")
@@ -183,7 +183,7 @@ class GroupMaker:
             reason = error.reason if isinstance(error, GivenUp) else "generate failed"
             trajectories = [_failed(ctx, reason, str(error))]
         except Exception as error:
-            reason, text = "generate failed", f"{hook} raised {type(error).__name__}: {error}"
+            reason, text = "generate failed", f"{hook} raised {raised(error)}"
             if isinstance(error, TimeoutError) and clock.expired:  # not a time-out inside the hook
                 reason, text = "generate deadline", str(DeadlineError(f"rollout {group_id}/{index}", limit, hook))
             trajectories = [_failed(ctx, reason, text)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from aiohttp import web
 
 from slimx.data.records import Trajectory
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
 from slimx.rollout.proxy.answer import AnswerReader, Reply, finish_reason, logprobs
@@ -198,7 +198,7 @@ class Session:
         try:
             return await self._reading.message(ids, exchange.request, exchange.number)
         except Exception as error:
-            text = f"rollout.options.tool_parser raised {type(error).__name__}: {error}"
+            text = f"rollout.options.tool_parser raised {raised(error)}"
             raise ApiError(text, code="tool_parser_failed", status=500) from error
 
     def _keep(self, exchange: Exchange, completion: Completion, message: Message) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,15 +15,19 @@ import yaml
 
 from slimx import cli
 from slimx.commands.status import run_status
+from slimx.config import load_config
 from slimx.data.records import Prompt, Trajectory
 from slimx.observability.live import activity
 from slimx.observability.live.run_lock import held
+from slimx.orchestration.session import finish
 from slimx.rollout import single_turn
 from slimx.rollout.hooks import RolloutContext
-from tests.refusals import numbers
+from tests.refusals import numbers, refused
 from tests.unit.rollout.rollout_stand import Stand, config_of
 
 ENGINE = {"name": "actor-0", "role": "regular", "frozen": False, "nodes": 2, "url": "http://h:1", "restarts": 1}
+
+CONFIG = sorted((Path(__file__).parents[3] / "configs" / "moe").glob("*.yaml"))[0]
 
 
 @pytest.fixture
@@ -163,3 +168,35 @@ async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch
         while not told:
             await asyncio.sleep(0.01)
     assert len(told) == 1 and "cannot be written" in told[0], "a run does not end because of its status"
+
+
+def test_a_run_that_was_summed_up_is_finished_until_it_goes_on(run):
+    assert not run_status(run)["finished"]
+    (run / "summary.json").write_text("{}")
+    assert run_status(run)["finished"]
+    with held(run):
+        assert not run_status(run)["finished"]
+    later = (run / "summary.json").stat().st_mtime_ns + 1
+    os.utime(run / "metrics.jsonl", ns=(later, later))
+    assert not run_status(run)["finished"]
+
+
+def test_a_finished_run_is_summed_up_once(run, tmp_path):
+    config = load_config(CONFIG, [f"run.dir={run}", "track.report=false"])
+    rows = [{"step": step, "metrics": {"reward/mean": step / 10, "time/step": 1.0}} for step in range(4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finish(config, run)
+    (run / "summary.json").write_text("kept")
+    finish(config, run)
+    assert (run / "summary.json").read_text() == "kept"
+    later = (run / "summary.json").stat().st_mtime_ns + 1
+    os.utime(run / "metrics.jsonl", ns=(later, later))
+    finish(config, run)
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+
+
+def test_a_directory_in_which_nothing_can_be_written_is_refused_by_name(tmp_path):
+    (tmp_path / "file").touch()
+    for directory in (Path("/proc/x"), tmp_path / "file", tmp_path / "file" / "run"):
+        with refused("run.unwritable", about=str(directory)), held(directory):
+            pytest.fail("held")

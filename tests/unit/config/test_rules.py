@@ -9,8 +9,10 @@ import pytest
 from slimx.config.rule import FACTS, NEEDS, broken, refuse, rule
 from slimx.config.rules import RULES as LOADED
 from slimx.config.schema import Config
+from slimx.config.sections.run import Track
 from slimx.errors import SlimxError
 from slimx.preflight.checks import RULES as CHECKED
+from slimx.preflight.checks.machine import has_trackers
 from tests.refusals import refused
 
 EVERY = LOADED + CHECKED
@@ -56,3 +58,11 @@ def test_rules_have_codes_of_their_own_and_need_nothing_unheard_of() -> None:
 @pytest.mark.parametrize("each", LOADED, ids=lambda each: each.code)
 def test_rules_between_sections_are_asked_when_a_configuration_is_loaded(each) -> None:
     assert {*each.facts} <= {*Config.model_fields} and each.needs == NEEDS[0]
+
+
+def test_a_tracker_without_its_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"wandb": None, "tensorboard": object()}
+    monkeypatch.setattr("importlib.util.find_spec", found.__getitem__)
+    facts = {"track": Track(wandb=True), "local_device": "cpu"}
+    assert [(each.code, each.about) for each in broken([has_trackers], facts)] == [("track.package", "track.wandb")]
+    assert broken([has_trackers], facts | {"track": Track()}) == []

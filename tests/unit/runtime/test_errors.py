@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
-from slimx.errors import DeadlineError
+import pytest
+
+from slimx.errors import DeadlineError, raised
 
 
 def test_a_missed_deadline_survives_the_way_between_processes():
@@ -12,3 +15,18 @@ def test_a_missed_deadline_survives_the_way_between_processes():
     other = pickle.loads(pickle.dumps(error))
     assert str(other) == str(error) and all(each in str(error) for each in (error.awaited, error.holder, "30 s"))
     assert (other.awaited, other.seconds, other.holder) == (error.awaited, error.seconds, error.holder)
+
+
+def test_an_error_of_a_user_is_placed_where_his_code_called_the_library(tmp_path):
+    file = tmp_path / "hooks.py"
+    file.write_text("import json\n\n\ndef reward(text):\n    return json.loads(text)\n")
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    with pytest.raises(ValueError) as caught:
+        scope["reward"]("{")
+    said = raised(caught.value)
+    assert said.startswith("JSONDecodeError: ") and said.endswith(f"({file}, line 5)")
+
+
+def test_an_error_without_a_users_code_has_no_place():
+    assert raised(KeyError("nope")) == "KeyError: 'nope'"
