@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from slimx.adapters.sglang.weights.places import Destination, Held, Layout, weig
 from slimx.errors import SlimxError
 from slimx.layout.maps import Rect
 from slimx.layout.parts import check_boxes, matrix
+from slimx.models.files.block_fp8 import SCALE_SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,23 +247,26 @@ def hf_layout(model: nn.Module, experts: Any = None) -> Layout:
 
     `experts`: SGLang's ExpertLocationMetadata of this process, which says which experts the slots hold.
     """
-    layout, modules = Layout(), dict(model.named_modules())
-    for name, held in weights_of(model).items():
+    layout, modules, weights = Layout(), dict(model.named_modules()), weights_of(model)
+    for name, held in weights.items():
         owner = name.rpartition(".")[0]
         at = ServedParameter(held, modules[owner], modules[owner.rpartition(".")[0]], experts)
+        codes = weights.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
         try:
-            _add(layout, name, at)
+            _add(layout, name, at, codes)
         except (_Unexpected, AttributeError, SlimxError) as error:
             layout.uncovered[name] = str(error)
     return layout
 
 
-def _add(layout: Layout, name: str, at: ServedParameter) -> None:
-    """Add all pieces of one parameter, once they are proven to cover it exactly."""
-    published = _BARE_ATTENTION.sub(r"\1.self_attn.", name)
+def _add(layout: Layout, name: str, at: ServedParameter, codes: torch.Tensor | None) -> None:
+    """Add all pieces of one parameter, once they are proven to cover it exactly. `codes`: the fp8 parameter whose
+    blocks it scales; None: it is no scale."""
+    source = name if codes is None else name.removesuffix(SCALE_SUFFIX)
+    published = _BARE_ATTENTION.sub(r"\1.self_attn.", source)
     split, groups = _row(published)
     _expect(at.held.data.is_contiguous(), f"strides {at.held.stride()} are not those of contiguous memory")
-    pieces = list(split(at))
+    pieces = list(split(at) if codes is None else _scales(split(replace(at, held=codes)), at.owner))
     boxes = [(r.local_row, r.local_col, r.rows, r.cols) for piece in pieces for r in piece.rects]
     check_boxes(f"parameter {name}", matrix(at.held.shape), np.array(boxes, dtype=np.int64).reshape(-1, 4))
     names = []
@@ -277,6 +281,34 @@ def _add(layout: Layout, name: str, at: ServedParameter) -> None:
             place.held.append(Held(name, tuple(at.held.shape), piece.rects))
     if split in TOGETHER:
         layout.together.update({one: tuple(other for other in names if other != one) for one in names})
+
+
+def _scales(pieces: Iterator[ServedPiece], owner: nn.Module) -> Iterator[ServedPiece]:
+    """Pieces of a parameter of block scales, from those of the codes: the same rectangles counted in blocks."""
+    block = tuple(owner.quant_method.quant_config.weight_block_size)
+    for piece in pieces:
+        _expect(piece.tensor is not None, "padding has no scales")
+        rows, cols = (-(-size // step) for size, step in zip(matrix(piece.shape), block, strict=True))
+        rects = tuple(_in_blocks(r, piece, block) for r in piece.rects)
+        yield ServedPiece(f"{piece.tensor}{SCALE_SUFFIX}", (rows, cols), rects)
+
+
+def _in_blocks(r: Rect, piece: ServedPiece, block: tuple[int, ...]) -> Rect:
+    """A rectangle of `piece` counted in blocks, none of which it may cut."""
+    (height, width), (rows, cols) = block, matrix(piece.shape)
+    starts = (r.row % height, r.local_row % height, r.col % width, r.local_col % width)
+    # Only the tensor's own last block may be smaller than the others.
+    ends = (r.rows % height if r.row + r.rows < rows else 0, r.cols % width if r.col + r.cols < cols else 0)
+    _expect(not any((*starts, *ends)), f"a block of {height} x {width} of {piece.tensor} is cut")
+    return Rect(
+        r.source,
+        r.row // height,
+        r.col // width,
+        -(-r.rows // height),
+        -(-r.cols // width),
+        r.local_row // height,
+        r.local_col // width,
+    )
 
 
 def _row(name: str) -> tuple[Split, dict[str, str]]:

@@ -1,0 +1,111 @@
+"""Every shipped configuration with engines in fp8: what the trainers would send is what SGLang's own model holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimx.config import load_config
+from slimx.config.schema import Config
+from slimx.config.sections.engines import Engines
+from slimx.convert.fp8 import with_quantisation
+from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec, read_model
+from slimx.reshard.plan.precision import Quantisation
+from slimx.reshard.plan.publication import PublicationPlan, publication_plan
+
+pytestmark = pytest.mark.costly
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted(ROOT.glob("configs/moe/*.yaml"))
+OFTEN = {"kimi-k2", "glm-4.5", "qwen3-30b-a3b-async-fp8"}
+Built = dict[str, tuple[PublicationPlan, int, dict[str, Any]]]
+"""By configuration and group: the plan, a rank of the engine, and what that rank holds."""
+OF_RUN = {"mem_fraction_static"}
+"""Fields of `sglang` that change no weight."""
+
+
+def shallow(config: Config) -> dict[str, Any]:
+    """The model's config.json with its dense layers and two of experts."""
+    hf = json.loads((ROOT / config.model.path / "config.json").read_text())
+    # SGLang's CPU builds no rotary embedding of pairs without scaling, which GLM-5 lacks.
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "rope_theta": 10000}
+    turned = {"rope_parameters": yarn} if "GlmMoeDsa" in hf["architectures"][0] else {}
+    return {**hf, **turned, "num_hidden_layers": hf.get("first_k_dense_replace", 0) + 2, "num_nextn_predict_layers": 0}
+
+
+def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec, PublicationPlan]:
+    """The publication of `group` alone, from one trainer rank; writes the config.json that its engines start from."""
+    hf = shallow(config)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**hf, "quantization_config": None}))
+    spec = read_model(directory)
+    rollout = config.rollout.model_copy(update={"engines": (group.model_copy(update={"role": "regular"}),)})
+    published = publication_plan(config.model_copy(update={"rollout": rollout}), spec, Sizes(), "cuda")
+    served = spec.engine_table()
+    plain = sorted({name for entry in served.entries() if not entry.row.quantised for name in entry.sources})
+    matrices = [name for name in plain if name.endswith(".weight") and "norm" not in name and "experts." not in name]
+    quantised = with_quantisation(hf, Quantisation(config.publish.quantise), matrices)
+    (directory / "config.json").write_text(json.dumps(hf if hf.get("quantization_config") else quantised))
+    return spec, published
+
+
+def built(files: list[Path], directory: Path) -> Built:
+    """The engines of these configurations, built by SGLang in one process of its own."""
+    asked, plans = [], {}
+    for file in files:
+        config = load_config(file, [])
+        for group in config.rollout.policy_engines if config.publish.quantise else ():
+            name = f"{file.stem}-{group.name}"
+            _, published = plan_of(config, group, directory / name)
+            sizes = {"ep_size": group.expert, "dp_size": group.dp_attention, "pp_size": group.pipeline}
+            arguments = sizes | {key: value for key, value in group.sglang.items() if key not in OF_RUN}
+            arguments["enable_dp_attention"] = group.dp_attention > 1
+            rank = group.tensor - 1
+            asked.append({"path": str(directory / name), "rank": rank, "world": group.tensor, "arguments": arguments})
+            plans[name] = published, rank
+    command = [sys.executable, "-m", "tests.unit.adapters.engines_on_meta"]
+    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, timeout=800)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    return {name: (*plan, answer) for (name, plan), answer in zip(plans.items(), answers, strict=True)}
+
+
+def sent_to(published: PublicationPlan, rank: int) -> dict[str, str]:
+    """Name and form of each tensor that an engine's rank is sent; in Hugging Face names all ranks are sent all."""
+    target = published.plan.buckets[rank if published.encoding == "local" else 0]
+    return {
+        tensor.name: f"{tensor.dtype}:{','.join(map(str, tensor.shape))}"
+        for bucket in target
+        for tensor in bucket.tensors
+    }
+
+
+def check(engines: Built) -> None:
+    for name, (published, rank, held) in engines.items():
+        sent = sent_to(published, rank)
+        assert held["uncovered"] == {"hf": {}, "local": {}}, name
+        assert any(form.startswith("float8_e4m3fn") for form in sent.values()), name
+        assert sent == held[published.encoding], name
+        scales = {form.partition(":")[0] for tensor, form in held["hf"].items() if tensor.endswith("_scale_inv")}
+        assert scales == {"float32"}, name
+
+
+def test_every_parameter_of_an_engine_in_fp8_is_reached_in_the_encoding_of_its_configuration(tmp_path: Path) -> None:
+    """Whole dense layers with DeepEP, DeepEP alone, and engines whose own layout is published to."""
+    engines = built([file for file in CONFIGS if file.stem in OFTEN], tmp_path)
+    assert len(engines) == len(OFTEN)
+    assert {plan.encoding for plan, _, _ in engines.values()} == {"hf", "local"}
+    check(engines)
+
+
+@pytest.mark.slow
+def test_so_is_every_other_configurations(tmp_path: Path) -> None:
+    engines = built([file for file in CONFIGS if file.stem not in OFTEN], tmp_path)
+    assert engines
+    check(engines)
