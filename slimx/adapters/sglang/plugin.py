@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 import slimx
 from slimx.adapters.sglang import cpu as sglang_cpu
@@ -241,6 +242,24 @@ def _sizes() -> dict[str, int]:
     }
 
 
+def _backends() -> dict[str, Any]:
+    """Kernels as SGLang resolved them from its arguments, the model and this machine."""
+    from sglang.srt.runtime_context import attention_backends, get_exec
+
+    execution = get_exec()
+    prefill, decode = attention_backends()
+    return {
+        "prefill_attention": prefill,
+        "decode_attention": decode,
+        "moe_runner_backend": execution.moe.moe_runner_backend,
+        "moe_a2a_backend": execution.moe.moe_a2a_backend,
+        "fp8_gemm_runner_backend": execution.kernel.fp8_gemm_runner_backend,
+        "sampling_backend": execution.kernel.sampling_backend,
+        "custom_all_reduce": not execution.comm.disable_custom_all_reduce,
+        "deterministic": execution.deterministic.enable_deterministic_inference,
+    }
+
+
 def attest(runner: Any) -> dict[str, Any]:
     """The facts of this rank: versions, model, and whether each hook and each CPU entry is in force."""
     import sglang
@@ -266,6 +285,10 @@ def attest(runner: Any) -> dict[str, Any]:
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": runner.device,
         "hooks": ours | (exact.in_force(HookRegistry, runner.model) if exact else {}),
+        "capability": torch.cuda.get_device_capability()[0] if runner.device == "cuda" else None,
+        "backends": _backends(),
+        "experts": any(name.endswith("w13_weight") for name, _ in runner.model.named_parameters()),
+        "fp8": any(held.dtype == torch.float8_e4m3fn for held in runner.model.parameters()),
         "numerics": exact.contract(runner.dtype, runner.device) if exact else None,
         "cpu": sglang_cpu.attest() if is_cpu() else None,
     }

@@ -9,6 +9,7 @@ from slimx.engines.server.control import EngineControl
 from slimx.engines.server.external import check_arguments
 from slimx.engines.server.spec import EngineSpec
 from slimx.errors import SlimxError
+from slimx.layout.engine_kernels import BLACKWELL, unpublishable
 from slimx.layout.ranks import EngineSizes
 from slimx.runtime.process import ServerProcess
 
@@ -28,6 +29,8 @@ async def attested(control: EngineControl, spec: EngineSpec, process: ServerProc
             about=spec.name,
         )
     check_numerics(ranks, spec)
+    if not spec.frozen:
+        check_backends(ranks, spec)
     if (sizes := EngineSizes(**ranks[0]["sizes"])) != spec.sizes:
         raise SlimxError(
             f"engine {spec.name} runs as {sizes}, the configuration asks for {spec.sizes}",
@@ -51,6 +54,20 @@ def check_numerics(ranks: list[Json], spec: EngineSpec) -> None:
                 "with the --exact-leaves of the run, or set numerics.mode to what it has",
                 code="engine.numerics",
                 about=f"{spec.name} rank {number}",
+            )
+
+
+def check_backends(ranks: list[Json], spec: EngineSpec) -> None:
+    """Refuse a server whose kernels, as SGLang resolved them, compute with other bytes than a publication writes."""
+    for number, rank in enumerate(ranks):
+        if rank["capability"] is None or rank["capability"] < BLACKWELL or spec.exact_leaves is not None:
+            continue
+        for field, plain in unpublishable(rank["backends"], experts=rank["experts"], fp8=rank["fp8"]):
+            raise SlimxError(
+                f"engine {spec.name} rank {number} resolved {field} to {rank['backends'][field]!r}, with which weights "
+                f"are not kept as they are published; set rollout.engines.sglang.{field}={plain}",
+                code="engine.backend",
+                about=field,
             )
 
 

@@ -13,9 +13,11 @@ from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
+from slimx.layout.engine_kernels import unpublishable
 from slimx.layout.ranks import engine_sizes
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
+from slimx.preflight.hardware import GPUS, Machine
 from slimx.runtime.ports import is_own
 
 TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}
@@ -85,6 +87,23 @@ def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device
             yield (
                 f"publish.transport {publish.transport} reaches the trainers' machine only, and engine {name} runs at "
                 f"{host}, which is no address of it; set publish.transport=disk"
+            )
+
+
+@rule("engines.backend", about="rollout.engines.sglang")
+def publishes_to_plain_layouts(
+    rollout: Rollout, publish: Publish, machine: Machine, spec: ModelSpec
+) -> Iterator[tuple[str, str]]:
+    """On Blackwell SGLang's own choices hold weights in other layouts; a server attests the same when it starts."""
+    if machine.gpu is not GPUS["gb300"]:
+        return
+    for group in rollout.policy_engines:
+        fp8 = publish.quantise is not None
+        for field, plain in unpublishable(group.sglang, experts=spec.experts > 0, fp8=fp8):
+            yield (
+                f"rollout.engines.sglang.{field}",
+                f"{group.where}: on cluster.gpu=gb300 SGLang would hold weights in a layout that cannot be published "
+                f"with sglang.{field}={group.sglang.get(field, 'auto')}; set it to {plain}",
             )
 
 

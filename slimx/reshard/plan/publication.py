@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
+from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import Sizes, engine_sizes
 from slimx.layout.table import Table
@@ -165,7 +166,7 @@ def _not_local(config: Config, spec: ModelSpec) -> str | None:
         return "rollout.engines has groups of different layouts, which would need a plan each"
     for group in groups:
         for key, why in _UNKNOWN_LAYOUTS.items():
-            if group.sglang.get(key) not in (None, False, spec.engine_arguments.get(key)):
+            if group.sglang.get(key) not in (None, False, PLAIN.get(key), spec.engine_arguments.get(key)):
                 return f"rollout.engines.sglang.{key} is set: {why}"
     return None
 

@@ -21,9 +21,11 @@ from slimx.adapters.sglang import cpu as sglang_cpu
 from slimx.adapters.sglang import plugin as sglang_plugin
 from slimx.engines.server import control
 from slimx.engines.server.arguments import check_server_args, command_line, server_fields
+from slimx.engines.server.attestation import check_backends
 from slimx.engines.server.engine import TRANSITIONS, Engine, State
 from slimx.engines.server.spec import EngineSpec, server_args, server_argv, server_env
 from slimx.errors import DeadlineError
+from slimx.layout.engine_kernels import PLAIN
 from slimx.layout.ranks import EngineSizes
 from slimx.runtime.process import LOOK_S, SupervisedProcess
 from tests.refusals import refused
@@ -139,6 +141,21 @@ def test_arguments_are_read_without_importing_sglang() -> None:
 def test_lists_and_maps_become_arguments() -> None:
     args = {"served_model_name": "m", "custom_weight_loader": ["a.b", "c.d"], "enable_metrics": False, "dp_size": None}
     assert command_line(args) == ["--served-model-name", "m", "--custom-weight-loader", "a.b", "c.d"]
+
+
+def attested(**backends: str) -> dict:
+    """What a rank attests of its kernels, on Blackwell, with experts in fp8."""
+    return {"capability": 10, "experts": True, "fp8": True, "backends": {**PLAIN, **backends}}
+
+
+def test_a_server_that_resolved_kernels_of_another_layout_is_refused_on_blackwell() -> None:
+    gpu = replace(CPU, device="cuda", dtype="bfloat16")
+    check_backends([attested()], gpu)
+    for field, value in (("moe_runner_backend", "flashinfer_trtllm"), ("fp8_gemm_runner_backend", "auto")):
+        with refused("engine.backend", about=field):
+            check_backends([attested(), attested(**{field: value})], gpu)
+        check_backends([attested(**{field: value}) | {"capability": 9}], gpu)
+        check_backends([attested(**{field: value}) | {"experts": False, "fp8": False}], gpu)
 
 
 # Processes ----------------------------------------------------------------------------------------------------------

@@ -490,6 +490,25 @@ def test_nodes_and_dispatchers_are_judged_by_the_machine(plan):
     assert any("flex_backend=deepep" in line and "cluster.gpu=gb300" in line for line in text.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("gpu", "quantise", "named", "refused"),
+    [
+        ("gb300", "ue8m0", {}, ["moe_runner_backend", "fp8_gemm_runner_backend"]),
+        ("gb300", "ue8m0", {"moe_runner_backend": "triton"}, ["fp8_gemm_runner_backend"]),
+        ("gb300", "null", {"moe_runner_backend": "flashinfer_trtllm"}, ["moe_runner_backend"]),
+        ("gb300", "null", {"moe_runner_backend": "triton"}, []),
+        ("h100", "triton", {}, []),
+    ],
+)
+def test_engines_on_blackwell_name_kernels_that_keep_the_published_layout(plan, gpu, quantise, named, refused):
+    engines = json.dumps([{"tensor": 4, "expert": 4, "sglang": named}])
+    overrides = [f"cluster.gpu={gpu}", f"publish.quantise={quantise}", f"rollout.engines={engines}"]
+    plan(SHALLOW, *overrides)
+    config = load_config(plan.directory / "run.yaml", overrides)
+    problems = [problem.about for problem in plan_report(config).problems if problem.code == "engines.backend"]
+    assert problems == [f"rollout.engines.sglang.{key}" for key in refused]
+
+
 def test_colocated_ranks_are_weighed_in_turns(plan):
     run = ("trainer={world_size: 8, expert: 8, expert_tensor: 1}", "schedule.colocate=true", FULL, "cluster.gpu=h200")
     shared = "rollout.engines=[{tensor: 8, expert: 8, sglang: {mem_fraction_static: %s}}]"
