@@ -236,7 +236,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def toolchain() -> Iterator[Finding]:
-    """What compiles kernels while a run goes on, and packages of the GPU whose import fails without it."""
+    """Compilers of kernels that are made while a run goes on, and packages of the GPU whose import fails without it."""
     cuda, home, header = _cuda(), cuda_home(os.environ), python_header()
     unneeded = "" if cuda else " (needed on GPUs only)"
     have = home is not None and (home / "bin" / "nvcc").exists()
