@@ -1,3 +1,32 @@
 """slimx: reinforcement-learning training for large mixture-of-experts language models."""
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+_EXPORTS = {
+    "Config": "slimx.config.schema",
+    "load_config": "slimx.config.load",
+    "Group": "slimx.data.records",
+    "Prompt": "slimx.data.records",
+    "Trajectory": "slimx.data.records",
+    "GivenUp": "slimx.rollout.hooks",
+    "RewardContext": "slimx.rollout.hooks",
+    "RolloutContext": "slimx.rollout.hooks",
+    "SlimxError": "slimx.errors",
+    "evaluate": "slimx.commands.script",
+    "train": "slimx.commands.script",
+}
+"""Names of the package, imported with their first use: `import slimx` alone brings no torch. Their types are in
+__init__.pyi."""
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

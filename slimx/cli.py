@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from slimx import __version__
 from slimx.commands.convert import app as convert
 from slimx.config import load_config
 from slimx.config.schema import Config
@@ -24,6 +25,23 @@ app = typer.Typer(
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
 app.add_typer(convert, name="convert")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"slimx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
 EXIT_S = 10.0
 """Seconds that the interpreter gets to end once all is said."""
 RunFile = Annotated[Path, typer.Argument(help="YAML file of the run.")]

@@ -1,0 +1,13 @@
+from slimx.commands.script import evaluate as evaluate
+from slimx.commands.script import train as train
+from slimx.config.load import load_config as load_config
+from slimx.config.schema import Config as Config
+from slimx.data.records import Group as Group
+from slimx.data.records import Prompt as Prompt
+from slimx.data.records import Trajectory as Trajectory
+from slimx.errors import SlimxError as SlimxError
+from slimx.rollout.hooks import GivenUp as GivenUp
+from slimx.rollout.hooks import RewardContext as RewardContext
+from slimx.rollout.hooks import RolloutContext as RolloutContext
+
+__version__: str

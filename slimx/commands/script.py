@@ -1,0 +1,124 @@
+"""Training and evaluation from a script or a notebook: `slimx.train(config, reward=my_reward)`.
+
+A hook is given as a function and goes on as its dotted path, so that everything after this file, `config.yaml` and
+processes of rewards included, sees a run like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from slimx.commands.evaluate import run_evaluation
+from slimx.config.schema import Config
+from slimx.errors import SlimxError
+from slimx.orchestration.session import finish, run_training
+from slimx.rollout.hook_loading import in_process
+from slimx.rollout.hooks import Generate, Keep, Reward
+
+
+def train(
+    config: Config,
+    *,
+    generate: Generate | None = None,
+    reward: Reward | None = None,
+    keep: Keep | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Train as `slimx train` does, and return the run's directory. Blocks; call it in the main thread.
+
+    `generate`, `reward` and `keep` take the places of `rollout.generate`, `reward.function` and `rollout.filter`; each
+    stands at the top level of its module. Raises SlimxError, Interrupted after a signal, Preempted after SIGUSR1."""
+    config = with_hooks(config, generate=generate, reward=reward, keep=keep)
+    with _alone():
+        directory = run_training(config, console or Console())
+    finish(config, directory)
+    return directory
+
+
+def evaluate(
+    config: Config,
+    checkpoint: str | Path | None = None,
+    *,
+    generate: Generate | None = None,
+    reward: Reward | None = None,
+    note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+) -> dict[str, Any]:
+    """Answer the held-out prompts as `slimx eval` does: {checkpoint, prompts, metrics}. `checkpoint`: a Hugging Face
+    directory; None: the weights that training would start from. Hooks and errors as of `train`."""
+    config = with_hooks(config, generate=generate, reward=reward)
+    with _alone():
+        return run_evaluation(config, None if checkpoint is None else Path(checkpoint), note)
+
+
+def with_hooks(
+    config: Config, *, generate: Generate | None = None, reward: Reward | None = None, keep: Keep | None = None
+) -> Config:
+    """The configuration with functions as its hooks, by their dotted paths. Raises SlimxError for a function that its
+    path does not lead to, in this process or in those that the reward needs."""
+    rollout: dict[str, Any] = {}
+    if generate is not None:
+        rollout["generate"] = _path("generate", generate)
+    if keep is not None:
+        rollout["filter"] = _path("keep", keep)
+    changed: dict[str, Any] = {"rollout": config.rollout.model_copy(update=rollout)} if rollout else {}
+    if reward is not None:
+        if config.reward.parts:
+            raise SlimxError(
+                "a reward function is given, and the configuration has reward.parts; leave one of them out",
+                code="script.reward_parts",
+                about="reward.parts",
+            )
+        path = _path("reward", reward)
+        if in_process(config.reward, reward) and not _has_file(reward.__module__):
+            raise SlimxError(
+                f"reward: {path} is of an interactive session, which a process cannot import; write it into a file, or "
+                "set reward.isolation=thread",
+                code="script.reward_process",
+                about=path,
+            )
+        changed["reward"] = config.reward.model_copy(update={"function": path})
+    return config.model_copy(update=changed)
+
+
+def _path(argument: str, function: Any) -> str:
+    """The dotted path of a function at the top level of a module."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
+        raise SlimxError(
+            f"{argument}: {name or function!r} is not at the top level of a module, and a run names its hooks by "
+            "module and name; define it there with def",
+            code="script.hook",
+            about=argument,
+        )
+    return f"{module}.{name}"
+
+
+def _has_file(module: str) -> bool:
+    return getattr(sys.modules[module], "__file__", None) is not None
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A block that may run an event loop of its own where one runs already, as in a notebook, whose own stands still
+    meanwhile. Raises SlimxError in a process that imports the script for a worker."""
+    if multiprocessing.parent_process() is not None:
+        raise SlimxError(
+            "a worker process imports this script and would start the run again; put the call under "
+            '`if __name__ == "__main__":`',
+            code="script.main",
+            about="__main__",
+        )
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
