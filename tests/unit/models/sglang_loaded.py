@@ -76,10 +76,10 @@ def fake_groups() -> None:
 
 
 def main() -> None:
-    absent.install()
-    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
     model, out, *engines = sys.argv[1:]
-    os.environ["HF_MODULES_CACHE"] = f"{out}/modules"
+    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
+    os.environ["HF_MODULES_CACHE"] = f"{out}/modules"  # before transformers is imported: not into the user's own
+    absent.install()
     fake_groups()
     from slimx.adapters.sglang.weights.layout import hf_layout
 
