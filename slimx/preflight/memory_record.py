@@ -139,7 +139,19 @@ class Held(Record):
     nbytes: int
 
 
-class PhaseMemory(Record):
+class Holding(Record):
+    """Memory of one place by what holds it."""
+
+    held: tuple[Held, ...]
+    """The largest first."""
+
+    @property
+    def nbytes(self) -> int:
+        """All that is held."""
+        return sum(each.nbytes for each in self.held)
+
+
+class PhaseMemory(Holding):
     """The fullest GPU of one kind in one phase."""
 
     gpu: Literal["trainer", "critic", "engine", "shared"]
@@ -147,29 +159,15 @@ class PhaseMemory(Record):
     group: str
     """Group of `rollout.engines`; "" where no engine is on the GPU."""
     phase: Phase
-    held: tuple[Held, ...]
-    """By what, the largest first."""
-
-    @property
-    def nbytes(self) -> int:
-        """All that is held."""
-        return sum(each.nbytes for each in self.held)
 
 
-class HostMemory(Record):
+class HostMemory(Holding):
     """Host memory that the fullest node with trainer ranks needs."""
 
     memory: int | None
     """Host memory of the node; null: unknown."""
     ranks: int
     """Trainer ranks of the node."""
-    held: tuple[Held, ...]
-    """By what, the largest first."""
-
-    @property
-    def nbytes(self) -> int:
-        """All that is held."""
-        return sum(each.nbytes for each in self.held)
 
 
 class DiskBytes(Record):

@@ -16,6 +16,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch
 from slimx.errors import SlimxError
+from slimx.trainer.checkpoint import files
 from tests.integration.saving import begin_save, finish_save
 from tests.integration.trainer_rank import Rank, demonstrations
 from tests.refusals import told
@@ -224,6 +225,28 @@ class OptimizerRank(Rank):
                 for each in (trainer, fresh)
             ]
 
+    def gathered(self) -> None:
+        """A checkpoint whose optimizer state megatron-core gathered, as slimx wrote it until 2026-11."""
+        from slimx.trainer.checkpoint import state as states
+
+        trainer, path = self.built(dtype="bfloat16"), self.out / "gathered"
+        self.steps(trainer)
+        state = states.full_state(
+            trainer.chunks, trainer.optimizer, step=STEPS, data_size=self.sizes.data, frozen=False
+        )
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(
+            states.model_state(trainer.chunks), is_loading=False, metadata=states.metadata()
+        )
+        if self.parallel.rank == 0:
+            (path / files.REPORTS).mkdir(parents=True)
+        self.barrier()
+        trainer.saver.begin(path, state)
+        finish_save(trainer, path)
+        self.barrier()
+        fresh = self.built(dtype="bfloat16")
+        fresh.restore(str(path), same_layout=True)
+        self.said["gathered"] = [equal(of(trainer), of(fresh)) for of in (self.held, self.moments)]
+
     def offloaded(self) -> None:
         import torch
 
@@ -288,6 +311,7 @@ def main() -> None:
     rank.skipped()
     rank.host_moments()
     rank.saved_before_a_step()
+    rank.gathered()
     rank.offloaded()
     if rank.sizes.world == 1:
         rank.against_adamw("bfloat16", dtype="bfloat16", optimizer={"no_weight_decay": UNDECAYED})

@@ -204,6 +204,11 @@ def test_a_checkpoint_before_the_first_step_neither_fails_nor_changes_the_run(la
         assert said[f"unstepped_{kind}"] == [True, True]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_that_megatron_gathered_is_restored_bit_for_bit(laboratory, name):
+    assert all(said["gathered"] == [True, True] for said in laboratory[name])
+
+
 @each_kind()
 def test_an_offloaded_trainer_holds_nothing_and_comes_back_as_it_was(laboratory, name, kind):
     for said in laboratory[name]:
