@@ -43,6 +43,7 @@ def host_memory(
         "moments": ranks * sum(record.host_optimizer for record in one),
         "weights of reference and teacher": ranks * sum(record.host_copies for record in one),
         "state that leaves GPUs": ranks * sum(record.host_away for record in one),
+        "tokens that indexers chose": ranks * sum(record.host_chosen for record in one),
         "copies that checkpoints are written from": ranks * sum(record.host_checkpoint for record in one),
         "buckets of a publication": figures.publisher_bytes if on_host else 0,
         "processes": (ranks + engines) * PROCESS,

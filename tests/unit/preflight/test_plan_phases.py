@@ -39,7 +39,7 @@ def trainer(**gib: float) -> TrainerMemory:
     """A rank of 2 GiB of weights, 4 of gradients, 6 of optimizer state (4 of it moments) and 3 of overhead."""
     sizes = {"weights": 2, "gradients": 4, "optimizer": 6, "moments": 4, "overhead": 3, "away": 3} | gib
     others = ("activations", "head", "work", "step", "communication", "publication", "peak")
-    hosts = ("host_optimizer", "host_copies", "host_away", "host_checkpoint")
+    hosts = ("host_optimizer", "host_copies", "host_away", "host_chosen", "host_checkpoint")
     sizes = dict.fromkeys((*others, *hosts), 0) | sizes
     return TrainerMemory(
         model="trainer", stage=0, rank=0, parameters=1, in_flight=1, **{k: int(v * GIB) for k, v in sizes.items()}
@@ -221,8 +221,10 @@ def test_the_host_is_judged_by_the_kind_of_gpu():
 
 def test_a_node_holds_what_all_its_ranks_keep_and_their_processes():
     config = config_of(trainer={"world_size": 16}, schedule={"colocate": True})
-    found = host_memory(config, H100, [trainer(host_away=8, host_checkpoint=10)], None, critic_own=False)
-    assert found.ranks == 8 and found.nbytes == 8 * (18 * GIB) + 16 * PROCESS
+    kept = {"host_optimizer": 1, "host_copies": 2, "host_away": 8, "host_chosen": 3, "host_checkpoint": 10}
+    rank = trainer(**kept)
+    found = host_memory(config, H100, [rank], None, critic_own=False)
+    assert found.ranks == 8 and found.nbytes == 8 * rank.host + 16 * PROCESS and rank.host == 24 * GIB
     assert found.held[0].nbytes == 80 * GIB
 
 
