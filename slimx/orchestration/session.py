@@ -184,6 +184,9 @@ async def _session(
         await service.open(longest_trajectory(config, prepared.spec, *layouts))
         for reason in prepared.backends.reasons:
             table.note(reason)
+        handles = service.engines.engines if service.engines is not None else ()
+        for kernels in dict.fromkeys(engine.kernels for engine in handles):
+            table.note(f"engines: {kernels}")
         if replayed:
             table.note(
                 f"replaying {replayed}: no engine is started" + ", nothing is evaluated" * bool(config.eval.files)

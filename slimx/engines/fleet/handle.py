@@ -58,6 +58,8 @@ class EngineHandle:
         self.epoch = -1
         """Newest epoch of which a publication had begun on the server when it joined: an earlier run's, if it is a
         server that runs already."""
+        self.kernels = ""
+        """Kernels that the server attested when it started last, in words; of a server that attests none, nothing."""
         self._lost: asyncio.Future[SlimxError] | None = None
         """Done when this incarnation is lost: then nobody waits for its answers any more."""
 
@@ -76,6 +78,7 @@ class EngineHandle:
             raise
         self.url, self.bootstrap_port = started["url"], started["bootstrap_port"]
         self.epoch = max((rank["epoch"] for rank in started["attestation"]), default=-1)
+        self.kernels = kernels_of(started["attestation"])
         self.standing = Standing.JOINING
 
     def lose(self, error: SlimxError) -> None:
@@ -182,3 +185,9 @@ class EngineHandle:
             logs=[self.log],
         )
         return out
+
+
+def kernels_of(attestation: list[dict[str, Any]]) -> str:
+    """Kernels of a server's first rank as "field value, ...", in the order in which they are attested."""
+    chosen = attestation[0].get("backends", {}) if attestation else {}
+    return ", ".join(f"{field} {value}" for field, value in chosen.items())

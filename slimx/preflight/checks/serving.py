@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from slimx.config.rule import Told, rule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.rollout import Rollout
-from slimx.config.sections.run import Cluster
+from slimx.config.sections.run import Cluster, Numerics
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
 from slimx.errors import SlimxError
@@ -92,10 +92,11 @@ def reaches_servers(rollout: Rollout, publish: Publish, cluster: Cluster, device
 
 @rule("engines.backend", about="rollout.engines.sglang")
 def publishes_to_plain_layouts(
-    rollout: Rollout, publish: Publish, machine: Machine, spec: ModelSpec
+    rollout: Rollout, publish: Publish, numerics: Numerics, machine: Machine, spec: ModelSpec
 ) -> Iterator[tuple[str, str]]:
-    """On Blackwell SGLang's own choices hold weights in other layouts; a server attests the same when it starts."""
-    if machine.gpu is not GPUS["gb300"]:
+    """On Blackwell SGLang's own choices hold weights in other layouts; a server attests the same when it starts. Exact
+    mode names its kernels itself."""
+    if machine.gpu is not GPUS["gb300"] or numerics.exact:
         return
     for group in rollout.policy_engines:
         fp8 = publish.quantise is not None

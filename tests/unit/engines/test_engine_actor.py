@@ -15,7 +15,7 @@ import pytest
 from slimx.cluster.waiting import ActorDied
 from slimx.engines.fleet import actor as engine_actor
 from slimx.engines.fleet.actor import EngineActor
-from slimx.engines.fleet.handle import EngineHandle, Standing
+from slimx.engines.fleet.handle import EngineHandle, Standing, kernels_of
 from slimx.engines.server.control import PortTaken
 from slimx.engines.server.engine import Engine, State
 from slimx.errors import DeadlineError, SlimxError
@@ -181,6 +181,12 @@ async def started(deadline_s: float = 5, epochs: tuple[int, ...] = ()) -> tuple[
 async def test_an_engine_knows_the_newest_epoch_that_its_server_has_seen():
     assert (await started(epochs=(-1, 4)))[0].epoch == 4
     assert (await started())[0].epoch == -1
+
+
+def test_kernels_are_told_as_the_first_rank_attests_them():
+    ranks = [{"epoch": 0, "backends": {"moe_runner_backend": "triton", "deterministic": False}}, {"epoch": 0}]
+    assert kernels_of(ranks) == "moe_runner_backend triton, deterministic False"
+    assert kernels_of([]) == kernels_of([{"epoch": 0}]) == ""
 
 
 async def test_whoever_waits_for_a_lost_engine_is_told_at_once_and_its_late_answer_reaches_nobody():

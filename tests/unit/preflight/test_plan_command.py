@@ -498,11 +498,12 @@ def test_nodes_and_dispatchers_are_judged_by_the_machine(plan):
         ("gb300", "null", {"moe_runner_backend": "flashinfer_trtllm"}, ["moe_runner_backend"]),
         ("gb300", "null", {"moe_runner_backend": "triton"}, []),
         ("h100", "triton", {}, []),
+        ("gb300", "null numerics.mode=exact", {}, []),
     ],
 )
 def test_engines_on_blackwell_name_kernels_that_keep_the_published_layout(plan, gpu, quantise, named, refused):
     engines = json.dumps([{"tensor": 4, "expert": 4, "sglang": named}])
-    overrides = [f"cluster.gpu={gpu}", f"publish.quantise={quantise}", f"rollout.engines={engines}"]
+    overrides = [f"cluster.gpu={gpu}", *f"publish.quantise={quantise}".split(), f"rollout.engines={engines}"]
     plan(SHALLOW, *overrides)
     config = load_config(plan.directory / "run.yaml", overrides)
     problems = [problem.about for problem in plan_report(config).problems if problem.code == "engines.backend"]
