@@ -156,6 +156,10 @@ def doctor(
     hooks: Annotated[
         bool, typer.Option("--hooks", help="Only load FILE's hooks and try them on a prompt, with scripted engines.")
     ] = False,
+    say: Annotated[
+        list[str] | None,
+        typer.Option(help="With --hooks: a text that scripted engines say first, such as a tool's call; again: next."),
+    ] = None,
     gap: Annotated[
         bool, typer.Option("--gap", help="Only sample a batch and compare its log-probs between engines and trainers.")
     ] = False,
@@ -170,6 +174,10 @@ def doctor(
             code="doctor.options",
             about=f"--{asked[1]}",
         )
+    if say and not hooks:
+        raise SlimxError(
+            "slimx doctor --say tells what scripted engines say to hooks; add --hooks", code="doctor.say", about="--say"
+        )
     if asked and file is None:
         raise SlimxError(
             f"slimx doctor --{asked[0]} needs the YAML file of a run; give it as FILE",
@@ -181,7 +189,7 @@ def doctor(
         if effects:
             fine = _show_effects(file, config)
         elif hooks:
-            fine = _show_hooks(file, config)
+            fine = _show_hooks(file, config, say or [])
         else:
             fine = _show_gap(config, layers)
         if not fine:
@@ -224,11 +232,11 @@ def _show_effects(file: Path, config: Config) -> bool:
     return all(effect.share or not effect.chosen for effect in found)
 
 
-def _show_hooks(file: Path, config: Config) -> bool:
+def _show_hooks(file: Path, config: Config, texts: list[str]) -> bool:
     """False if a hook is wrong."""
     from slimx.commands.hooks.doctor import examine_hooks
 
-    found = examine_hooks(config)
+    found = examine_hooks(config, texts)
     print(f"{file}: hooks, tried on one prompt with scripted engines")
     for line in [*found.lines, *(f"  note     {note}" for note in found.notes)]:
         print(visible(line))

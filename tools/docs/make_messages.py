@@ -94,6 +94,7 @@ CASES: dict[str, Sequence[str]] = {
         "--gap",
         "--hooks",
         "--hooks --effects run.yaml",
+        "--say hello run.yaml",
         "--gap run.yaml rollout.replay=empty",
         "--gap --layers run.yaml trainer.tensor=2 trainer.world_size=2",
         "--hooks run.yaml rollout.generate=nowhere.at_all",

@@ -8,7 +8,7 @@ something else without an end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,9 @@ class Examined:
     notes: list[SlimxError] = field(default_factory=list)
 
 
-def examine_hooks(config: Config) -> Examined:
-    """Load and try the hooks of a run. Never raises SlimxError: what is wrong is in `problems`."""
+def examine_hooks(config: Config, texts: Sequence[str] = ()) -> Examined:
+    """Load and try the hooks of a run. Never raises SlimxError: what is wrong is in `problems`. `texts`: what the
+    stand-in says in a rollout besides the usual three, request by request, before it answers."""
     found = Examined()
     hooks = _load(config, found)
     if found.problems:
@@ -66,7 +67,7 @@ def examine_hooks(config: Config) -> Examined:
         return found
     with ScriptedServer(ModelShape.of(spec)) as server:
         try:
-            tried = HookTrial(config, hooks, spec, tokenizer, prompts[0], server).watch()
+            tried = HookTrial(config, hooks, spec, tokenizer, prompts[0], server, texts).watch()
         except SlimxError as error:
             found.problems.append(error)
             return found

@@ -41,15 +41,17 @@ class ScriptedServer:
         self.seeds: Counter[int] = Counter()
         """Requests that sample by their seed, since `say`."""
         self.url = ""
-        self._answer: list[int] = []
+        self._answers: list[list[int]] = [[]]
+        """What is left to say; the last one is repeated."""
         self._ends = True
         self._loop = asyncio.new_event_loop()
         self._listening = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slimx-scripted", daemon=True)
 
-    def say(self, answer: Sequence[int], *, ends: bool) -> None:
-        """From now on every answer is these token ids; `ends`: and then the model stops, else it is cut off there."""
-        self._answer, self._ends = list(answer), ends
+    def say(self, *answers: Sequence[int], ends: bool) -> None:
+        """From now on answer with these token ids, one after the other, and with the last ones for good; `ends`: and
+        then the model stops, else it is cut off there."""
+        self._answers, self._ends = [list(answer) for answer in answers], ends
         self.asked.clear()
         self.seeds.clear()
 
@@ -98,11 +100,11 @@ class ScriptedServer:
 
     def _meta(self, fields: dict[str, Any]) -> dict[str, Any]:
         prompt, sampling = list(fields.get("input_ids") or []), fields.get("sampling_params") or {}
-        room = sampling.get("max_new_tokens", len(self._answer))
-        ids = self._answer[:room]
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        ids = answer[: sampling.get("max_new_tokens", len(answer))]
         if ids:
             self.seeds[sampling.get("sampling_seed", 0)] += 1
-        whole = self._ends and len(ids) == len(self._answer)
+        whole = self._ends and len(ids) == len(answer)
         meta: dict[str, Any] = {
             "finish_reason": {"type": "stop" if whole else "length"},
             "prompt_tokens": len(prompt),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +50,16 @@ class HookTrial:
     """The rollouts, in an event loop of a thread of their own."""
 
     def __init__(
-        self, config: Config, hooks: Hooks, spec: ModelSpec, tokenizer: Any, prompt: Prompt, server: ScriptedServer
+        self,
+        config: Config,
+        hooks: Hooks,
+        spec: ModelSpec,
+        tokenizer: Any,
+        prompt: Prompt,
+        server: ScriptedServer,
+        texts: Sequence[str] = (),
     ) -> None:
+        """`texts`: what the stand-in says in one more rollout, the first, request by request; then it answers."""
         rollout = {"group_size": 1, "rollout_deadline": min(config.rollout.rollout_deadline, LIMIT_S)}
         reward = {"deadline": min(config.reward.deadline, LIMIT_S), "workers": 1}
         self.config = config.model_copy(
@@ -60,6 +69,7 @@ class HookTrial:
             }
         )
         self.hooks, self.spec, self.tokenizer, self.prompt, self.server = hooks, spec, tokenizer, prompt, server
+        self.texts = texts
         self.beat = time.monotonic()
         self.held = 0.0
         """Longest time for which the event loop stood still in this rollout, seconds."""
@@ -99,7 +109,8 @@ class HookTrial:
             maker = GroupMaker(self.config, hooks, self.tokenizer, client if sampled else None, frozen, proxy)
             try:
                 tried: list[Tried] = []
-                for number, script in enumerate(self._scripts()[: 3 if sampled else 1]):
+                scripts = self._scripts()
+                for number, script in enumerate(scripts if sampled else scripts[:1]):
                     tried.append(await self._one(maker, number, *script))
                     if (tried[-1].outcome.reason or "").endswith("deadline"):
                         break  # it would only take as long again
@@ -109,8 +120,8 @@ class HookTrial:
                 maker.close()
                 await proxy.stop()
 
-    def _scripts(self) -> list[tuple[str, list[int], bool]]:
-        """(name, token ids, whether the model ends there)."""
+    def _scripts(self) -> list[tuple[str, list[list[int]], bool]]:
+        """(name, token ids of one answer after the other, True if the model ends there)."""
         end = self.tokenizer.eos_token_id
 
         def ids(text: str) -> list[int]:
@@ -119,10 +130,16 @@ class HookTrial:
         right, other = ids(self.prompt.answer or "The answer is 42."), ids(ELSE)
         closing = [] if end is None else [end]
         name = "the answer" if self.prompt.answer is not None else '"The answer is 42."'
-        return [(name, right + closing, True), ("else", other + closing, True), ("else, cut off", other, False)]
+        given = [ids(text) + closing for text in self.texts]
+        return [
+            *([("--say", [*given, right + closing], True)] if given else []),
+            (name, [right + closing], True),
+            ("else", [other + closing], True),
+            ("else, cut off", [other], False),
+        ]
 
-    async def _one(self, maker: GroupMaker, number: int, says: str, ids: list[int], ends: bool) -> Tried:
-        self.server.say(ids, ends=ends)
+    async def _one(self, maker: GroupMaker, number: int, says: str, answers: list[list[int]], ends: bool) -> Tried:
+        self.server.say(*answers, ends=ends)
         began, self.held = time.monotonic(), 0.0
         outcome = await maker.make(self.prompt, group_id=str(number), number=number)
         asked, seeds = self.server.asked, self.server.seeds

@@ -18,6 +18,18 @@ async def good(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     return draft.finish(metadata={"fine": [1, "x"]})
 
 
+async def calling(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """A sum that the model writes is a call, and the result one token."""
+    draft = ctx.draft(prompt)
+    for turn in range(4):
+        completion = await ctx.engine.generate(draft.token_ids, turn=turn)
+        draft.add_sampled(completion)
+        if "+" not in ctx.tokenizer.decode(completion.token_ids):
+            break
+        draft.add_inserted([5])
+    return draft.finish()
+
+
 async def streaming(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
     draft = ctx.draft(prompt)
     async with ctx.engine.stream(draft.token_ids) as stream:

@@ -191,3 +191,20 @@ def test_without_a_file_it_says_what_it_needs(option):
 def test_two_questions_at_once_are_refused(run_file):
     result = CliRunner().invoke(app, ["doctor", str(run_file), "--hooks", "--layers"])
     assert (result.exception.code, result.exception.about) == ("doctor.options", "--gap")
+
+
+def test_a_hook_that_waits_for_words_hears_them_and_then_the_answer(run_file):
+    config = load_config(run_file, [f"rollout.generate={STAND}.calling"])
+    plain, called = examine_hooks(config), examine_hooks(config, ["7+7", "8+8"])
+    assert not called.problems
+    rows = [line.split() for line in called.lines if "/0 " in line]
+    assert len(rows) == 4 and rows[0][0] == "--say" and len([line for line in plain.lines if "/0 " in line]) == 3
+    # Two calls, each of 3 tokens and an end with a result of 1 after it, then "46" and its end.
+    assert rows[0][rows[0].index("0/0") + 1 :][:8] == ["21", "11", "p8", "s4", "i1", "s4", "i1", "s3"]
+    assert [row[row.index("completed") - 1] for row in rows if "completed" in row] == ["3", "1", "1"]
+
+
+def test_words_need_hooks_to_hear_them(run_file):
+    result = CliRunner().invoke(app, ["doctor", str(run_file), "--say", "7"])
+    assert isinstance(result.exception, SlimxError)
+    assert (result.exception.code, result.exception.about) == ("doctor.say", "--say")
