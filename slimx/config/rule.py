@@ -27,6 +27,8 @@ FACTS = {
     "places": "model",
     "trainer_memory": "model",
     "engine_memory": "model",
+    "phases": "model",  # memory of a GPU in every phase of a step
+    "host": "model",  # memory of a node's host
     "colocated": "model",
     "local_device": "machine",  # device of the machine that asks
     "weights": "weights",  # directory of the policy's

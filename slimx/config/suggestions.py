@@ -1,4 +1,4 @@
-"""What an unknown key or flag was meant to be, and how to write it: on the command line, or in the file."""
+"""Suggestions for unknown keys and flags: the key that was meant, as an override or as a line of the file."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]
 
 
 def _translated(told: str, value: Any, *, override: bool) -> str:
-    """What a value of the tables says: a key, or a key and a note about its value."""
+    """The sentence for a value of the tables: a key, or a key and a note about its value."""
     key, _, note = told.partition(" ")
     return f"slimx calls it {key.replace('.*', '[]')}: {note}" if note else _written(key, value, override=override)
 

@@ -42,7 +42,7 @@ class ScriptedServer:
         """Requests that sample by their seed, since `say`."""
         self.url = ""
         self._answers: list[list[int]] = [[]]
-        """What is left to say; the last one is repeated."""
+        """Answers that are left to say; the last one is repeated."""
         self._ends = True
         self._loop = asyncio.new_event_loop()
         self._listening = threading.Event()

@@ -36,7 +36,7 @@ from slimx.models.fields import Fields
 from slimx.models.files.index import read_object
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""What names of models on the Hugging Face Hub look like."""
+"""Form of the names of models on the Hugging Face Hub."""
 
 
 class Family(Protocol):
