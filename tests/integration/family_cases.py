@@ -59,8 +59,10 @@ def predicting(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
 
 
 def sparse(config: str, **fields: Any) -> Callable[[Path, int], Oracle]:
-    """A DeepSeek-V3 with sparse attention."""
-    return stock(config, "head_dim", **{**deepseek_v3_oracle.SHAPE, **SPARSE, **fields})
+    """A DeepSeek-V3 with sparse attention and a layer of multi-token prediction."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    fields = {**shape, **deepseek_v3_oracle.SHAPE, **SPARSE, "num_nextn_predict_layers": 1, **fields}
+    return lambda path, seed: prediction_oracle.Oracle(path, seed, config, fields)
 
 
 def deepseek(name: str) -> Callable[[Path, int], Oracle]:
@@ -161,11 +163,12 @@ CASES: dict[str, Case] = {
     "Moonlight": Case(make=deepseek("Moonlight")),
     "V3.2": Case(
         make=sparse("DeepseekV32Config", n_group=4, topk_group=2, rope_parameters=deepseek_v3_oracle.YARN),
+        mtp=1,
         thorough=True,
         cut=True,
     ),
     "GLM-5": Case(
-        make=sparse("GlmMoeDsaConfig", rope_parameters={"rope_type": "default", "rope_theta": 1e6}), cut=True
+        make=sparse("GlmMoeDsaConfig", rope_parameters={"rope_type": "default", "rope_theta": 1e6}), mtp=1, cut=True
     ),
     # transformers' own gradients of the sinks and of the keys' biases are 1.2e-5 off those in float64.
     "gpt-oss": Case(make=stock("GptOssConfig", **GPT_OSS), biased=True, rounding=6e-5),

@@ -78,7 +78,7 @@ class Rank:
         )
         batches = packed.shards[self.parallel.place.data]
         self.write_forward(trainer, unwrap(trainer.chunks[0]), batches)
-        if case["mtp"] and sizes.pipeline == 1:
+        if case["mtp"] and sizes.pipeline * sizes.context == 1:
             self.write_prediction(trainer, batches[0])
         values = trainer.train_step(batches, step=0, version=0)
         np.save(self.out / f"{self.case}.norm.{self.rank}.npy", values["optim/grad_norm"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,16 @@ class Oracle(family_oracle.Oracle):
         """`config`: name of its configuration's class in transformers."""
         super().__init__(path, seed, config, fields)
         layers = self.model.model.layers
-        self.mtp = MtpLayer(self.model.config, type(layers[-1]), type(self.model.model.norm), len(layers))
+        deeper = copy.deepcopy(self.model.config)
+        for kinds in ("mlp_layer_types", "indexer_types"):  # of some models; the prediction layer is as the last
+            if given := getattr(deeper, kinds, None):
+                setattr(deeper, kinds, [*given, given[-1]])
+        self.mtp = MtpLayer(deeper, type(layers[-1]), type(self.model.model.norm), len(layers))
+        # Layers of some models bring the tokens that they saw beside their states.
+        self.mtp.mtp_block.register_forward_hook(lambda _, __, out: out[0] if isinstance(out, tuple) else out)
         scatter(self.mtp)
         self.routers = [layer.mlp.gate for layer in layers if hasattr(layer.mlp, "gate")]
-        if fields["num_mtp_layers"]:
+        if fields.get("num_mtp_layers") or fields.get("num_nextn_predict_layers"):
             self.weights |= self.renamed({**dict(self.mtp.named_parameters()), **persistent(self.mtp)})
             save_file(self.weights, path / "model.safetensors", metadata={"format": "pt"})
 
@@ -72,7 +79,7 @@ class Oracle(family_oracle.Oracle):
             self.logits(tokens)
         for hook in hooks:
             hook.remove()
-        dense = [torch.zeros_like(found[0])] * self.model.config.first_k_dense_replace
+        dense = [torch.zeros_like(found[0])] * (self.model.config.num_hidden_layers - len(self.routers))
         return torch.stack(dense + found, 1).numpy().astype(np.uint8)
 
     def predicted(self, tokens: np.ndarray) -> torch.Tensor:

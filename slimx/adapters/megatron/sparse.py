@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -52,6 +52,14 @@ class SparseSequences(PackedSeqParams):
     `chosen` adds its own choice; the others take theirs."""
 
     chosen: ChosenTokens = field(default_factory=dict)
+
+
+def without_choice(sequences: PackedSeqParams | None) -> PackedSeqParams | None:
+    """The bounds of `sequences` alone, for layers of multi-token prediction: megatron-core counts them from 1 again,
+    and no pass before the updates runs them."""
+    if not isinstance(sequences, SparseSequences):
+        return sequences
+    return PackedSeqParams(**{each.name: getattr(sequences, each.name) for each in fields(PackedSeqParams)})
 
 
 class SparseAttention(DSAttention):

@@ -37,12 +37,3 @@ def chosen_by_engines(trainer: Trainer) -> Iterator[str]:
             "trainer.indexer_replay=R3, but SGLang 0.5.23 reports the tokens that an indexer chose as places in its "
             "KV cache, not as positions; set R2 or none"
         )
-
-
-@rule("sparse.prediction", about="trainer.megatron.mtp_num_layers")
-def predicts_nothing(spec: ModelSpec) -> Iterator[str]:
-    if spec.table.mtp_layers and spec.transformer.get("dsa_indexer_topk"):
-        yield (
-            f"trainer.megatron.mtp_num_layers={spec.table.mtp_layers}, but a layer with sparse "
-            f"attention, as {spec.path} has it, was never tried there; leave the key out: exports carry it over"
-        )

@@ -20,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import (
     roll_tensor,
 )
 
+from slimx.adapters.megatron.sparse import without_choice
 from slimx.trainer.model.logprobs import Targets, chunk_tokens, label_logprobs
 
 
@@ -73,7 +74,7 @@ class PolicyModel(GPTModel):
                 rotary_pos_emb=rotary_pos_emb,
                 rotary_pos_cos=rotary_pos_cos,
                 rotary_pos_sin=rotary_pos_sin,
-                packed_seq_params=packed_seq_params,
+                packed_seq_params=without_choice(packed_seq_params),
                 embedding=lambda **inputs: self.embedding(**inputs).detach(),
             )
             wanted = labels.labels.unsqueeze(0)

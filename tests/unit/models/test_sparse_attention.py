@@ -127,7 +127,7 @@ def test_the_indexer_and_nothing_else_is_not_trained(tmp_path: Path, hf: dict[st
         ({"world_size": 2, "context": 2}, []),
         ({"indexer_replay": "R2"}, []),
         ({"indexer_replay": "R3"}, ["sparse.engine_choice"]),
-        ({"megatron": {"mtp_num_layers": 1}}, ["sparse.prediction"]),
+        ({"megatron": {"mtp_num_layers": 1}}, []),
     ],
     ids=str,
 )
@@ -144,6 +144,21 @@ def test_a_model_without_an_indexer_has_no_choice_to_replay(tmp_path: Path):
     spec = read(tmp_path, {name: value for name, value in hf.items() if not name.startswith("index_")})
     (problem,) = broken(RULES, model_facts(run(tmp_path, trainer={"indexer_replay": "R2"}), spec))
     assert (problem.code, problem.about) == ("sparse.replay", "trainer.indexer_replay")
+
+
+def test_a_layer_of_multi_token_prediction_neither_takes_nor_leaves_a_choice():
+    """It bears the number of the decoder's first layer."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from slimx.adapters.megatron.sparse import SparseSequences, without_choice
+
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 5}
+    plain = PackedSeqParams(**given)
+    assert without_choice(plain) is plain
+    alone = without_choice(SparseSequences(**given, chosen={1: torch.zeros(1, 8, 5)}))
+    assert type(alone) is PackedSeqParams
+    assert {name: getattr(alone, name) for name in given} == given
 
 
 @pytest.mark.parametrize("encoding", ["hf", "local"])
