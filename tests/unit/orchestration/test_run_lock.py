@@ -62,6 +62,8 @@ def test_held_is_seen_and_neither_a_lock_file_nor_its_absence_is_taken_for_it(tm
     assert not is_held(tmp_path)
 
 
-def test_a_directory_that_does_not_exist_is_not_locked(tmp_path):
-    with pytest.raises(FileNotFoundError), held(tmp_path / "absent"):
-        pass
+def test_a_directory_that_does_not_exist_is_made_and_locked(tmp_path):
+    directory = tmp_path / "absent" / "run"
+    assert not is_held(directory)
+    with held(directory):
+        assert is_held(directory)

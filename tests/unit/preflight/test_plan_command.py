@@ -548,7 +548,9 @@ def test_bytes_go_over_the_links_between_the_ranks(plan):
         return {link["link"]: link["nbytes"] for link in found["links"]}
 
     assert set(links("publish.transport=nccl")) == {"network"}, "trainers fill the first node"
-    assert set(links("publish.transport=nccl", "cluster.gpu=gb300")) == {"NVLink"}, "one domain of 72"
+    engines = "{tensor: 4, expert: 4, count: 2, sglang: {moe_runner_backend: triton}}"
+    tray = "cluster.gpu=gb300", f"rollout.engines=[{engines}]"
+    assert set(links("publish.transport=nccl", *tray)) == {"NVLink"}, "one domain of 72"
     assert set(links("publish.transport=memory")) == {"host memory (PCIe)"}
     own = links("publish.transport=cuda_ipc", "schedule.colocate=true")
     assert set(own) == {"one GPU", "NVLink"}

@@ -56,7 +56,7 @@ def answers(cases: Iterable[Case], folder: Path, capsys, monkeypatch) -> None:
 
 @pytest.mark.timeout(1800)  # for hangs: it takes 20 s
 def test_wrong_configurations_are_answered(tmp_path, capsys, monkeypatch):
-    answers((case(seed, small=True) for seed in range(200)), tmp_path, capsys, monkeypatch)
+    answers((case(seed, small=True) for seed in range(100)), tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.slow

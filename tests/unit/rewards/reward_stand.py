@@ -48,7 +48,7 @@ async def misbehaving(ctx: RewardContext, _: Trajectory, *, worth: float = 1.0) 
     match ctx.text:
         case "compute for ever":
             while True:
-                pass
+                time.sleep(0.01)  # without burning the core that the other tests need
         case "sleep a little":
             time.sleep(0.3)
         case "crash":

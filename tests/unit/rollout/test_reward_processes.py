@@ -96,7 +96,7 @@ async def test_a_deadline_and_its_call_may_end_one_worker_at_once(deadline_s, mo
     worker = runner._workers[0]
     monkeypatch.setattr(worker, "_start", lambda: fork_one_that_sleeps(worker))
     try:
-        for _ in range(60):
+        for _ in range(30):
             worker._start()
             deadline = threading.Thread(target=worker.kill)
             deadline.start()

@@ -6,6 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,36 +22,49 @@ from tests.unit.trainer.full_disk_rank import NBYTES
 pytestmark = pytest.mark.costly
 
 
-def written(directory: Path, rank: int = 1) -> SlimxError | None:
-    """Write about a megabyte as the thread of one rank of two does; the failure that the rank itself tells."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.trainer.full_disk_rank", str(directory), str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    return told and SlimxError(told["sentence"], code=told["code"], about=told["about"])
+@dataclass(frozen=True)
+class Written:
+    """A directory, and the failure that a rank told of itself after it had written about a megabyte there."""
+
+    directory: Path
+    told: SlimxError | None
 
 
-@pytest.mark.parametrize("full_from_the_start", [False, True])
-def test_a_rank_that_finds_the_disk_full_says_so_with_the_bytes_needed_and_free(tmp_path, full_from_the_start):
-    with small_disk(tmp_path / "disk", kib=256) as disk:
-        (disk / files.REPORTS).mkdir(parents=True)
-        if full_from_the_start:
-            fill(disk)
-        told = written(disk)
-        with pytest.raises(SlimxError) as error:
-            if full_from_the_start and told is not None:
-                raise told  # no byte for a report: the rank itself tells
-            files.unreported(disk, range(2))
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Written]]:
+    """A disk with room, one that is full before the end, and one that is full from the start."""
+    root = tmp_path_factory.mktemp("disks")
+    with ExitStack() as stack:
+        small = {name: stack.enter_context(small_disk(root / name, kib=256)) for name in ("too small", "full")}
+        directories = {"roomy": root / "roomy", **small}
+        for directory in directories.values():
+            (directory / files.REPORTS).mkdir(parents=True)
+        fill(directories["full"])
+        command = [sys.executable, "-W", "ignore", "-m", "tests.unit.trainer.full_disk_rank"]
+        done = subprocess.run([*command, *map(str, directories.values())], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in done.stdout.splitlines()[-len(directories) :]]
+        told = [line and SlimxError(line["sentence"], code=line["code"], about=line["about"]) for line in lines]
+        yield {name: Written(directories[name], error) for name, error in zip(directories, told, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["too small", "full"])
+def test_a_rank_that_finds_the_disk_full_says_so_with_the_bytes_needed_and_free(written, name):
+    disk, told = written[name].directory, written[name].told
+    with pytest.raises(SlimxError) as error:
+        if name == "full" and told is not None:
+            raise told  # no byte for a report: the rank itself tells
+        files.unreported(disk, range(2))
     assert error.value.code == "checkpoint.write" and error.value.about == str(disk)
     assert "trainer rank 1" in str(error.value) and f"writes {NBYTES} bytes" in str(error.value)
     assert " are free" in str(error.value)
 
 
-def test_a_rank_that_has_room_reports_and_leaves_nothing_reserved(tmp_path):
-    (tmp_path / files.REPORTS).mkdir(parents=True)
-    assert written(tmp_path) is None
-    assert files.unreported(tmp_path, [1]) == []
-    assert sum(record.size for record in files.read_report(tmp_path, 1).files.values()) >= NBYTES
+def test_a_rank_that_has_room_reports_and_leaves_nothing_reserved(written):
+    directory, told = written["roomy"].directory, written["roomy"].told
+    assert told is None
+    assert files.unreported(directory, [1]) == []
+    assert sum(record.size for record in files.read_report(directory, 1).files.values()) >= NBYTES
 
 
 async def test_the_run_hears_of_a_failed_save_at_once_and_not_when_it_asks(tmp_path):
