@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import pytest
-
 from slimx.errors import SlimxError
 from slimx.observability.live.run_lock import LOCK, held, is_held
 
