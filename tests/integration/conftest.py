@@ -53,7 +53,6 @@ class SharedFixtures(LoadFileScheduling):
             "test_examples.py",
             "test_interruption.py",
             "test_run.py",
-            "test_run_async.py",
             "test_served_teacher.py",
         },
     )

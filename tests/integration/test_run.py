@@ -134,6 +134,22 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
         assert row["kl/teacher"] > 0 and 0 < row["policy/entropy"] < np.log(128)
 
 
+@pytest.mark.slow
+def test_a_server_that_runs_already_serves_one_run_after_the_other(running, tiny_model, task_of_sums, tmp_path):
+    for name in ("first", "second"):
+        directory = tmp_path / name
+        directory.mkdir()
+        rollout = _rollout(task_of_sums, engines=[{"name": "actor", **running}])
+        config = write_config(
+            directory, tiny_model, task_of_sums / "train.jsonl", rollout=rollout, schedule={"steps": 2}
+        )
+        run = TrainProcess(config)
+        assert run.wait() == 0, run.text()
+        run.assert_nothing_left()
+        for row in steps(directory / "run").values():
+            assert row["publish/engines_verified"] == 1 and row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5
+
+
 def _ends_in_order(run: TrainProcess, signum: int, code: int) -> None:
     run.kill(signum)
     assert run.wait() == code, run.text()
