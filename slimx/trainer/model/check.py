@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from slimx.adapters.megatron.uncompiled import uncompiled
 from slimx.config.schema import Config
@@ -13,9 +16,21 @@ from slimx.trainer.device.backends import Backends
 def check_transformer(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> None:
     """Build Megatron's configuration as each rank will. Raises SlimxError as `transformer_config` does. Not for a
     process that trains: megatron-core is imported without its compiled functions."""
-    with warnings.catch_warnings(), uncompiled():
-        # megatron-core warns of what this process has not installed.
+    with warnings.catch_warnings(), _errors_only("torch.utils.cpp_extension"), uncompiled():
+        # megatron-core warns of what this process has not installed, torch's logger of a toolkit without a GPU.
         warnings.simplefilter("ignore")
         from slimx.trainer.model.transformer import transformer_config  # imports megatron-core
 
         transformer_config(spec, config, backends, cpu=cpu)
+
+
+@contextmanager
+def _errors_only(name: str) -> Iterator[None]:
+    """Have the logger `name` say no less than errors inside the block."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
