@@ -9,7 +9,7 @@ from typing import Any
 
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_held
-from slimx.observability.tracking.run_files import read_config
+from slimx.observability.tracking.run_files import read_config, up_to_date
 
 
 def run_status(directory: Path) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def run_status(directory: Path) -> dict[str, Any]:
     return {
         "name": config["run"]["name"],
         "running": (running := is_held(directory)),
-        "finished": not running and _finished(directory),
+        "finished": not running and up_to_date(directory, "summary.json"),
         "step": last.get("step", 0),
         "steps": config["schedule"]["steps"],
         "seconds_ago": round(time.time() - metrics.stat().st_mtime) if last else None,
@@ -66,12 +66,6 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         lines.append(f"router   {router['name']}: {up} at {router['url']}")
         lines += _restarts(router)
     return lines
-
-
-def _finished(directory: Path) -> bool:
-    """True if the run was summed up after its last step."""
-    summary, metrics = directory / "summary.json", directory / "metrics.jsonl"
-    return summary.exists() and metrics.exists() and summary.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
 
 
 def _restarts(part: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
 from slimx.observability.report.report import write_report
+from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.lifetime.heap import settled_heap
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray, stopping, together
@@ -238,14 +239,12 @@ async def start_parts(
 def finish(config: Config, directory: Path) -> Path | None:
     """Write the summary and, if configured, the report of a finished run, unless they have been written since its last
     step. Returns the report's path."""
-    report, metrics = directory / "report.html", directory / "metrics.jsonl"
-    wanted = [directory / "summary.json", *([report] if config.track.report else [])]
-    if all(file.exists() and file.stat().st_mtime_ns >= metrics.stat().st_mtime_ns for file in wanted):
-        return report if config.track.report else None
+    report = directory / "report.html" if config.track.report else None
+    if up_to_date(directory, "summary.json", *([] if report is None else [report.name])):
+        return report
     (directory / "summary.json").write_text(json.dumps(summary(directory), indent=1))
-    if not config.track.report:
-        return None
-    write_report([directory], report, config.run.name)
+    if report is not None:
+        write_report([directory], report, config.run.name)
     return report
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 import weakref
 from collections import Counter
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slimx.adapters.megatron import cpu as megatron_cpu
@@ -216,6 +218,30 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.Tensor.record_stream = lambda self, stream: None
     torch.nn.Module._apply = _swapping(torch.nn.Module._apply)
+
+
+def join() -> Any:
+    """The parallel state of a trainer of one rank on the pretended device, which meets itself over gloo. Call it after
+    `install`: it imports the trainer's layers."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meet = dist.init_process_group
+    dist.init_process_group = lambda backend, **kwargs: meet("gloo", **kwargs)
+    from slimx.adapters.megatron import layers as megatron_layers
+    from slimx.layout.ranks import Sizes
+    from slimx.runtime.ports import free_port
+    from slimx.trainer.parallel import ParallelState
+
+    megatron_layers.install()
+    ParallelState._check_devices = lambda self: None  # there are no properties of a GPU to ask for
+    torch.set_num_threads(1)
+    return ParallelState(
+        Sizes(),
+        rank=0,
+        init_method=f"tcp://127.0.0.1:{free_port()}",
+        device=torch.device("cuda"),
+        deadline_s=300,
+        seed=1,
+    )
 
 
 def _making(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

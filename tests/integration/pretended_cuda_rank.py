@@ -10,43 +10,24 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from pathlib import Path
 
 
 def main() -> None:
     out, names = Path(sys.argv[1]), sys.argv[2:]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from tests.integration import pretended_cuda
 
     pretended_cuda.install()
     import torch
-    import torch.distributed as dist
 
-    join = dist.init_process_group
-    dist.init_process_group = lambda backend, **kwargs: join("gloo", **kwargs)
-    from slimx.adapters.megatron import layers as megatron_layers
-    from slimx.layout.ranks import Sizes
-    from slimx.runtime.ports import free_port
+    parallel = pretended_cuda.join()
     from slimx.trainer.device.offload import Offload
-    from slimx.trainer.parallel import ParallelState
     from tests.gpu.trainer_rank import run
 
-    megatron_layers.install()
-    _rotation_of_latent_attention(pretended_cuda)
-    ParallelState._check_devices = lambda self: None  # there are no properties of a GPU to ask for
+    _rotation_of_latent_attention()
     torch.cuda.max_memory_allocated = lambda *args: 0
     Offload.offload = lambda self, *, weights=True: 0  # it moves storage, which a pretended tensor has not
-    torch.set_num_threads(1)
-    parallel = ParallelState(
-        Sizes(),
-        rank=0,
-        init_method=f"tcp://127.0.0.1:{free_port()}",
-        device=torch.device("cuda"),
-        deadline_s=300,
-        seed=1,
-    )
     for name in names:
         run(name, out, parallel)
     parallel.destroy()
@@ -57,7 +38,7 @@ def main() -> None:
     (out / "waits.json").write_text(json.dumps(pretended_cuda.WAITS))
 
 
-def _rotation_of_latent_attention(pretended: object) -> None:
+def _rotation_of_latent_attention() -> None:
     """megatron-core's YarnRotaryEmbedding computes its frequencies under `with torch.device(...)`, below what the
     pretence replaces: they are made on the host and moved."""
     import torch

@@ -63,7 +63,7 @@ def recording_config(
 
 
 def losses(directory: Path) -> dict[int, dict[str, float]]:
-    """What a run has learned by step: the columns of `LOSS` and `VALUE`."""
+    """The columns of `LOSS` and `VALUE` of a run by step, without those that a step does not have."""
     rows = {step: {key: row[key] for key in (*LOSS, *VALUE) if key in row} for step, row in steps(directory).items()}
     assert {*LOSS, *VALUE} == rows[STEPS].keys()
     return rows

@@ -9,7 +9,6 @@ checkpoint is restored (`restored`), while one is saved (`saved`) and while a st
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -19,32 +18,13 @@ from typing import Any
 
 def main() -> None:
     out = Path(sys.argv[1])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from tests.integration import pretended_cuda
 
     pretended_cuda.install()
-    import torch
-    import torch.distributed as dist
-
-    join = dist.init_process_group
-    dist.init_process_group = lambda backend, **kwargs: join("gloo", **kwargs)
     from slimx.adapters.megatron import layers as megatron_layers
-    from slimx.layout.ranks import Sizes
-    from slimx.runtime.ports import free_port
-    from slimx.trainer.parallel import ParallelState
 
     megatron_layers.Adam = copying(megatron_layers.Adam)
-    megatron_layers.install()
-    ParallelState._check_devices = lambda self: None  # there are no properties of a GPU to ask for
-    torch.set_num_threads(1)
-    parallel = ParallelState(
-        Sizes(),
-        rank=0,
-        init_method=f"tcp://127.0.0.1:{free_port()}",
-        device=torch.device("cuda"),
-        deadline_s=300,
-        seed=1,
-    )
+    parallel = pretended_cuda.join()
     measure(out, parallel)
     parallel.destroy()
 

@@ -1,4 +1,4 @@
-"""What DeepSeek-V3 brought and GLM-4.5 and Ling-2 took over, in every layout: the routes of their layers, the selection
+"""Parts that DeepSeek-V3 brought and GLM-4.5 and Ling-2 took over, in every layout: the routes of layers, the selection
 bias, the prediction layer; and trainers' checkpoints of what families split in ways of their own.
 
 Logits, gradients and conversion: test_families, whose ranks these tests share.

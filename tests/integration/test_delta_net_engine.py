@@ -34,7 +34,7 @@ class Answer:
     ids: list[int]
     """Prompt and answer."""
     logprobs: np.ndarray
-    """Of all tokens but the first."""
+    """Log-probs of all tokens but the first."""
     sampled: int
     """Tokens of the answer."""
     retractions: int

@@ -40,6 +40,15 @@ class RunFiles:
     """One sentence for each thing that could not be read."""
 
 
+def up_to_date(directory: Path, *names: str) -> bool:
+    """Returns True if these files of a run were written after its last step."""
+    written = [directory / name for name in ("metrics.jsonl", *names)]
+    if not all(file.exists() for file in written):
+        return False
+    last, *others = (file.stat().st_mtime_ns for file in written)
+    return all(when >= last for when in others)
+
+
 def check_run(directory: Path) -> None:
     """Raise SlimxError for a directory that holds no run."""
     if not (directory / "config.yaml").is_file():

@@ -79,7 +79,7 @@ def test_distributions_of_flash_attention_are_those_that_trainers_look_for():
 
 
 def test_a_gpu_machine_without_compilers_misses_them_and_only_flash_attn_4_is_told(tmp_path, monkeypatch):
-    """What `make venv` leaves on a bare machine: no toolkit, no Python.h, and a deep_ep that asserts one."""
+    """A bare machine after `make venv` has no toolkit, no Python.h, and a deep_ep that asserts one."""
     package = tmp_path / "deep_ep"
     package.mkdir()
     (package / "__init__.py").write_text("import os\nassert os.environ.get('CUDA_HOME'), 'no CUDA home'\n")

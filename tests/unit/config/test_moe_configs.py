@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def test_a_configuration_passes_the_plan(file: Path, monkeypatch: pytest.MonkeyP
     assert report.rank_map.nodes == config.cluster.nodes, "the header names the nodes that the run fills"
     name = Path(config.model.path).name
     assert report.parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=0.005)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_engines_that_are_published_to_in_fp8_start_from_an_fp8_model(file: Path) -> None:
+    config = load_config(file, [])
+    for group in config.rollout.policy_engines if config.publish.quantise else ():
+        # A copy that the user converts first is not there.
+        described = ROOT / (group.model or config.model.path) / "config.json"
+        assert not described.exists() or "quantization_config" in json.loads(described.read_text())
 
 
 def test_every_kind_of_run_has_a_configuration() -> None:

@@ -1,4 +1,4 @@
-"""Which CUDA toolkit processes are told of."""
+"""Processes are told of the CUDA toolkit that is there, in a fixed order of places."""
 
 from __future__ import annotations
 

@@ -4,33 +4,20 @@ SGLang would import all of its 200 model files to find one class, 2 s of CPU tim
 package that has the class it does not, and any other model still makes it import them all.
 """
 
-from sglang.srt.models import (
-    bailing_moe,
-    deepseek_v2,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    llama,
-    minimax_m2,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+import importlib
 
-_MODULES = (
-    bailing_moe,
-    deepseek_v2,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    llama,
-    minimax_m2,
-    qwen2,
-    qwen3,
-    qwen3_moe,
+MODULES = (
+    "bailing_moe",
+    "deepseek_v2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "llama",
+    "minimax_m2",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
 )
-EntryClass = [
-    entry
-    for module in _MODULES
-    for entry in (module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass])
-]
+_CLASSES = [importlib.import_module(f"sglang.srt.models.{name}").EntryClass for name in MODULES]
+EntryClass = [entry for found in _CLASSES for entry in (found if isinstance(found, list) else [found])]
