@@ -106,7 +106,7 @@ class TorchDistReader:
         """The elements of tensor `name` that `rect`, which does not step, takes, until the next call."""
         holders = self._holders[name]
         out = self._out.tensor((rect.rows, rect.cols), self.dtype(name))
-        for move in moves([held for _, held in holders], replace(rect, local_row=0, local_col=0), name):
+        for move in moves([held for _, held in holders], rect._replace(local_row=0, local_col=0), name):
             self._fill(out, holders[move.source][0], move)
         return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from slimx.errors import SlimxError
@@ -159,7 +159,7 @@ class EngineLayout:
                     code="engine_layout.tensor",
                     about=row.name,
                 ) from None
-            rects += [replace(r, source=counted + r.source, local_row=at + r.local_row) for r in inner]
+            rects += [r._replace(source=counted + r.source, local_row=at + r.local_row) for r in inner]
             at, counted = at + shape[0], counted + len(sources)
         if not row.stacked:
             return local_shape(shape, row.sources), tuple(rects)

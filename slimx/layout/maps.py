@@ -20,7 +20,7 @@ tensors of a checkpoint are no maps but names of sources (`slimx.layout.stored`)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -29,8 +29,7 @@ from slimx.errors import SlimxError
 Shape = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Rect:
+class Rect(NamedTuple):
     """`rows x cols` elements of a local tensor and where they stand in checkpoint tensor `source`.
 
     Local element (local_row + i, local_col + j) is source element (row + i * step, col + j).
@@ -178,7 +177,7 @@ class Fused:
         ((_, cols),) = shapes
         shape, rects = self.map.local([(rows, cols) for rows in self.rows], axis, rank, size)
         starts = [0, *accumulate(self.rows)]
-        return shape, [replace(rect, source=0, row=rect.row + starts[rect.source]) for rect in rects]
+        return shape, [rect._replace(source=0, row=rect.row + starts[rect.source]) for rect in rects]
 
 
 class Cut(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from slimx.errors import SlimxError
 from slimx.layout.maps import Rect, Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One local tensor, the same bytes on all of `ranks`."""
 
     name: str
@@ -72,10 +71,10 @@ def check_coverage(shapes: Mapping[str, Sequence[int]], parts: Iterable[Part]) -
                         about=name,
                     )
                 covered[name].append(rect)
-    proven: set[tuple[Shape, tuple[Rect, ...]]] = set()
+    proven: set[tuple[Shape, tuple[int, ...]]] = set()
     for name, shape in shapes.items():
-        # Layers and experts repeat the same geometry: it is proven once.
-        key = matrix(shape), tuple(covered[name])
+        # Layers and experts share the same rectangles, which are alive in `covered`: they are proven once.
+        key = matrix(shape), tuple(map(id, covered[name]))
         if key not in proven:
             check_sources(name, matrix(shape), covered[name])
             proven.add(key)

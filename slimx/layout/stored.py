@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 
 _INDEXED = re.compile(r"(?P<name>[^\[\]]+)\[(?P<index>\d+)\](?P<turned>\.T)?")
 
@@ -34,10 +33,9 @@ class Stored:
         return (count, *(reversed(source) if self.turned else source))
 
 
-@lru_cache(maxsize=1 << 16)
 def stored(source: str) -> Stored:
     """The place of the source named `source` in a table."""
-    match = _INDEXED.fullmatch(source)
+    match = _INDEXED.fullmatch(source) if "[" in source else None
     if match is None:
         return Stored(source)
     return Stored(match["name"], int(match["index"]), match["turned"] is not None)

@@ -5,7 +5,7 @@ which ranks hold which part of it. Both directions of every conversion are read 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,10 +72,12 @@ class Entry:
     row: Row
     layer: int
     expert: int
+    sources: tuple[str, ...] = field(init=False, compare=False)
+    """Names of the row's sources with both numbers filled in."""
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(name.format(layer=self.layer, expert=self.expert) for name, _ in self.row.sources)
+    def __post_init__(self) -> None:
+        names = [name.format(layer=self.layer, expert=self.expert) for name, _ in self.row.sources]
+        object.__setattr__(self, "sources", tuple(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Table:
     frozen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Checkpoint tensors that the trainer does not hold: exports carry their bytes over. A checkpoint may leave them
     out."""
+    _entries: list[Entry] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -110,12 +113,14 @@ class Table:
         if (entries := (self.layers + self.mtp_layers) * max(1, self.experts)) > _MOST_ENTRIES:
             raise ValueError(f"{self.layers} layers of {self.experts} experts would be {entries} tensors")
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Sequence[Entry]:
         """Every tensor of the whole model, in the order of the checkpoint: stage by stage, layer by layer."""
-        last = self.layers + self.mtp_layers
-        for stage, numbers in (("first", (0,)), ("layer", range(self.layers)), ("last", (0,))):
-            yield from self._of(stage, numbers)
-        yield from self._of("mtp", range(self.layers, last))
+        if not self._entries:  # listed once: a plan of a large model goes through them seven times
+            last = self.layers + self.mtp_layers
+            for stage, numbers in (("first", (0,)), ("layer", range(self.layers)), ("last", (0,))):
+                self._entries.extend(self._of(stage, numbers))
+            self._entries.extend(self._of("mtp", range(self.layers, last)))
+        return self._entries
 
     def _of(self, stage: Stage, numbers: range | tuple[int, ...]) -> Iterator[Entry]:
         rows = [row for row in self.rows if row.stage == stage]
@@ -142,7 +147,8 @@ class Table:
 
     def turned(self) -> frozenset[str]:
         """Stacks of the checkpoint that hold their matrices transposed."""
-        places = (stored(name) for entry in self.entries() for name in entry.sources)
+        kept = {row.name for row in self.rows if any(name.endswith(".T") for name, _ in row.sources)}
+        places = (stored(name) for entry in self.entries() if entry.row.name in kept for name in entry.sources)
         return frozenset(place.name for place in places if place.turned)
 
     def sources(self) -> dict[str, tuple[int, ...]]:

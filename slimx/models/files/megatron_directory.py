@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +193,8 @@ def _sections(entry: Entry, part: Part) -> Iterator[tuple[str, int, Part]]:
     first = 0
     for ending, rows in zip(entry.row.sections, entry.row.map.rows, strict=True):
         inside = [rect for rect in part.rects if first <= rect.local_row < first + rows]
-        rects = tuple(replace(rect, local_row=rect.local_row - first) for rect in inside)
-        yield f".{ending}", first, replace(part, shape=(rows, *part.shape[1:]), rects=rects)
+        rects = tuple(rect._replace(local_row=rect.local_row - first) for rect in inside)
+        yield f".{ending}", first, part._replace(shape=(rows, *part.shape[1:]), rects=rects)
         first += rows
 
 

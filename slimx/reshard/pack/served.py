@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ class ServedWeights:
     ):
         """`parts`: what the rank holds; `parameters`: by the parts' names, in host memory. Raises SlimxError naming a
         shard that a block would cross."""
-        own = [replace(part, ranks=(0,)) for part in parts if part.quantised]
+        own = [part._replace(ranks=(0,)) for part in parts if part.quantised]
         plan = compile_plan(own, own, precision=Precision(dtype, dtype, quantisation), bucket_bytes=_ONE_BUCKET)
         self._packer = Packer(plan, 0, {part.name: parameters[part.name] for part in own})
         form = self._packer.form(0)

@@ -208,7 +208,7 @@ class _Compiler:
             name: self.geometries.setdefault(tuple(rects), len(self.geometries))
             for name, (rects, _) in self.held.items()
         }
-        self.met: dict[tuple[int, Rect, bool], tuple[Move, ...]] = {}
+        self.met: dict[tuple[int, ...], tuple[Move, ...]] = {}
         self.checked: set[tuple[tuple[int, ...], tuple[Rect, ...]]] = set()
         self.load = np.zeros(1 + max((max(held) for _, held in self.holders), default=0), dtype=np.int64)
         self.indices: dict[int, np.ndarray] = {}
@@ -257,7 +257,7 @@ class _Compiler:
             self.read.add(name)
             holders = self.held[name][1]
             for move in self._meet(name, rect, part.quantised):
-                found.append((holders[move.source], move))
+                found.append((holders[move.source], move, rect))
         itemsize = ITEMSIZE[part.dtype or self.precision.trainer]
         for rank in part.ranks:
             if rank >= len(self.ends):
@@ -274,11 +274,13 @@ class _Compiler:
                 )
             self.placed[rank].add(part.name)
             bucket, tensor = self._place(part, rank)
-            for holder, m in found:
+            for holder, m, rect in found:
                 parameter, ranks = self.holders[holder]
                 sender = self._least_busy(ranks)
                 self.load[sender] += m.rows * m.cols * itemsize
-                self.rows.append((sender, parameter, rank, bucket, tensor, *m[1:]))
+                source = m.source_row, m.source_col, m.source_step
+                place = rect.local_row + m.row, rect.local_col + m.col, m.row_step
+                self.rows.append((sender, parameter, rank, bucket, tensor, *source, *place, m.rows, m.cols))
 
     def _least_busy(self, ranks: tuple[int, ...]) -> int:
         """The rank of `ranks` that sends least so far; the first of those that do."""
@@ -301,10 +303,14 @@ class _Compiler:
             self.checked.add(key)
 
     def _meet(self, name: str, rect: Rect, quantised: bool) -> tuple[Move, ...]:
+        """Moves that fill `rect`, with target rows and columns that count from its first. Every expert of a stack lies
+        elsewhere in it, and meets the same parts."""
         quantised = quantised and self.precision.quantisation is not None
-        key = self.geometry_of[name], rect, quantised
+        high, wide = self.precision.quantisation.block if quantised else (1, 1)
+        place = rect.row, rect.col, rect.rows, rect.cols, rect.step, rect.local_row % high, rect.local_col % wide
+        key = self.geometry_of[name], *place, quantised
         if key not in self.met:
-            found = moves(self.held[name][0], rect, name)
+            found = moves(self.held[name][0], rect._replace(local_row=0, local_col=0), name)
             if quantised:
                 for move in found:
                     self._check_blocks(name, move, rect)
@@ -321,10 +327,10 @@ class _Compiler:
                 about=name,
             )
         high, wide = self.precision.quantisation.block
-        row, col = (move.row - rect.local_row, rect.row), (move.col - rect.local_col, rect.col)
+        row, col = (move.row, rect.row), (move.col, rect.col)
         for local, (inside, first), length, whole, block in (
-            (move.row, row, move.rows, rect.rows, high),
-            (move.col, col, move.cols, rect.cols, wide),
+            (rect.local_row + move.row, row, move.rows, rect.rows, high),
+            (rect.local_col + move.col, col, move.cols, rect.cols, wide),
         ):
             # Where a rectangle ends inside a block without being the tensor's last, the next one starts there.
             if local % block or (first + inside) % block or (length % block and inside + length != whole):

@@ -143,7 +143,7 @@ def test_a_part_that_two_ranks_hold_whole_though_it_is_split_is_refused_by_name(
 def test_copies_do_not_count_and_cannot_stand_in_for_what_they_repeat():
     name, shape = "a.weight", (4, 3)
     own = Part("local", shape, (0,), (name,), (Rect(0, 0, 0, 4, 3, 0, 0),))
-    copy = replace(own, ranks=(1,), copy=True)
+    copy = own._replace(ranks=(1,), copy=True)
     check_coverage({name: shape}, [own, copy])
     with refused("table.coverage", about="weight table: a.weight"):
         check_coverage({name: shape}, [copy])

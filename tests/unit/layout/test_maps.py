@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -261,49 +261,49 @@ class Wrong:
 WHOLE = Rect(0, 0, 0, 8, 6, 0, 0)
 HELD, STORED = "weight table: local.weight", "weight table: model.weight"
 WRONG: dict[str, tuple[Shape, tuple[Rect, ...], str, str, list[int]]] = {
-    "a row of the checkpoint left out": ((7, 6), (replace(WHOLE, rows=7),), "table.coverage", STORED, [7, 0]),
-    "a column left out": ((8, 5), (replace(WHOLE, cols=5),), "table.coverage", STORED, [0, 5]),
+    "a row of the checkpoint left out": ((7, 6), (WHOLE._replace(rows=7),), "table.coverage", STORED, [7, 0]),
+    "a column left out": ((8, 5), (WHOLE._replace(cols=5),), "table.coverage", STORED, [0, 5]),
     "a row of the local tensor left out": (
         (9, 6),
-        (replace(WHOLE, rows=4), replace(WHOLE, row=4, rows=4, local_row=5)),
+        (WHOLE._replace(rows=4), WHOLE._replace(row=4, rows=4, local_row=5)),
         "table.coverage",
         HELD,
         [4, 0],
     ),
     "an overlap in the local tensor": (
         (7, 6),
-        (replace(WHOLE, rows=4), replace(WHOLE, row=4, rows=4, local_row=3)),
+        (WHOLE._replace(rows=4), WHOLE._replace(row=4, rows=4, local_row=3)),
         "table.overlap",
         HELD,
         [3, 0],
     ),
     "an element read twice": (
         (9, 6),
-        (replace(WHOLE, rows=4), replace(WHOLE, row=3, rows=5, local_row=4)),
+        (WHOLE._replace(rows=4), WHOLE._replace(row=3, rows=5, local_row=4)),
         "table.overlap",
         STORED,
         [3, 0],
     ),
     "a gap and an overlap of the same size": (
         (8, 6),
-        (replace(WHOLE, rows=4), replace(WHOLE, row=3, rows=4, local_row=4)),
+        (WHOLE._replace(rows=4), WHOLE._replace(row=3, rows=4, local_row=4)),
         "table.overlap",
         STORED,
         [3, 0],
     ),
-    "beyond the last row": ((8, 6), (replace(WHOLE, row=1),), "table.beyond", STORED, [8, 6]),
-    "before the first column": ((8, 6), (replace(WHOLE, col=-1),), "table.beyond", STORED, [8, 6]),
+    "beyond the last row": ((8, 6), (WHOLE._replace(row=1),), "table.beyond", STORED, [8, 6]),
+    "before the first column": ((8, 6), (WHOLE._replace(col=-1),), "table.beyond", STORED, [8, 6]),
     "beyond the local tensor": ((7, 6), (WHOLE,), "table.beyond", HELD, [7, 6]),
     "every second row twice": (
         (8, 6),
-        (replace(WHOLE, rows=4, step=2), replace(WHOLE, rows=4, local_row=4, step=2)),
+        (WHOLE._replace(rows=4, step=2), WHOLE._replace(rows=4, local_row=4, step=2)),
         "table.overlap",
         STORED,
         [0, 0],
     ),
     "steps beyond the last row": (
         (8, 6),
-        (replace(WHOLE, rows=4, step=2), replace(WHOLE, row=2, rows=4, local_row=4, step=2)),
+        (WHOLE._replace(rows=4, step=2), WHOLE._replace(row=2, rows=4, local_row=4, step=2)),
         "table.beyond",
         STORED,
         [8, 6],

@@ -192,7 +192,7 @@ def test_dtypes_are_the_engines_unless_a_row_has_its_own():
 
 
 def whole_part(name: str, rows: int, cols: int, **changes: Any) -> Part:
-    return replace(Part(name, (rows, cols), (0,), (name,), (Rect(0, 0, 0, rows, cols, 0, 0),)), **changes)
+    return Part(name, (rows, cols), (0,), (name,), (Rect(0, 0, 0, rows, cols, 0, 0),))._replace(**changes)
 
 
 def refusal(source: list[Part], target: list[Part], **how: Any) -> SlimxError:
@@ -219,7 +219,7 @@ def test_a_tensor_that_the_source_lacks_is_refused_by_name():
 )
 def test_a_source_that_lacks_an_element_or_has_it_twice_is_refused_by_name_and_place(rects, code, row, column):
     rows = max(r.local_row + r.rows for r in rects)
-    source = replace(whole_part("a", 8, 6), shape=(rows, 6), rects=tuple(rects))
+    source = whole_part("a", 8, 6)._replace(shape=(rows, 6), rects=tuple(rects))
     error = refusal([source], [whole_part("a", 8, 6)])
     assert error.code == code and "a" in error.about.split()
     assert numbers(error) == [0, 0, row, column], "where the part begins, and where it lacks an element or has it twice"
@@ -230,7 +230,7 @@ def test_only_the_gap_that_a_target_asks_for_counts():
     source = [whole_part("a", 8, 6, shape=(6, 6), rects=(Rect(0, 0, 0, 6, 6, 0, 0),))]
     enough = whole_part("a", 8, 6, shape=(4, 6), rects=(Rect(0, 2, 0, 4, 6, 0, 0),))
     assert len(compile_plan(source, [enough], precision=BF16, bucket_bytes=HUGE).moved) == 1
-    more = replace(enough, shape=(5, 6), rects=(Rect(0, 2, 0, 5, 6, 0, 0),))
+    more = enough._replace(shape=(5, 6), rects=(Rect(0, 2, 0, 5, 6, 0, 0),))
     error = refusal(source, [more])
     assert (error.code, numbers(error)) == ("table.coverage", [2, 0, 4, 0])
 
