@@ -3,14 +3,40 @@ that are written as modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, write_checkpoint
 from tests.unit.reshard.cuda_stand import EMULATOR, build_emulator
-from tests.workers import made_once
+from tests.unit.sglang_process import SGLang
+from tests.workers import SharedFixtures, made_once
+
+WITH_SGLANG = {
+    "test_bailing_moe_v2.py",
+    "test_delta_net.py",
+    "test_exact_coverage.py",
+    "test_fp8_engines.py",
+    "test_meetings.py",
+    "test_seeds.py",
+    "test_sparse_attention.py",
+}
+"""Files whose tests take `sglang`."""
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    return SharedFixtures(config, log, (WITH_SGLANG,))
+
+
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLang]:
+    """Runs programs in forks of a process that has imported SGLang."""
+    process = SGLang(tmp_path_factory.mktemp("sglang"))
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, read_model
 from slimx.reshard.plan.precision import Quantisation
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
+from tests.unit.sglang_process import SGLang
 
 pytestmark = pytest.mark.costly
 
@@ -55,8 +54,8 @@ def plan_of(config: Config, group: Engines, directory: Path) -> tuple[ModelSpec,
     return spec, published
 
 
-def built(files: list[Path], directory: Path) -> Built:
-    """The engines of these configurations, built by SGLang in one process of its own."""
+def built(files: list[Path], directory: Path, sglang: SGLang) -> Built:
+    """The engines of these configurations, built by SGLang."""
     asked, plans = [], {}
     for file in files:
         config = load_config(file, [])
@@ -69,8 +68,7 @@ def built(files: list[Path], directory: Path) -> Built:
             rank = group.tensor - 1
             asked.append({"path": str(directory / name), "rank": rank, "world": group.tensor, "arguments": arguments})
             plans[name] = published, rank
-    command = [sys.executable, "-m", "tests.unit.adapters.engines_on_meta"]
-    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, timeout=800)
+    ran = sglang.run("-m", "tests.unit.adapters.engines_on_meta", stdin=json.dumps(asked))
     assert ran.returncode == 0, ran.stderr[-4000:]
     answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     return {name: (*plan, answer) for (name, plan), answer in zip(plans.items(), answers, strict=True)}
@@ -96,16 +94,18 @@ def check(engines: Built) -> None:
         assert scales == {"float32"}, name
 
 
-def test_every_parameter_of_an_engine_in_fp8_is_reached_in_the_encoding_of_its_configuration(tmp_path: Path) -> None:
+def test_every_parameter_of_an_engine_in_fp8_is_reached_in_the_encoding_of_its_configuration(
+    tmp_path: Path, sglang: SGLang
+) -> None:
     """Whole dense layers with DeepEP, DeepEP alone, and engines whose own layout is published to."""
-    engines = built([file for file in CONFIGS if file.stem in OFTEN], tmp_path)
+    engines = built([file for file in CONFIGS if file.stem in OFTEN], tmp_path, sglang)
     assert len(engines) == len(OFTEN)
     assert {plan.encoding for plan, _, _ in engines.values()} == {"hf", "local"}
     check(engines)
 
 
 @pytest.mark.slow
-def test_so_is_every_other_configurations(tmp_path: Path) -> None:
-    engines = built([file for file in CONFIGS if file.stem not in OFTEN], tmp_path)
+def test_so_is_every_other_configurations(tmp_path: Path, sglang: SGLang) -> None:
+    engines = built([file for file in CONFIGS if file.stem not in OFTEN], tmp_path, sglang)
     assert engines
     check(engines)

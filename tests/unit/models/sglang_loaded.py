@@ -78,7 +78,6 @@ def fake_groups() -> None:
 def main() -> None:
     model, out, *engines = sys.argv[1:]
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
-    os.environ["HF_MODULES_CACHE"] = f"{out}/modules"  # before transformers is imported: not into the user's own
     absent.install()
     fake_groups()
     from slimx.adapters.sglang.weights.layout import hf_layout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +23,7 @@ from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.engine import engine_memory, kv_bytes, state_bytes
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
+from tests.unit.sglang_process import SGLang
 
 ROOT = Path(__file__).parents[3]
 NEXT: dict[str, Any] = json.loads((ROOT / "configs/moe/models/Qwen3-Next-80B-A3B-Instruct/config.json").read_text())
@@ -106,14 +105,13 @@ def test_layers_of_multi_token_prediction_are_carried_over(tmp_path: Path):
 # Engines --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path):
+def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path, sglang: SGLang):
     """SGLang's class as it builds it for CUDA, on one rank and on the last of two: names, shapes, dtypes, and which
     part of which tensor is where, by the loaded model's own account."""
     spec = read(tmp_path, NEXT | {"num_hidden_layers": 4, "num_experts": 16})
     splits = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2, expert=2), 1))
     models = [f"{tmp_path},{sizes.tensor},{sizes.expert},{rank}" for sizes, rank in splits]
-    command = [sys.executable, "-m", "tests.unit.models.sglang_on_meta", *models]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
+    ran = sglang.run("-m", "tests.unit.models.sglang_on_meta", *models)
     assert ran.returncode == 0, ran.stderr[-2000:]
     for (sizes, rank), found in zip(splits, json.loads(ran.stdout.splitlines()[-1]), strict=True):
         parts = [part for part in EngineLayout(spec.engine_table(), sizes).parts() if rank in part.ranks]

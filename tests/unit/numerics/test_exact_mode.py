@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,7 +23,6 @@ from slimx.config.rules.exact import MEGATRON_FIELDS
 from slimx.config.schema import Config
 from slimx.engines.server.attestation import check_numerics
 from slimx.engines.server.control import PROTOCOL, EngineControl
-from slimx.engines.server.launch import CPU_VARIABLES
 from slimx.engines.server.spec import EngineSpec, server_argv
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_model
@@ -375,63 +372,6 @@ def test_keys_and_values_are_kept_where_a_model_on_cuda_leaves_that_to_the_rotat
     assert all(torch.equal(a, b) for a, b in zip(plain, turned, strict=True)) and not torch.equal(plain[1], key)
     assert torch.equal(kept.k_buffer[slots], plain[1]) and torch.equal(kept.v_buffer[slots], value)
     assert not kept.k_buffer[[1, 3]].any()
-
-
-UNCOVERED = """
-from types import SimpleNamespace
-import torch
-from slimx.adapters.sglang import absent as sglang_absent
-sglang_absent.install()
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from sglang.srt.layers.moe.topk import TopK, TopKConfig
-from sglang.srt.layers.moe.utils import MoeRunnerBackend
-from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from slimx.adapters.sglang.exact.coverage import uncovered
-
-def made(kind, **fields):
-    module = kind.__new__(kind)
-    torch.nn.Module.__init__(module)
-    vars(module).update(fields)
-    return module
-
-plain = made(TopK, topk_config=TopKConfig(2))
-grouped = made(TopK, topk_config=TopKConfig(2, use_grouped_topk=True, correction_bias=torch.zeros(4)))
-turns, pairs = (made(RotaryEmbedding, is_neox_style=neox) for neox in (True, False))
-latent = made(type("DeepseekV2AttentionMLA", (torch.nn.Module,), {}), use_dsa=False)
-latent.rotary_emb = pairs
-parts = {"norm": RMSNorm(4), "act": torch.nn.ReLU(), "a": plain, "b": grouped, "c": turns, "d": latent}
-model = torch.nn.ModuleDict(parts)
-assert not list(uncovered(model)), list(uncovered(model))
-model["hf"], model["gate"] = RMSNorm(4, cast_x_before_out_mul=True), torch.nn.Linear(4, 4)
-model["other"] = made(TopK, topk_config=TopKConfig(2, use_grouped_topk=True))
-model["pairs"] = made(RotaryEmbedding, is_neox_style=False)
-model["fused"] = made(torch.nn.Module, use_fused_qk_norm_rope=True)
-method = made(UnquantizedFusedMoEMethod, runner=SimpleNamespace(runner_backend=MoeRunnerBackend.TRITON))
-method.w13_swiglu_interleaved = True
-model["experts"] = made(FusedMoE, quant_method=method)
-model["sent"] = made(type("DeepEPMoE", (FusedMoE,), {}))
-latent.use_dsa = True
-print(*uncovered(model), sep="|")
-"""
-
-
-@pytest.mark.costly
-def test_a_model_with_other_arithmetic_is_refused_by_the_server() -> None:
-    environment = {**os.environ, **CPU_VARIABLES, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", UNCOVERED], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert [told.split()[:2] for told in done.stdout.splitlines()[-1].split("|")] == [
-        ["d", "(DeepseekV2AttentionMLA)"],
-        ["hf", "(RMSNorm)"],
-        ["gate", "(Linear)"],
-        ["other", "(TopK)"],
-        ["pairs", "(RotaryEmbedding)"],
-        ["fused", "(Module)"],
-        ["experts", "(FusedMoE)"],
-        ["sent", "(DeepEPMoE)"],
-    ]
 
 
 def test_a_gap_ends_an_exact_run_and_no_other() -> None:

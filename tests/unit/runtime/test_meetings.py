@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -21,6 +19,7 @@ from slimx.errors import SlimxError
 from slimx.reshard.transports.meeting import meet
 from slimx.runtime.ports import LOOPBACK, free_port, own_address
 from tests.refusals import invalid
+from tests.unit.sglang_process import SGLang
 
 pytestmark = pytest.mark.costly
 
@@ -66,12 +65,9 @@ print(int(sys.argv[1]) in {c.laddr.port for c in psutil.Process().net_connection
 """
 
 
-def test_a_process_of_sglang_listens_on_loopback_only() -> None:
+def test_a_process_of_sglang_listens_on_loopback_only(sglang: SGLang) -> None:
     """The adapter is installed by SGLang's own hooks, and the address taken through torch's own rendezvous."""
-    program = "from slimx.adapters.sglang import absent\nabsent.install()\n" + HOOKED
-    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = [sys.executable, "-c", program, str(free_port())]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=600)
+    done = sglang.run("-c", HOOKED, str(free_port()), environment={"GLOO_SOCKET_IFNAME": "lo"})
     assert done.stdout.splitlines() == ["['127.0.0.1']", "True"], done.stdout + done.stderr
 
 
@@ -129,22 +125,15 @@ os._exit(0)
 """
 
 
-def test_a_strangers_pickle_does_not_reach_sglangs_sockets(tmp_path: Path) -> None:
+def test_a_strangers_pickle_does_not_reach_sglangs_sockets(tmp_path: Path, sglang: SGLang) -> None:
     """The sockets are opened by SGLang's own functions, with the variables that its servers get. A machine of the
     server itself is heard, and what it sends is run: this is what `cluster.trusted_network` is about."""
     share = shares_of(("127.0.0.1", "127.0.0.1"), "127.0.0.1:31000")[0]
     environment = server_env(EngineSpec("e", "/model", "float32", "cpu", 31000, node=share))
-    program = tmp_path / "stranger.py"
-    program.write_text(
-        "from slimx.adapters.sglang import absent as sglang_absent\nsglang_absent.install()\n" + STRANGER
-    )
-    done = subprocess.run(
-        [sys.executable, str(program), f"{free_port()},{free_port()}", "127.0.0.1", "127.0.0.9"],
-        env={**os.environ, **environment, "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_USE_PICKLE_IPC": "1"},
+    done = sglang.run(
+        *("-c", STRANGER, f"{free_port()},{free_port()}", "127.0.0.1", "127.0.0.9"),
+        environment={**environment, "SGLANG_USE_PICKLE_IPC": "1"},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
     )
     assert done.stdout.splitlines()[-1:] == ["heard 127.0.0.1"], done.stdout + done.stderr
     assert [path.name for path in tmp_path.glob("executed-*")] == ["executed-127.0.0.1"]
