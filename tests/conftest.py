@@ -9,6 +9,7 @@ has the Python stack of every process that the session has started.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -34,10 +35,15 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Ends the session if a test module has changed torch, which all tests after it would compute with."""
+    """Ends the session if a test module has changed torch, which all tests after it would compute with.
+
+    What has been imported stays: the garbage collector, which would take a seventh of the plans' time, passes it over.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch.zeros, "__wrapped__"):
         pytest.exit("a test module has called slimx.adapters.megatron.cpu.install(); give it a process of its own", 3)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -141,7 +141,7 @@ class EngineLayout:
             return entry.sources
         first = owner * self._slots
         experts = (physical % self.table.experts for physical in range(first, first + self._slots))
-        names = [Entry(row, entry.layer, expert).sources for expert in experts]
+        names = [row.names(entry.layer, expert) for expert in experts]
         names += [tuple(name.format(layer=entry.layer) for name, _ in sources) for sources in row.appended]
         return tuple(name for per_slot in names for name in per_slot)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -64,20 +64,19 @@ class Row:
     def stacked(self) -> bool:
         return "{expert}" not in self.name and any("{expert}" in name for name, _ in self.sources)
 
+    def names(self, layer: int, expert: int) -> tuple[str, ...]:
+        """Names of the sources with both numbers filled in."""
+        numbers = str(layer), str(expert)
+        return tuple([name.replace("{layer}", numbers[0]).replace("{expert}", numbers[1]) for name, _ in self.sources])
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+
+class Entry(NamedTuple):
     """One tensor of the model: a row with its layer (as the checkpoint counts) and expert filled in."""
 
     row: Row
     layer: int
     expert: int
-    sources: tuple[str, ...] = field(init=False, compare=False)
-    """Names of the row's sources with both numbers filled in."""
-
-    def __post_init__(self) -> None:
-        names = [name.format(layer=self.layer, expert=self.expert) for name, _ in self.row.sources]
-        object.__setattr__(self, "sources", tuple(names))
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class Table:
             for row in rows:
                 if row.layers is None or layer in row.layers:
                     for expert in range(self.experts if row.per_expert and not row.stacked else 1):
-                        yield Entry(row, layer, expert)
+                        yield Entry(row, layer, expert, row.names(layer, expert))
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the checkpoint that the rows hold, in order, stacks as a whole."""

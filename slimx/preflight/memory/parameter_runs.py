@@ -13,7 +13,7 @@ from itertools import groupby
 from slimx.layout.parts import matrix
 from slimx.layout.patterns import Sources
 from slimx.layout.ranks import Sizes, coordinates
-from slimx.layout.table import Entry, Row, Stage, Table
+from slimx.layout.table import Row, Stage, Table
 
 _BUFFER = "mlp.router.expert_bias"
 """A module's buffer, not a parameter: it is not trained, and moves with no optimizer."""
@@ -184,7 +184,7 @@ class Holdings:
         own = range(expert * experts, (expert + 1) * experts) if row.per_expert else range(1)
         if not self.frozen:
             return [(False, len(own))]
-        frozen = [Entry(row, layer, number).sources in self.frozen for number in own]
+        frozen = [row.names(layer, number) in self.frozen for number in own]
         return [(which, len(list(group))) for which, group in groupby(frozen)]
 
 
