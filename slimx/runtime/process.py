@@ -13,9 +13,11 @@ import argparse
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Protocol
@@ -62,6 +64,8 @@ class SupervisedProcess:
         self.name, self.argv, self.log_path, self.env = name, argv, Path(log_path), env or {}
         self.stdin = stdin
         self._guard: subprocess.Popen | None = None
+        self._temporary: str | None = None
+        """The command's own directory for temporary files, which the guard removes; a guard that is killed cannot."""
         self._log_begins = 0
         """Bytes of the log that earlier starts wrote."""
 
@@ -79,7 +83,10 @@ class SupervisedProcess:
                 about=self.name,
             )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        guard = [sys.executable, "-m", "slimx.runtime.process", "--owner", str(os.getpid()), "--", *self.argv]
+        self._clear()
+        self._temporary = tempfile.mkdtemp(prefix="slimx-")
+        options = ["--owner", str(os.getpid()), "--temporary", self._temporary]
+        guard = [sys.executable, "-m", "slimx.runtime.process", *options, "--", *self.argv]
         with self.log_path.open("ab") as log:
             self._log_begins = log.tell()
             self._guard = subprocess.Popen(
@@ -110,22 +117,30 @@ class SupervisedProcess:
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the whole tree: SIGTERM, `grace_s` seconds, then SIGKILL. Blocks; nothing is left when it returns."""
-        if self._guard is None or self._guard.poll() is not None:
-            return
-        self._guard.terminate()
-        self._guard.send_signal(signal.SIGCONT)  # a guard that was stopped could not end anything
         try:
-            self._guard.wait(grace_s)
+            if self._guard is not None and self._guard.poll() is None:
+                self._stop(self._guard, grace_s)
+        finally:
+            self._clear()
+
+    def _stop(self, guard: subprocess.Popen, grace_s: float) -> None:
+        guard.terminate()
+        guard.send_signal(signal.SIGCONT)  # a guard that was stopped could not end anything
+        try:
+            guard.wait(grace_s)
             return
         except subprocess.TimeoutExpired:
-            kill_descendants(self._guard.pid)
+            kill_descendants(guard.pid)
         try:
-            self._guard.wait(KILL_WAIT_S)
+            guard.wait(KILL_WAIT_S)
         except subprocess.TimeoutExpired:
-            self._guard.kill()
-            raise DeadlineError(
-                f"the end of {self.name} after SIGKILL", KILL_WAIT_S, f"process {self._guard.pid}"
-            ) from None
+            guard.kill()
+            raise DeadlineError(f"the end of {self.name} after SIGKILL", KILL_WAIT_S, f"process {guard.pid}") from None
+
+    def _clear(self) -> None:
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
 
 
 def end_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
@@ -154,15 +169,20 @@ def kill_descendants(pid: int) -> None:
     raise DeadlineError(f"the descendants of process {pid} to end", KILL_WAIT_S, ", ".join(map(str, alive)))
 
 
-def guard(owner: int, argv: list[str]) -> int:
-    """Run `argv` until it ends, SIGTERM arrives or `owner` dies; return its exit status once its tree is gone."""
+def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
+    """Run `argv` until it ends, SIGTERM arrives or `owner` dies; return its exit status once its tree is gone.
+
+    `temporary`: a directory for the command's temporary files, which goes with it. SGLang leaves seven files and
+    sockets where they are made.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     # The guard has one thread that lives as long as it does, so the death signal is safe here: it covers a killed
     # guard.
     myself = os.getpid()
-    command = subprocess.Popen(argv, preexec_fn=lambda: end_with_parent(myself))
+    environment = os.environ if temporary is None else {**os.environ, "TMPDIR": temporary}
+    command = subprocess.Popen(argv, env=environment, preexec_fn=lambda: end_with_parent(myself))
     told, kill_at, look_at, shared = False, float("inf"), 0.0, set()
     while (status := _reap(command.pid)) is None:
         if time.monotonic() > look_at:
@@ -182,6 +202,8 @@ def guard(owner: int, argv: list[str]) -> int:
         with contextlib.suppress(FileNotFoundError):  # others come and go there too
             if file.stat().st_ino in shared:
                 file.unlink()
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
     return status
 
 
@@ -221,6 +243,7 @@ def _reap(pid: int) -> int | None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m slimx.runtime.process", description=__doc__.splitlines()[0])
     parser.add_argument("--owner", type=int, required=True)
+    parser.add_argument("--temporary", metavar="DIRECTORY")
     parser.add_argument("argv", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    sys.exit(guard(options.owner, options.argv[1:]))
+    sys.exit(guard(options.owner, options.argv[1:], options.temporary))

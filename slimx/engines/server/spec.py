@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -190,7 +191,12 @@ def server_argv(spec: EngineSpec) -> list[str]:
 
 def server_env(spec: EngineSpec) -> dict[str, str]:
     """Variables of the server process besides what it inherits. Models are directories: nothing is asked of the hub."""
-    environment = {"HF_HUB_OFFLINE": "1"}
+    # A server's temporary files go with it (slimx.runtime.process); what torch compiles is kept for the next.
+    compiled = f"{tempfile.gettempdir()}/torchinductor_uid_{os.getuid()}"
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
+    }
     if spec.dtype == "float32":
         environment["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # else inputs of convolutions are kept in bf16
     if is_loopback(spec.host):

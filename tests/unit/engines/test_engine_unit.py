@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -198,16 +199,17 @@ def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom slimx.runtime.process import SupervisedProcess\n"
         f"p = SupervisedProcess('x', [sys.executable, '-c', {STUBBORN!r}], {str(tmp_path / 'log')!r})\n"
-        "p.start(); print(p.pid, flush=True); time.sleep(600)"
+        "p.start(); print(p.pid, p._temporary, flush=True); time.sleep(600)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    guard = psutil.Process(int(owner.stdout.readline()))
+    pid, folder = owner.stdout.readline().split()
+    guard = psutil.Process(int(pid))
     wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().count("up") == 4)
     tree = [guard, *guard.children(recursive=True)]
     owner.kill()
     owner.wait()
     gone, alive = psutil.wait_procs(tree)
-    assert len(gone) >= 5 and not alive
+    assert len(gone) >= 5 and not alive and not Path(folder).exists()
 
     process = SupervisedProcess("plain", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log2")
     process.start()
@@ -225,6 +227,31 @@ def test_a_guard_that_was_stopped_is_continued_to_end_its_tree(tmp_path: Path) -
     os.kill(process.pid, signal.SIGSTOP)
     process.stop(grace_s=0)
     assert process.poll() is not None and not command.is_running()
+
+
+LEAVES = """
+import os, sys, tempfile, time
+print(os.path.dirname(tempfile.NamedTemporaryFile(delete=False).name), flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("end", ["its own", "stop", "a killed guard"])
+def test_temporary_files_go_with_the_command_however_it_ends(tmp_path: Path, end: str) -> None:
+    seconds = "0" if end == "its own" else "600"
+    process = SupervisedProcess("p", [sys.executable, "-c", LEAVES, seconds], tmp_path / "log")
+    process.start()
+    wait_for(lambda: process.tail())
+    folder = Path(process.tail())
+    if end == "its own":
+        wait_for(lambda: process.poll() == 0)
+    else:
+        assert list(folder.iterdir()) and folder != Path(tempfile.gettempdir())
+        if end == "a killed guard":
+            os.kill(process.pid, signal.SIGKILL)
+            wait_for(lambda: process.poll() is not None)
+        process.stop()
+    assert not folder.exists()
 
 
 def test_exit_status_and_the_end_of_the_log_are_kept(tmp_path: Path) -> None:

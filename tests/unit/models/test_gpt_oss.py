@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from slimx.config.rule import broken
 from slimx.config.schema import Config
-from slimx.convert import run
-from slimx.convert.work import convert
-from slimx.errors import SlimxError
 from slimx.layout.engine import EngineLayout
 from slimx.layout.maps import Deinterleave, Once
 from slimx.layout.megatron import MegatronLayout
@@ -25,9 +20,6 @@ from slimx.layout.patterns import select
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.layout.table import Row, Table
 from slimx.models.families import gpt_oss, read_model
-from slimx.models.files import mxfp4
-from slimx.models.files.reader import CheckpointReader
-from slimx.models.files.writer import finish_directory
 from slimx.models.flops import sequence_flops
 from slimx.preflight.checks.layout import sizes_divide
 from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
@@ -35,63 +27,13 @@ from slimx.reshard.plan.precision import Precision
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.trainer.device.backends import choose_backends
 from tests.refusals import refused
+from tests.unit.models.gpt_oss_stand import HF, TABLE, Tensors, numbered, sources
 from tests.unit.reshard.plan_oracle import carry_out
-
-HF: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": 128,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "swiglu_limit": 7.0,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": True,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    # As in the published files; transformers 5 writes rope_parameters.
-    "rope_theta": 150000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-}
-TABLE = gpt_oss.weight_table(HF)
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def whole() -> Tensors:
-    """A checkpoint whose elements are numbered from 1."""
-    out, start = {}, 1
-    for name, shape in TABLE.checkpoint_shapes().items():
-        count = torch.Size(shape).numel()
-        out[name] = torch.arange(start, start + count).view(shape)
-        start += count
-    return out
-
-
-def sources(whole: Tensors) -> Tensors:
-    """What the table calls them, by plain indexing."""
-    out = {}
-    for name in TABLE.sources():
-        stack, bracket, rest = name.partition("[")
-        tensor = whole[stack]
-        if bracket:
-            tensor = tensor[int(rest.partition("]")[0])]
-            tensor = tensor.T if rest.endswith(".T") else tensor
-        out[name] = tensor
-    return out
+    return numbered()
 
 
 def held(parts: list[Part], whole: Tensors, ranks: int) -> list[Tensors]:
@@ -219,63 +161,6 @@ def test_attention_over_a_window_costs_the_window():
     assert alike(tokens) - flops(tokens) == pytest.approx(saved, rel=1e-3)
 
 
-# MXFP4 ----------------------------------------------------------------------------------------------------------------
-
-
-def packed(tensors: Tensors) -> Tensors:
-    """The same checkpoint with random codes in the place of its experts' matrices."""
-    random, out = torch.Generator().manual_seed(0), {}
-    for name, tensor in tensors.items():
-        if name not in TABLE.turned():
-            out[name] = tensor
-            continue
-        count, rows, cols = tensor.shape
-        out[name + "_blocks"] = torch.randint(256, (count, cols, rows // 32, 16), dtype=torch.uint8, generator=random)
-        out[name + "_scales"] = torch.randint(110, 140, (count, cols, rows // 32), dtype=torch.uint8, generator=random)
-    return out
-
-
-def test_mxfp4_is_dequantised_as_transformers_does_it_and_as_the_standard_says():
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 2, 8, 16)
-    scales = torch.arange(116, 132, dtype=torch.uint8).view(1, 2, 8)
-    ours = mxfp4.dequantise(blocks, scales)
-    assert torch.equal(ours.transpose(1, 2), convert_moe_packed_tensors(blocks, scales))
-    assert ours[0, 0, :4].tolist() == [0.0, 0.0, 0.5 * 2.0**-11, 0.0]  # the low half first
-
-
-@pytest.mark.parametrize("sizes", [Sizes(), Sizes(data=2, expert=2)], ids=str)
-def test_ranks_read_their_slices_of_an_mxfp4_checkpoint(tmp_path: Path, sizes):
-    (tmp_path / "config.json").write_text(json.dumps({**HF, "quantization_config": {"quant_method": "mxfp4"}}))
-    spec = read_model(tmp_path)
-    plain = {name: torch.randn(shape).bfloat16() for name, shape in spec.table.checkpoint_shapes().items()}
-    tensors = packed(plain)
-    save_file(tensors, tmp_path / "model.safetensors")
-    reader = CheckpointReader(tmp_path)
-    reader.check(spec.table)
-    for name in spec.table.turned():
-        plain[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
-    wanted = sources(plain)
-    for part in MegatronLayout(spec.table, sizes).parts():
-        for rect in part.rects:
-            name = part.sources[rect.source]
-            source = wanted[name].reshape(len(wanted[name]), -1)
-            expected = source[rect.row :: rect.step][: rect.rows, rect.col : rect.col + rect.cols]
-            assert torch.equal(reader.read(name, rect), expected), name
-            assert reader.dtype(name) == torch.bfloat16
-
-
-@pytest.mark.parametrize("suffix", ["_blocks", "_scales"])
-def test_a_damaged_mxfp4_tensor_is_refused_by_name(tmp_path: Path, whole, suffix):
-    (tmp_path / "config.json").write_text(json.dumps(HF))
-    tensors = packed({name: value.float() for name, value in whole.items()})
-    name = f"model.layers.0.mlp.experts.down_proj{suffix}"
-    for code, damaged in (("shape", tensors[name][:, :-1].contiguous()), ("dtype", tensors[name].view(torch.int8))):
-        save_file(tensors | {name: damaged}, tmp_path / "model.safetensors")
-        with pytest.raises(SlimxError) as error:
-            CheckpointReader(tmp_path).check(TABLE)
-        assert (error.value.code, error.value.about) == (f"checkpoint.{code}", name)
-
-
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -369,36 +254,3 @@ def test_kernels_that_cannot_compute_sinks_are_refused(tmp_path: Path):
     assert transformer_config(read_model(tmp_path), config, backends, cpu=True).softmax_type == "learnable"
     with refused("trainer.attention_sinks", about="trainer.attention"):
         transformer_config(read_model(tmp_path), config, replace(backends, attention="fused"), cpu=True)
-
-
-# Conversions ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "MXFP4"])
-def test_a_conversion_there_and_back_gives_every_bit_and_bf16_of_mxfp4(tmp_path: Path, quantised):
-    source = tmp_path / "source"
-    source.mkdir()
-    hf = {**HF, **({"quantization_config": {"quant_method": "mxfp4"}} if quantised else {})}
-    (source / "config.json").write_text(json.dumps(hf))
-    wanted = {name: torch.randn(shape).bfloat16() for name, shape in TABLE.checkpoint_shapes().items()}
-    tensors = packed(wanted) if quantised else wanted
-    save_file(tensors, source / "model.safetensors")
-    if quantised:
-        for name in TABLE.turned():
-            wanted[name] = convert_moe_packed_tensors(tensors[name + "_blocks"], tensors[name + "_scales"])
-    megatron, back = tmp_path / "megatron", tmp_path / "back"
-    convert(run.hf_to_megatron(source, layout="tensor=2,expert=2,expert_tensor=1"), megatron, threads=1, verify=True)
-    convert(run.megatron_to_hf(megatron, source), back, threads=1, verify=True)
-    found = {name: tensor for file in back.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert found.keys() == wanted.keys()
-    assert [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)] == []
-    assert "quantization_config" not in json.loads((back / "config.json").read_text())
-
-
-def test_a_runs_export_does_not_call_itself_quantised(tmp_path: Path):
-    source, out = tmp_path / "source", tmp_path / "out"
-    for directory in (source, out):
-        directory.mkdir()
-    (source / "config.json").write_text(json.dumps({**HF, "quantization_config": {"quant_method": "mxfp4"}}))
-    finish_directory(out, source, TABLE, [], weights=None)
-    assert json.loads((out / "config.json").read_text()) == HF
