@@ -217,6 +217,7 @@ def test_a_killed_owner_or_guard_takes_the_tree_along(tmp_path: Path) -> None:
     (command,) = psutil.Process(process.pid).children()
     os.kill(process.pid, signal.SIGKILL)
     command.wait(60)
+    process.stop()
 
 
 def test_a_guard_that_was_stopped_is_continued_to_end_its_tree(tmp_path: Path) -> None:

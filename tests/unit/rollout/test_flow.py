@@ -154,9 +154,23 @@ class Driver:
         assert all(group.prompt.id == order[int(group.id[1:])] for group in groups)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(configs(), st.integers(0, 2**32), st.booleans())
+RUNS = configs(), st.integers(0, 2**32), st.booleans()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(*RUNS)
 def test_no_trajectory_is_too_old_no_prompt_is_lost_and_none_is_trained_twice(config, seed, kills):
+    check_run(config, seed, kills)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(*RUNS)
+def test_so_it_is_in_hundreds_of_runs(config, seed, kills):
+    check_run(config, seed, kills)
+
+
+def check_run(config: Config, seed: int, kills: bool) -> None:
     driver = Driver(config, seed, kills)
     run_virtually(driver.run())
     trained = [int(group.id[1:]) for groups in driver.batches for group in groups]
