@@ -114,7 +114,7 @@ class Table:
 
     def entries(self) -> Sequence[Entry]:
         """Every tensor of the whole model, in the order of the checkpoint: stage by stage, layer by layer."""
-        if not self._entries:  # listed once: a plan of a large model goes through them seven times
+        if not self._entries:  # listed once: a plan goes through them again and again
             last = self.layers + self.mtp_layers
             for stage, numbers in (("first", (0,)), ("layer", range(self.layers)), ("last", (0,))):
                 self._entries.extend(self._of(stage, numbers))

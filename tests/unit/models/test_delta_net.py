@@ -105,6 +105,7 @@ def test_layers_of_multi_token_prediction_are_carried_over(tmp_path: Path):
 # Engines --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path, sglang: SGLang):
     """SGLang's class as it builds it for CUDA, on one rank and on the last of two: names, shapes, dtypes, and which
     part of which tensor is where, by the loaded model's own account."""
