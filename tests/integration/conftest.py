@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
 
 from slimx.engines.server.engine import Engine
 from slimx.engines.server.spec import EngineSpec
@@ -29,7 +28,7 @@ from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.runtime.ports import free_port
 from tests.integration.recorded import recording_config
 from tests.integration.runs import TrainProcess
-from tests.workers import made_once
+from tests.workers import SharedFixtures, made_once
 
 if TYPE_CHECKING:
     from tests.integration.family_laboratory import Laboratory
@@ -40,30 +39,24 @@ START_S = 600
 Weights = dict[str, torch.Tensor]
 
 
-class SharedFixtures(LoadFileScheduling):
-    """Keeps the tests of a file together, and those of files that share an expensive fixture of the session."""
-
-    SHARE = (
-        {"test_deepseek_v3.py", "test_families.py"},  # families
-        {  # engine
-            "test_agents.py",
-            "test_control.py",
-            "test_engine.py",
-            "test_engine_groups.py",
-            "test_examples.py",
-            "test_interruption.py",
-            "test_run.py",
-            "test_served_teacher.py",
-        },
-    )
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return next((min(files) for files in self.SHARE if Path(file).name in files), file)
+SHARED = (
+    {"test_deepseek_v3.py", "test_families.py"},  # families
+    {  # engine
+        "test_agents.py",
+        "test_control.py",
+        "test_engine.py",
+        "test_engine_groups.py",
+        "test_examples.py",
+        "test_interruption.py",
+        "test_run.py",
+        "test_served_teacher.py",
+    },
+)
+"""Files whose tests share an expensive fixture of the session, which the comment names."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedFixtures:
-    return SharedFixtures(config, log)
+    return SharedFixtures(config, log, SHARED)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
 
 from tests.checkpoint_stand import DEEPSEEK_V3, QWEN3_MOE, write_checkpoint
 from tests.unit.reshard.cuda_stand import EMULATOR, build_emulator
@@ -27,7 +26,7 @@ WITH_SGLANG = {
 """Files whose tests take `sglang`."""
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedFixtures:
     return SharedFixtures(config, log, (WITH_SGLANG,))
 
 
