@@ -124,7 +124,7 @@ class EngineLayout:
                     yield shard, size, owner, [owner * size + shard]
             return
         size = self.sizes.attention_tensor if row.group == "attention" else self.sizes.tensor
-        if row.axis is None:
+        if row.axis is None or (row.group == "undivided" and self.sizes.attention_data > 1):
             yield 0, 1, 0, ranks
         else:
             for shard in range(size):

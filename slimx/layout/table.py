@@ -17,7 +17,7 @@ from slimx.layout.parts import check_boxes, check_sources, matrix
 from slimx.layout.stored import stored
 
 Stage = Literal["first", "layer", "last", "mtp"]
-Group = Literal["tensor", "attention"]
+Group = Literal["tensor", "attention", "undivided"]
 Sources = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_ENTRIES = 10_000_000
 """Most entries of a table: layers times experts; Kimi-K2 has 23,000."""
@@ -41,7 +41,8 @@ class Row:
     stage: Stage = "layer"
     group: Group | None = None
     """Ranks of an engine that share the tensor (experts: those of their expert-parallel group); None: all of a
-    stage's. A trainer has one group for experts and one for the rest."""
+    stage's. "undivided": all too, but under DP-attention each holds the whole. A trainer has one group for experts and
+    one for the rest."""
     layers: Collection[int] | None = None
     """Layers that have it; None: all."""
     dtype: str | None = None

@@ -1,7 +1,8 @@
 """Hybrid decoders of Qwen3-Next's shape: what it, Qwen3.5 and Qwen3.5-MoE share. Most layers are gated delta nets
 (Yang et al., 2412.06464), the others attention with an output gate; norms are centred on zero.
 
-The families differ in how their checkpoints store a delta net's input projections (`Projections`)."""
+The families differ in how their checkpoints store a delta net's input projections (`Projections`), and SGLang serves
+each from tensors of its own."""
 
 from __future__ import annotations
 
@@ -10,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from slimx.errors import SlimxError
 from slimx.layout.maps import Cut, Sections
-from slimx.layout.table import Row, Table
+from slimx.layout.table import Group, Row, Table
 from slimx.models import decoder, engine_rows
 from slimx.models.rows import Attention, Layer, embedding, head, tied_copies
 
-NO_ENGINE = "SGLang's layout of its delta nets was never compared with the trainer's"
-"""The end of the refusal of engines."""
 _DELTA_NET = "linear_attention"
 _KINDS = {_DELTA_NET, "full_attention"}
 
@@ -116,6 +116,26 @@ def by_kind(net: DeltaNet) -> Projections:
     )
 
 
+Served = Callable[[DeltaNet], dict[str, Projections]]
+"""SGLang's input projections of a delta net: what each of its tensors is made of."""
+
+
+def as_stored(net: DeltaNet) -> dict[str, Projections]:
+    """Qwen3-Next's: the checkpoint's own tensors."""
+    each = {name: rows // net.keys for name, rows in by_key_head(net).sources}
+    return {name: Projections(((name, rows * net.keys),), (Cut(0, 0, rows, rows),)) for name, rows in each.items()}
+
+
+def merged(net: DeltaNet) -> dict[str, Projections]:
+    """Qwen3.5's: of the checkpoint's four tensors the first two in one, and the last two."""
+    qkv, z, b, a = by_kind(net).sources
+    rates = net.rates
+    return {
+        "in_proj_qkvz": Projections((qkv, z), (*net.mixed, Cut(1, 0, net.share, net.share))),
+        "in_proj_ba": Projections((b, a), (Cut(0, 0, rates, rates), Cut(1, 0, rates, rates))),
+    }
+
+
 def attention_of(hf: dict[str, Any]) -> Attention:
     """The attention of the other layers."""
     return Attention.of(hf, qk_norm=True, output_gate=True)
@@ -193,13 +213,6 @@ def unsupported(hf: dict[str, Any]) -> str | None:
         ("mtp_use_dedicated_embeddings", False),
         ("hidden_act", "silu"),
     )
-
-
-def unsupported_text(hf: dict[str, Any]) -> str | None:
-    """The same for a text model whose config.json keeps how the rotation is parted between the axes of images."""
-    for key in ("mrope_section", "mrope_interleaved"):
-        decoder.rotary(hf)[1].get(key)  # read, since text has one axis
-    return unsupported(hf)
 
 
 def weight_table(hf: dict[str, Any], store: Store, frozen: dict[str, tuple[int, ...]] | None = None) -> Table:
@@ -286,20 +299,47 @@ def prediction_tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return Table(rows, layers=1, experts=hf.get("num_experts") or 0).checkpoint_shapes()
 
 
-def engine_table(hf: dict[str, Any], store: Store) -> Table:
-    """SGLang 0.5.23's layout of a model with experts whose delta net keeps its projections as the checkpoint does."""
-    layers, experts = hf["num_hidden_layers"], hf["num_experts"]
-    at = engine_rows.layer()
+def check_served(hf: dict[str, Any], architecture: str, *, fused_shared_experts: bool) -> None:
+    """Raises SlimxError for what SGLang 0.5.23 would build otherwise, in every family of this shape."""
+    if hf.get("full_attention_interval") is None:
+        raise unserved(
+            architecture,
+            "full_attention_interval",
+            "is missing, and SGLang 0.5.23 would serve another model; write it into config.json",
+        )
+    every = hf["full_attention_interval"]
+    if layers_of(hf, "full_attention") != tuple(range(every - 1, hf["num_hidden_layers"], every)):
+        raise unserved(
+            architecture,
+            "layer_types",
+            f"is not one layer of attention in {every}, which is all that SGLang 0.5.23 builds",
+        )
+    if fused_shared_experts:
+        raise unserved(
+            architecture,
+            "shared_expert_intermediate_size",
+            "belongs to an expert behind a gate, whose place among the others was never compared; leave "
+            "rollout.engines.sglang.enforce_shared_experts_fusion out",
+        )
+
+
+def unserved(architecture: str, key: str, why: str) -> SlimxError:
+    """The refusal of an engine for field `key` of a config.json."""
+    return SlimxError(f"{architecture}: {key} {why}", code="model.served_field", about=key)
+
+
+def engine_table(hf: dict[str, Any], served: Served, *, embedding: Group = "attention", tied: bool = False) -> Table:
+    """SGLang 0.5.23's layout of every checkpoint tensor. `embedding`: the ranks that share the word embedding; `tied`:
+    it is the output layer too."""
+    layers, experts = hf["num_hidden_layers"], hf.get("num_experts") or 0
+    at, hidden = engine_rows.layer(), hf["hidden_size"]
     attending, linear = (engine_rows.layer(layers_of(hf, kind)) for kind in ("full_attention", _DELTA_NET))
-    hidden, shared = hf["hidden_size"], hf["shared_expert_intermediate_size"]
     rows = (
-        engine_rows.embedding(hf),
+        engine_rows.embedding(hf, embedding),
         *(_beside_the_layer(row) for row in engine_rows.attention(attending, attention_of(hf))),
-        *_served(linear, DeltaNet.of(hf), store),
-        *engine_rows.moe(at, hidden, hf["moe_intermediate_size"], experts),
-        *engine_rows.swiglu(at, "mlp.shared_expert", hidden, shared),
-        engine_rows.same(at, "mlp.shared_expert_gate", 1, hidden),
-        *engine_rows.head(hf),
+        *_served(linear, DeltaNet.of(hf), served),
+        *(_served_experts(at, hf) if experts else engine_rows.swiglu(at, "mlp", hidden, hf["intermediate_size"])),
+        *engine_rows.head(hf, tied=tied),
     )
     return Table(_plain(rows), layers=layers, experts=experts)
 
@@ -309,18 +349,28 @@ def _beside_the_layer(row: Row) -> Row:
     return replace(row, name=row.name.replace("self_attn.", ""))
 
 
-def _served(at: Layer, net: DeltaNet, store: Store) -> tuple[Row, ...]:
-    """The norms around a delta net and the net (`Qwen3GatedDeltaNet`)."""
+def _served_experts(at: Layer, hf: dict[str, Any]) -> tuple[Row, ...]:
+    """A router, experts, and a shared one behind a gate (`Qwen2MoeSparseMoeBlock`)."""
+    hidden = hf["hidden_size"]
+    return (
+        *engine_rows.moe(at, hidden, hf["moe_intermediate_size"], hf["num_experts"]),
+        *engine_rows.swiglu(at, "mlp.shared_expert", hidden, hf["shared_expert_intermediate_size"]),
+        engine_rows.same(at, "mlp.shared_expert_gate", 1, hidden),
+    )
+
+
+def _served(at: Layer, net: DeltaNet, served: Served) -> tuple[Row, ...]:
+    """The norms around a delta net and the net (`Qwen3GatedDeltaNet`, `Qwen3_5GatedDeltaNet`)."""
     there = "linear_attn."
     split: dict[str, Any] = {"axis": 0, "group": "attention"}
     each = [
         at.row(
             f"{there}{name}.weight",
-            [(there + name, (rows, net.hidden))],
-            map=Sections(net.keys, (Cut(0, 0, rows // net.keys, rows // net.keys),)),
+            [(there + source, (rows, net.hidden)) for source, rows in made.sources],
+            map=Sections(net.keys, made.cuts),
             **split,
         )
-        for name, rows in store(net).sources
+        for name, made in served(net).items()
     ]
     conv = [(there + "conv1d", (2 * net.key + net.value, 1, net.width))]
     decay, bias = _of_heads(at, there, there, net)

@@ -40,6 +40,24 @@ COMMON = {
 }
 DENSE = {key: value for key, value in COMMON.items() if key not in ("num_experts_per_tok", "scoring_func")}
 DENSE["intermediate_size"] = 192
+HYBRID = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "attention_bias": False,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+SHARING = {
+    "num_experts_per_tok": 4,
+    "num_experts": 8,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": COMMON
     | {
@@ -96,26 +114,32 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm_type": "per_layer",
         "use_routing_bias": True,
     },
-    "qwen3_next": {key: value for key, value in COMMON.items() if key != "scoring_func"}
+    "qwen3_next": DENSE
+    | HYBRID
+    | SHARING
     | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
-        "num_hidden_layers": 4,
-        "full_attention_interval": 4,
-        "intermediate_size": 192,
-        "attention_bias": False,
-        "partial_rotary_factor": 0.25,
-        "num_experts": 8,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+    },
+    # How the rotation is parted between the axes of images, as files of models with a vision tower say.
+    "qwen3_5_moe": DENSE
+    | HYBRID
+    | SHARING
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "rope_parameters": ROTARY | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    },
+    "qwen3_5": DENSE
+    | HYBRID
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "rope_parameters": ROTARY,
+        "tie_word_embeddings": True,
     },
     "bailing_moe_v2": bailing_oracle.FIELDS
     | COMMON

@@ -1,5 +1,6 @@
-"""A real server of a Qwen3-Next on the CPU: the states that requests carry besides their KV are right through chunked
-prefill, batches whose requests come and go, retraction, pauses and publications. The measure is transformers."""
+"""Real servers of a Qwen3-Next and a Qwen3.5 on the CPU: the states that requests carry besides their KV are right
+through chunked prefill, batches whose requests come and go, retraction, pauses and publications. The measure is
+transformers."""
 
 from __future__ import annotations
 
@@ -77,10 +78,10 @@ class Stand:
         await asyncio.gather(*answers)
 
 
-@pytest.fixture(scope="module")
-def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    model = tmp_path_factory.mktemp("qwen3_next")
-    make_model("qwen3_next", model)
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_moe"])
+def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    model = tmp_path_factory.mktemp(request.param)
+    make_model(request.param, model)
     # Requests are let in as if they were to end at once, so that some have to be retracted.
     sglang = {"chunked_prefill_size": CHUNK, "schedule_conservativeness": 0.0}
     spec = EngineSpec("states", str(model), "float32", "cpu", free_port(), max_total_tokens=ROOM, sglang=sglang)

@@ -97,7 +97,7 @@ STANDS = (
     pytest.param("qwen3_moe, 2 x EP2", marks=pytest.mark.slow),
     pytest.param("deepseek_v3, DP2 x EP2", marks=pytest.mark.slow),
     *(pytest.param(f"{name}, TP2", marks=pytest.mark.slow) for name in engine_families.MODELS),
-    pytest.param("qwen3_next, DP2 x EP2", marks=pytest.mark.slow),
+    *(pytest.param(f"{name}, DP2 x EP2", marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_moe")),
 )
 
 

@@ -156,7 +156,7 @@ GAPS = (
     ),
     Gap(
         "delta-net-operators",
-        "operators of sgl_kernel's CPU build; without them the backend of delta nets cannot be imported",
+        "operators of sgl_kernel's CPU build, which the backend of delta nets and Qwen3.5 look up when imported",
         open=delta_net.operators_missing,
         close=delta_net.add_operators,
     ),
@@ -237,6 +237,7 @@ def register_hooks(registry: Any, kinds: Any, *, experts: bool) -> None:
     if experts:
         registry.register(NATIVE_MOE, moe_without_absent_experts, kinds.AROUND)
     registry.register(delta_net.GATED_NORM, delta_net.rms_norm_gated, kinds.REPLACE)
+    registry.register(delta_net.GATED_LAYER_NORM, delta_net.layer_norm_gated, kinds.REPLACE)
     registry.register(delta_net.SHARED_EXPERT, delta_net.add_gated_expert, kinds.REPLACE)
     registry.register(LING_EXPERTS, scaled_experts, kinds.AROUND)
     registry.register(MINIMAX_SQUARES, sums_of_squares, kinds.REPLACE)

@@ -1,5 +1,6 @@
-"""Gated delta nets on SGLang's CPU path, in plain torch: operators and functions of sgl_kernel's CPU build, of which
-PyPI has no wheel, and two Triton kernels. Written for sglang 0.5.23 (`sglang.srt.layers.attention.linear.gdn_backend`).
+"""Gated delta nets and gated attention on SGLang's CPU path, in plain torch: operators and functions of sgl_kernel's
+CPU build, of which PyPI has no wheel, and three Triton kernels. Written for sglang 0.5.23
+(`sglang.srt.layers.attention.linear.gdn_backend`, `sglang.srt.models.qwen3_5`).
 
 Requests keep two states in pools of slots: the convolution's last inputs [slots, channels, width - 1], and each value
 head's state [slots, heads, dv, dk]. SGLang gives a new request a slot of zeros.
@@ -14,9 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from slimx.numerics.delta_rule import causal_convolution, gated_delta_rule, l2norm
-from slimx.numerics.norm import rms_norm
+from slimx.numerics.norm import rms_norm, zero_centred_rms_norm
 
 GATED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated"
+GATED_LAYER_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn"
 SHARED_EXPERT = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
 """The Triton kernels' functions."""
 _OPERATORS = {
@@ -26,6 +28,18 @@ _OPERATORS = {
         "Tensor(state!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, "
         "bool use_qk_l2norm_in_kernel, float softplus_beta, float softplus_threshold) -> Tensor"
     ),
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu": (
+        "(Tensor mixed_qkvz, Tensor mixed_ba, int num_heads_qk, int num_heads_v, int head_qk, int head_v) -> "
+        "(Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "fused_qk_gemma_rmsnorm_cpu": (
+        "(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim) -> (Tensor, Tensor)"
+    ),
+    "fused_qk_gemma_rmsnorm_with_gate_cpu": (
+        "(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim, int num_head) -> "
+        "(Tensor, Tensor, Tensor)"
+    ),
+    "fused_sigmoid_mul_cpu": "(Tensor(a!) x, Tensor gate) -> ()",
 }
 
 
@@ -125,6 +139,66 @@ def rms_norm_gated(
     return (rms_norm(x.float(), weight.float(), eps) * F.silu(g.float())).to(x.dtype)
 
 
+def layer_norm_gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    *,
+    z: torch.Tensor,
+    eps: float,
+    group_size: None,
+    norm_before_gate: bool,
+    is_rms_norm: bool,
+    activation: str,
+) -> torch.Tensor:
+    """`rms_norm_gated` under the name that Qwen3.5 knows, with the gate z [T, n]. Raises NotImplementedError for the
+    other norms of that name."""
+    if group_size is not None or not (norm_before_gate and is_rms_norm and activation in ("swish", "silu")):
+        raise NotImplementedError("norms of groups, after a gate, or with another gate than silu")
+    return rms_norm_gated(x, z, weight, bias, activation, eps=eps)
+
+
+def split_projections(
+    mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [T, rows], output gates [T, value heads, dv], and b and a [T, value heads] each, of
+    projections in which they stand one kind after the other."""
+    mixed = 2 * num_heads_qk * head_qk + num_heads_v * head_v
+    qkv, z = mixed_qkvz.split([mixed, num_heads_v * head_v], dim=-1)
+    b, a = mixed_ba.split(num_heads_v, dim=-1)
+    return qkv.clone(), z.reshape(-1, num_heads_v, head_v).clone(), b.clone(), a.clone()
+
+
+def norm_heads(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zero-centred norms of each head of q [T, heads * head_dim] and k, [T * heads, head_dim] each."""
+    heads = zip((q, k), (q_weight, k_weight), strict=True)
+    normed = [zero_centred_rms_norm(x.reshape(-1, head_dim), weight, eps) for x, weight in heads]
+    return normed[0], normed[1]
+
+
+def norm_gated_heads(
+    q_gate: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    head_dim: int,
+    num_head: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of a q_gate [T, heads * 2 * head_dim] in which each head's query stands before its output gate, and the
+    gates [T * heads, head_dim]."""
+    q, gate = q_gate.reshape(-1, num_head, 2 * head_dim).chunk(2, dim=-1)
+    normed = norm_heads(q.flatten(1), k, q_weight, k_weight, eps, head_dim)
+    return *normed, gate.reshape(-1, head_dim).clone()
+
+
+def multiply_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Multiply x by the sigmoid of `gate`, of as many elements, in place; computed in fp32."""
+    x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
+
+
 def add_gated_expert(
     hidden_states: torch.Tensor,
     gate_weight: torch.Tensor,
@@ -143,8 +217,15 @@ def operators_missing() -> bool:
 
 
 def add_operators() -> None:
-    """Define the operators, before SGLang's backend looks them up at its import."""
-    functions = fused_gdn_gating, fused_sigmoid_gating_delta_rule_update
+    """Define the operators, before SGLang's backend and Qwen3.5's model look them up at their import."""
+    functions = (
+        fused_gdn_gating,
+        fused_sigmoid_gating_delta_rule_update,
+        split_projections,
+        norm_heads,
+        norm_gated_heads,
+        multiply_by_sigmoid,
+    )
     for (name, signature), function in zip(_OPERATORS.items(), functions, strict=True):
         torch.library.define(f"sgl_kernel::{name}", signature)
         torch.library.impl(f"sgl_kernel::{name}", "cpu", function)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from slimx.layout.table import Table
-from slimx.models import delta_net
+from slimx.models import delta_net, qwen3_5_text
 from slimx.models.decoder import mtp_layers as mtp_layers
 from slimx.models.delta_net import gpt_arguments as gpt_arguments
-from slimx.models.engine_rows import no_engine
+from slimx.models.qwen3_5_text import unsupported as unsupported
+from slimx.models.qwen3_5_text import weight_table as weight_table
 
 ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 
@@ -18,16 +19,6 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
     return {**delta_net.transformer_config(hf), **delta_net.moe_fields(hf)}
 
 
-def unsupported(hf: dict[str, Any]) -> str | None:
-    """Name the part of config.json `hf` that cannot be built; None if all can."""
-    return delta_net.unsupported_text(hf)
-
-
-def weight_table(hf: dict[str, Any], mtp: int = 0) -> Table:
-    """The trainer's layout of every checkpoint tensor."""
-    return delta_net.weight_table(hf, delta_net.by_kind, delta_net.prediction_tensors(hf))
-
-
 def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> Table:
-    """Raises SlimxError: no engine of SGLang was ever compared with the trainer for this family."""
-    raise no_engine(ARCHITECTURE, delta_net.NO_ENGINE)
+    """SGLang 0.5.23's layout of every checkpoint tensor. Raises SlimxError for what SGLang would build otherwise."""
+    return qwen3_5_text.engine_table(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimx.errors import SlimxError
 from slimx.layout.table import Table
 from slimx.models import delta_net
 from slimx.models.decoder import mtp_layers as mtp_layers
@@ -30,25 +29,15 @@ def engine_table(hf: dict[str, Any], *, fused_shared_experts: bool = False) -> T
 
     Raises SlimxError for a config.json without the fields of the published ones, for which SGLang has defaults of
     another model, and for what it would build otherwise."""
-    for key in ("full_attention_interval", "rope_theta"):
-        if hf.get(key) is None:
-            raise _unserved(key, "is missing, and SGLang 0.5.23 would serve another model; write it into config.json")
-    every = hf["full_attention_interval"]
-    attention = tuple(range(every - 1, hf["num_hidden_layers"], every))
-    if delta_net.layers_of(hf, "full_attention") != attention:
-        raise _unserved(
-            "layer_types", f"is not one layer of attention in {every}, which is all that SGLang 0.5.23 builds"
+    delta_net.check_served(hf, ARCHITECTURE, fused_shared_experts=fused_shared_experts)
+    if hf.get("rope_theta") is None:
+        raise delta_net.unserved(
+            ARCHITECTURE,
+            "rope_theta",
+            "is missing, and SGLang 0.5.23 would serve another model; write it into config.json",
         )
     if hf.get("tie_word_embeddings"):
-        raise _unserved("tie_word_embeddings", "is set, and SGLang 0.5.23 builds an output layer of its own")
-    if fused_shared_experts:
-        raise _unserved(
-            "shared_expert_intermediate_size",
-            "belongs to an expert behind a gate, whose place among the others was never compared; leave "
-            "rollout.engines.sglang.enforce_shared_experts_fusion out",
+        raise delta_net.unserved(
+            ARCHITECTURE, "tie_word_embeddings", "is set, and SGLang 0.5.23 builds an output layer of its own"
         )
-    return delta_net.engine_table(hf, delta_net.by_key_head)
-
-
-def _unserved(key: str, why: str) -> SlimxError:
-    return SlimxError(f"{ARCHITECTURE}: {key} {why}", code="model.served_field", about=key)
+    return delta_net.engine_table(hf, delta_net.as_stored)

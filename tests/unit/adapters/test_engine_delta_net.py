@@ -117,6 +117,34 @@ def test_prompts_in_parts_and_tokens_one_by_one_give_what_the_definition_does(cu
     assert net.conv[net.others].equal(untouched[0]) and net.states[net.others].equal(untouched[1])
 
 
+def test_qwen3_5s_operators_part_and_norm_what_its_attention_and_delta_nets_project():
+    qkvz, ba, tokens, head = torch.randn(3, CHANNELS + VALUES * VALUE), torch.randn(3, 2 * VALUES), 3, 6
+    qkv, z, b, a = delta_net.split_projections(qkvz, ba, KEYS, VALUES, KEY, VALUE)
+    assert torch.cat([qkv, z.flatten(1)], dim=-1).equal(qkvz) and torch.cat([b, a], dim=-1).equal(ba)
+    assert z.shape == (tokens, VALUES, VALUE) and qkv.shape == (tokens, CHANNELS)
+    query, gate, key = torch.randn(tokens, 2, head), torch.randn(tokens, 2, head), torch.randn(tokens, head)
+    weights = torch.randn(2, head)
+    both = torch.cat([query, gate], dim=-1).flatten(1)
+    found = delta_net.norm_gated_heads(both, key, *weights, 1e-6, head, 2)
+    wide = zip((query, key), weights, strict=True)
+    normed = [x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + w) for x, w in wide]
+    for one, other in zip(found, (*normed, gate), strict=True):
+        assert (one - other.reshape(-1, head)).abs().max() <= 1e-5
+    multiplied = query.flatten(1).clone()
+    delta_net.multiply_by_sigmoid(multiplied, gate.reshape(-1, 2 * head))
+    assert (multiplied - (query * gate.sigmoid()).flatten(1)).abs().max() <= 1e-6
+
+
+def test_other_norms_under_the_name_of_the_gated_one_are_refused():
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    how: dict[str, Any] = {"z": x, "eps": 1e-6, "group_size": None, "norm_before_gate": True, "is_rms_norm": True}
+    found = delta_net.layer_norm_gated(x, weight, None, **how, activation="swish")
+    assert found.equal(delta_net.rms_norm_gated(x, x, weight, None, "silu", eps=1e-6))
+    for other in ({"activation": "sigmoid"}, {"norm_before_gate": False}, {"group_size": 4}, {"is_rms_norm": False}):
+        with pytest.raises(NotImplementedError):
+            delta_net.layer_norm_gated(x, weight, None, **{**how, "activation": "swish", **other})
+
+
 def test_the_gated_norm_and_the_gated_expert_are_computed_in_fp32():
     x, gate, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
     wide = x.double()

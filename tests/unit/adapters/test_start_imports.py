@@ -16,8 +16,6 @@ LISTED = Path(__file__).parents[3] / "slimx/adapters/sglang/models/published.py"
 TRAINED_ONLY = {
     "KimiK25ForConditionalGeneration",
     "MiMoForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
 }
 """Families that engines are refused."""
 UNCOMPILED = """

@@ -1,11 +1,12 @@
 """Builds models of SGLang on the meta device, as it would for CUDA, and prints their parameters as JSON.
 
-    python -m tests.unit.models.sglang_on_meta MODEL[,TENSOR,EXPERT,RANK]...
+    python -m tests.unit.models.sglang_on_meta MODEL[,TENSOR,EXPERT,RANK[,COPIES]]...
 
 Per model directory one object of parameters on rank RANK (0) of an engine of TENSOR ranks with EXPERT groups of experts
-(1): {name: [shape, dtype]}. What slimx's account of the loaded model says of them: "places" {tensor: shape}, "held"
-[parameter, tensor, and the rectangle's row, col, rows, cols, local_row, local_col], "uncovered" what it does not
-explain. No GPU is needed: SGLang asks for its generation and is told Hopper's. Nor is another rank: none is asked.
+(1) and COPIES of the attention (1): {name: [shape, dtype]}. What slimx's account of the loaded model says of them:
+"places" {tensor: shape}, "held" [parameter, tensor, and the rectangle's row, col, rows, cols, local_row, local_col],
+"uncovered" what it does not explain. No GPU is needed: SGLang asks for its generation and is told Hopper's. Nor is
+another rank: none is asked.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from typing import Any
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slimx.adapters.sglang import absent
+from slimx.adapters.sglang import absent, delta_net
 
 
-def built(path: str, tensor: int, expert: int, rank: int) -> torch.nn.Module:
+def built(path: str, tensor: int, expert: int, rank: int, copies: int = 1) -> torch.nn.Module:
     """The model of the checkpoint in `path` on one rank, in bf16."""
     from sglang.srt import runtime_context as context
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.dsa import dsa_indexer
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.utils import resolve_shared_experts_config
-    from sglang.srt.models import qwen3_next
+    from sglang.srt.models import qwen3_5, qwen3_next
     from sglang.srt.models.deepseek_v2 import DeepseekV32ForCausalLM
     from sglang.srt.models.glm4_moe import GlmMoeDsaForCausalLM
+    from sglang.srt.models.qwen3_5_text import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(
@@ -43,6 +45,8 @@ def built(path: str, tensor: int, expert: int, rank: int) -> torch.nn.Module:
         mamba_radix_cache_strategy="no_buffer",
         tp_size=tensor,
         ep_size=expert,
+        dp_size=copies,
+        enable_dp_attention=copies > 1,
     )
     part()
     context.publish(arguments, role="scheduler", ranks=context.SpawnRanks(world_rank=rank))
@@ -51,9 +55,15 @@ def built(path: str, tensor: int, expert: int, rank: int) -> torch.nn.Module:
     # It then holds the two projections of an indexer in one tensor, as on CUDA.
     dsa_indexer._is_cuda, dsa_indexer.resolve_num_sms = True, lambda: 132
     # Nor does it read the heads of a delta net as its CPU path pads them.
-    qwen3_next._is_cpu = False
+    qwen3_next._is_cpu = qwen3_5._is_cpu = False
     hf = ModelConfig.from_server_args(arguments).hf_config
-    kinds = DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, qwen3_next.Qwen3NextForCausalLM
+    kinds = (
+        DeepseekV32ForCausalLM,
+        GlmMoeDsaForCausalLM,
+        qwen3_next.Qwen3NextForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5MoeForCausalLM,
+    )
     kind = {kind.__name__: kind for kind in kinds}[hf.architectures[0]]
     shared = resolve_shared_experts_config(kind, hf, None)
     with torch.device("meta"), context.get_model().override(shared_experts=shared):
@@ -112,6 +122,7 @@ def described(model: torch.nn.Module) -> dict[str, Any]:
 
 def main() -> None:
     absent.install()
+    delta_net.add_operators()
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     # Norms with a gate ask where they are built.

@@ -42,6 +42,12 @@ TINY = NEXT | {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 24,
 }
+ROTARY = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [4, 4, 4]}
+TEXT: dict[str, Any] = {
+    key: value for key, value in TINY.items() if key not in ("rope_theta", "decoder_sparse_step", "mlp_only_layers")
+}
+TEXT |= {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "rope_parameters": ROTARY}
+"""Qwen3.5 with experts, as TINY."""
 EXPERTS = (
     "num_experts",
     "num_experts_per_tok",
@@ -50,6 +56,8 @@ EXPERTS = (
     "norm_topk_prob",
 )
 """Fields that a dense model does not have."""
+DENSE = {key: value for key, value in TEXT.items() if key not in EXPERTS}
+DENSE |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "tie_word_embeddings": True}
 
 
 def read(tmp_path: Path, hf: dict[str, Any]) -> ModelSpec:
@@ -105,20 +113,37 @@ def test_layers_of_multi_token_prediction_are_carried_over(tmp_path: Path):
 # Engines --------------------------------------------------------------------------------------------------------------
 
 
+SPLITS = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2, expert=2), 1))
+"""Of an engine, and the rank that is built."""
+
+
 @pytest.mark.costly
 def test_the_engines_own_model_holds_what_the_table_says(tmp_path: Path, sglang: SGLang):
-    """SGLang's class as it builds it for CUDA, on one rank and on the last of two: names, shapes, dtypes, and which
-    part of which tensor is where, by the loaded model's own account."""
-    spec = read(tmp_path, NEXT | {"num_hidden_layers": 4, "num_experts": 16})
-    splits = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2, expert=2), 1))
-    models = [f"{tmp_path},{sizes.tensor},{sizes.expert},{rank}" for sizes, rank in splits]
+    """SGLang's classes as it builds them for CUDA, on one rank and on the last of two, also with copies of the
+    attention that have two ranks each: names, shapes, dtypes, and which part of which tensor is where, by the loaded
+    model's own account."""
+    wide = {"num_attention_heads": 8, "num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    copies = (EngineSizes(tensor=4, attention_data=2), 3)
+    cases = [
+        ("Next", NEXT | {"num_hidden_layers": 4, "num_experts": 16}, SPLITS),
+        ("3.5 with experts", TEXT | wide, (*SPLITS, copies)),
+        ("3.5", DENSE | wide, (*SPLITS[:2], copies)),
+    ]
+    specs, splits, models = [], [], []
+    for name, hf, sizes in cases:
+        (tmp_path / name).mkdir()
+        specs += [read(tmp_path / name, hf)] * len(sizes)
+        splits += sizes
+        models += [f"{tmp_path / name},{s.tensor},{s.expert},{rank},{s.attention_data}" for s, rank in sizes]
     ran = sglang.run("-m", "tests.unit.models.sglang_on_meta", *models)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    for (sizes, rank), found in zip(splits, json.loads(ran.stdout.splitlines()[-1]), strict=True):
+    every = json.loads(ran.stdout.splitlines()[-1])
+    for spec, (sizes, rank), found in zip(specs, splits, every, strict=True):
         parts = [part for part in EngineLayout(spec.engine_table(), sizes).parts() if rank in part.ranks]
         assert found["parameters"] == {part.name: [list(part.shape), part.dtype or "bfloat16"] for part in parts}
         assert found["uncovered"] == {}
-        assert found["places"] == {name: list(shape) for name, shape in spec.table.checkpoint_shapes().items()}
+        shapes = spec.table.checkpoint_shapes()
+        assert found["places"] == {n: list(shape) for n, shape in shapes.items() if n not in spec.table.aliases}
         assert found["held"] == sorted(
             [part.name, part.sources[r.source], r.row, r.col, r.rows, r.cols, r.local_row, r.local_col]
             for part in parts
@@ -157,9 +182,28 @@ def test_an_engine_is_refused_a_model_that_it_would_misread(field: dict[str, Any
         qwen3_next.engine_table(TINY | field)
 
 
-def test_an_engine_is_refused_a_fused_shared_expert():
+@pytest.mark.parametrize(
+    ("field", "about"),
+    [
+        ({"full_attention_interval": None}, "full_attention_interval"),
+        ({"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "layer_types"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {**ROTARY, "rope_type": None}}, "rope_type"),
+    ],
+    ids=["interval", "layers", "share", "axes"],
+)
+@pytest.mark.parametrize("family", [qwen3_5, qwen3_5_moe])
+def test_an_engine_is_refused_a_qwen3_5_that_it_would_misread(family: Any, field: dict[str, Any], about: str):
+    hf = DENSE if family is qwen3_5 else TEXT
+    assert family.engine_table(hf).layers == 4
+    with refused("model.served_field", about=about):
+        family.engine_table(hf | field)
+
+
+@pytest.mark.parametrize(("family", "hf"), [(qwen3_next, NEXT), (qwen3_5_moe, TEXT)])
+def test_an_engine_is_refused_a_fused_shared_expert(family: Any, hf: dict[str, Any]):
     with refused("model.served_field", about="shared_expert_intermediate_size"):
-        qwen3_next.engine_table(NEXT, fused_shared_experts=True)
+        family.engine_table(hf, fused_shared_experts=True)
 
 
 OWN_STATES = {"sglang": {"disable_radix_cache": True}}
@@ -252,12 +296,6 @@ def test_more_ranks_than_key_heads_are_refused(tmp_path: Path):
     spec = read(tmp_path, TINY | {"num_key_value_heads": 4, "linear_num_key_heads": 2})
     with refused("layout.delta_net", about="trainer.tensor"):
         check_layout(run(tmp_path, trainer={"world_size": 4, "tensor": 4}).trainer, spec)
-
-
-@pytest.mark.parametrize("family", [qwen3_5, qwen3_5_moe])
-def test_families_that_only_trainers_have_are_refused_to_engines(family: Any):
-    with refused("model.no_engine", about=family.ARCHITECTURE):
-        family.engine_table(TINY)
 
 
 def test_exact_mode_does_not_cover_them(tmp_path: Path):

@@ -147,10 +147,22 @@ def delta_heads(at: ServedParameter) -> Iterator[ServedPiece]:
     yield _rows("{name}", net.num_v_heads, 1, at.held.shape[0], net.attn_tp_rank, 0, vector=True)
 
 
-def merged_rows(at: ServedParameter) -> Iterator[ServedPiece]:
-    """A MergedColumnParallelLinear whose parts stand in one tensor, head by head: this rank's rows of it."""
+def delta_inputs(at: ServedParameter) -> Iterator[ServedPiece]:
+    """Input projections of a delta net, whose kinds of rows a MergedColumnParallelLinear counts: of one tensor, in
+    which they stand head by head (Qwen3-Next), or of two, in which they stand one kind below the other (Qwen3.5)."""
     owner = at.owner
-    yield _rows("{name}", sum(owner.output_sizes), at.cols, at.held.shape[0], _rank(owner.tp_group), 0)
+    if not hasattr(at.parent, "_bind_packed_weight_loaders"):
+        yield _rows("{name}", sum(owner.output_sizes), at.cols, at.held.shape[0], _rank(owner.tp_group), 0)
+        return
+    sizes = iter(zip(owner.output_sizes, owner.output_partition_sizes, strict=True))
+    rank, start = _rank(owner.tp_group), 0
+    for kinds in ("qkv", "z") if len(owner.output_sizes) == 4 else ("b", "a"):
+        rects, first = [], 0
+        for _ in kinds:
+            whole, shard = next(sizes)
+            rects.append(Rect(0, first + rank * shard, 0, shard, at.cols, start, 0))
+            start, first = start + shard, first + whole
+        yield ServedPiece(f"{{at}}.in_proj_{kinds}.weight", (first, at.cols), tuple(rects))
 
 
 def heads_norm(at: ServedParameter) -> Iterator[ServedPiece]:
@@ -198,7 +210,7 @@ def experts_down(at: ServedParameter, part: str = "down_proj") -> Iterator[Serve
 Split = Callable[[ServedParameter], Iterator[ServedPiece]]
 ATTENTION, MLP = r"(?P<at>.+\.self_attn)\.", r"(?P<at>.+\.mlp(\.shared_experts?)?)\."
 FUSED = r".+\.attention\."
-INDEXER, DELTA_NET = r"(?P<at>.+\.self_attn\.indexer)\.", r".+\.linear_attn\."
+INDEXER, DELTA_NET = r"(?P<at>.+\.self_attn\.indexer)\.", r"(?P<at>.+\.linear_attn)\."
 ROWS: tuple[tuple[str, Split], ...] = (
     # held parameter                                                      -> Hugging Face tensors
     (r"(model\.embed_tokens|model\.word_embeddings|lm_head)\.weight", vocabulary),
@@ -214,7 +226,7 @@ ROWS: tuple[tuple[str, Split], ...] = (
     (INDEXER + r"(wq_b|wk|weights_proj)\.weight", whole),
     (INDEXER + r"k_norm\.(weight|bias)", whole),
     (INDEXER + r"wk_weights_proj\.weight", indexer_keys),
-    (DELTA_NET + r"in_proj_(qkvz|ba)\.weight", merged_rows),
+    (DELTA_NET + r"in_proj_(qkvz|ba)\.weight", delta_inputs),
     (DELTA_NET + r"conv1d\.weight", delta_convolution),
     (DELTA_NET + r"(A_log|dt_bias)", delta_heads),
     (DELTA_NET + r"norm\.weight", whole),
@@ -235,7 +247,7 @@ TOGETHER: tuple[Split, ...] = (latent_down,)
 
 
 _BARE_ATTENTION = re.compile(r"(?<=\.layers\.)(\d+)\.(?=(qkv_proj|o_proj|q_norm|k_norm)\.)")
-"""Attention that SGLang holds in the layer itself (Qwen3-Next's), where checkpoints name it self_attn."""
+"""Attention that SGLang holds in the layer itself (Qwen3-Next's and Qwen3.5's), where checkpoints name it self_attn."""
 
 
 class _Unexpected(Exception):
