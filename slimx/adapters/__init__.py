@@ -1,1 +1,1 @@
-"""Adapters to upstreams: megatron-core, SGLang, hooks of slime's form. Each entry names its version and its reason."""
+"""Adapters to upstreams: megatron-core, SGLang, Ray, hooks of slime's form. Each entry names its version and reason."""

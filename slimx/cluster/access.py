@@ -18,8 +18,6 @@ ADDRESS = "127.0.0.2"
 SYSTEM_CONFIG = {"enable_metrics_collection": False}
 """Ray's settings for a cluster: without this one each node's agent would offer Ray's counters to everybody; slimx keeps
 its own."""
-COUNTERS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
-"""Ray's variables for two more ports of its counters, for which no address can be chosen: -1 is no port."""
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
@@ -36,8 +34,6 @@ def local_options() -> dict[str, Any]:
         )
     if TOKEN not in os.environ:
         keep_to_owner(Path(os.environ.get(TOKEN_FILE) or Path.home() / ".ray" / "auth_token"))
-    for name in COUNTERS:
-        os.environ.setdefault(name, "-1")
     return {"_node_ip_address": ADDRESS}
 
 

@@ -12,6 +12,7 @@ import threading
 import ray
 import torch
 
+from slimx.adapters.ray import without_unused
 from slimx.cluster.access import SYSTEM_CONFIG, local_options
 from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError
@@ -66,6 +67,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             )
 
 
+@without_unused()
 def _start_locally(cpus: int) -> None:
     """Start Ray on this machine, again where its node did not come up in the 30 s that Ray gives it."""
     for left in reversed(range(STARTS)):
@@ -75,7 +77,6 @@ def _start_locally(cpus: int) -> None:
                 num_cpus=cpus,
                 # Shards of a batch are a few MB; weights do not travel through the object store.
                 object_store_memory=max(256 * 2**20, int(0.02 * _memory())),
-                include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 # A dying worker would kill its children at once, the guard of an engine among them, which must live to

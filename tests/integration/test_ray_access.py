@@ -61,6 +61,12 @@ def test_a_client_without_the_token_is_refused(started: str, tmp_path: Path) -> 
     assert done.stdout == "joined 7\n", done.stdout + done.stderr
 
 
+def test_a_ray_of_the_runs_own_starts_what_a_run_uses(started: str) -> None:
+    session = ray._private.worker._global_node.get_session_dir_path()
+    children = [one for one in psutil.Process().children() if session in " ".join(one.cmdline())]
+    assert sorted(one.name() for one in children) == ["gcs_server", "raylet"]
+
+
 def test_only_what_asks_for_the_token_listens_beyond_loopback(started: str) -> None:
     session = ray._private.worker._global_node.get_session_dir_path()
     beyond: dict[str, int] = {}

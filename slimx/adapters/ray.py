@@ -1,0 +1,38 @@
+"""Starts a Ray of one machine with what a run uses of it: the GCS, the raylet and the raylet's agents.
+
+Written for ray 2.60, whose `ray.init` starts three more programs that no option leaves out: 3 s of a core together, and
+it waits for one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from ray._private.node import Node
+
+UNUSED = {
+    "start_monitor": "the autoscaler: a cluster of one machine stays as it is",
+    "start_api_server": "the dashboard's program, started and waited for without a dashboard too",
+    "start_log_monitor": "brings the output of workers to the driver: each part of a run writes a log of its own",
+}
+"""Methods of Ray's `Node` that start a program each, and why a run does without it."""
+
+
+@contextlib.contextmanager
+def without_unused() -> Iterator[None]:
+    """Have a Ray that is started inside the block start nothing of `UNUSED`. Raises AttributeError if Ray has not got
+    one of them any more."""
+    starts = {name: getattr(Node, name) for name in UNUSED}
+    for name in starts:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(Node, name, start)
+
+
+def _start_nothing(node: Node, **_: Any) -> None:
+    """In place of a method that starts a program."""
