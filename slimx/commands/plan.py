@@ -52,6 +52,7 @@ def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:
             packages=installed(),
             exact=config.exact,
             delta_nets=delta_net_layers(spec.transformer) > 0,
+            experts=spec.experts,
         ).reasons
     except SlimxError as error:  # no violation: the plan may be for machines that have the package
         return (str(error),)

@@ -72,6 +72,7 @@ def check_run(config: Config) -> Prepared:
         packages=installed(),
         exact=config.exact,
         delta_nets=delta_net_layers(spec.transformer) > 0,
+        experts=spec.experts,
     )
     check_transformer(spec, config, backends, cpu=device == "cpu")
     if config.critic is not None:

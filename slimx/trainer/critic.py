@@ -61,7 +61,7 @@ class CriticTrainer(TrainedModel):
         own = config.as_critic()
         trainer, critic = own.trainer, own.critic
         spec = read_trunk(config.model)
-        backends = choose_backends(trainer, device=parallel.device.type, packages=installed())
+        backends = choose_backends(trainer, device=parallel.device.type, packages=installed(), experts=spec.experts)
         chunks = build_model(spec, own, backends, device=parallel.device, kind=ValueModel)
         modules = [unwrap(chunk) for chunk in chunks]
         heads = [module.value_head for module in modules if module.post_process]

@@ -38,6 +38,9 @@ class TrainedModel:
         settings = chunks[0].config
         settings.finalize_model_grads_func = sum_gradients
         settings.grad_scale_func = optimizer.scale_loss
+        if chunks[0].ddp_config.overlap_grad_reduce:
+            several = [chunk.no_sync for chunk in chunks]
+            settings.no_sync_func = several if len(several) > 1 else several[0]
 
     def save(self, path: str, *, step: int) -> None:
         """Copy the state after step `step` and start writing this rank's part of it into `path`."""

@@ -41,7 +41,11 @@ class PolicyTrainer(TrainedModel):
 
     def __init__(self, config: Config, spec: ModelSpec, parallel: ParallelState):
         self.backends = choose_backends(
-            config.trainer, device=parallel.device.type, packages=installed(), exact=config.exact
+            config.trainer,
+            device=parallel.device.type,
+            packages=installed(),
+            exact=config.exact,
+            experts=spec.experts,
         )
         chunks = build_model(spec, config, self.backends, device=parallel.device)
         modules = [unwrap(chunk) for chunk in chunks]

@@ -33,12 +33,20 @@ WIDE = {
 }
 """Two ranks of tensor parallelism have whole blocks of 128 each."""
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+SPARSE = {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts"} | {
+    "num_experts_per_tok",
+    "output_router_logits",
+    "router_aux_loss_coef",
+}
+"""Fields that a dense model's config.json does not have."""
 
 
-def make_block_model(out: Path, *, dense: bool = False) -> Path:
-    """A seeded Qwen3-MoE, or Qwen3, in bf16 with the quickstart's tokenizer; no tensor is constant."""
+def make_block_model(out: Path, *, dense: bool = False, layers: int = 2) -> Path:
+    """A seeded Qwen3-MoE, or Qwen3, of `layers` layers in bf16, no tensor constant, with the quickstart's tokenizer."""
     quickstart = runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))
-    hf: dict[str, Any] = quickstart["CONFIG"] | WIDE | (DENSE if dense else {})
+    hf: dict[str, Any] = quickstart["CONFIG"] | WIDE | {"num_hidden_layers": layers}
+    if dense:
+        hf = {key: value for key, value in (hf | DENSE).items() if key not in SPARSE}
     torch.manual_seed(1)
     config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
     AutoModelForCausalLM.from_config(config).save_pretrained(out)

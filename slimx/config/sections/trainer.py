@@ -169,6 +169,12 @@ class Trainer(RankLayout):
     and slimx itself; null: model.path."""
     distributed_optimizer: bool = True
     """Shard the optimizer's state over DP ranks."""
+    overlap_grad_reduce: bool | None = None
+    """Sum gradients over DP and CP ranks bucket by bucket while the last micro-batch's backward pass goes on; null:
+    where Transformer Engine computes the layers and there are several such ranks."""
+    grad_bucket_elements: Amount | None = None
+    """Gradients of a bucket, at least; null: megatron-core's choice, the larger of 40 million and 1 million for each of
+    these ranks."""
     max_tokens_per_microbatch: Amount = 8192
     """Tokens packed into one forward pass, at most."""
     balance: Literal["tokens", "flops"] = "flops"

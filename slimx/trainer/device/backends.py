@@ -37,6 +37,8 @@ class Backends:
     """The weight gradient's matrix product adds into the fp32 gradient itself."""
     permute_fusion: bool
     """Tokens are ordered by expert in Transformer Engine's kernels."""
+    overlap_grad_reduce: bool
+    """Gradients are summed over ranks while the backward pass goes on."""
     reasons: tuple[str, ...]
     """One sentence per choice, for the log."""
 
@@ -58,10 +60,17 @@ def installed() -> frozenset[str]:
 
 
 def choose_backends(
-    trainer: Trainer, *, device: str, packages: Collection[str], exact: bool = False, delta_nets: bool = False
+    trainer: Trainer,
+    *,
+    device: str,
+    packages: Collection[str],
+    exact: bool = False,
+    delta_nets: bool = False,
+    experts: int = 0,
 ) -> Backends:
     """Resolve `auto` and refuse what cannot run; `packages`: `installed()` on the trainer's machines. `exact`: for
     numerics.mode exact, whose layers take the place of plain torch's. `delta_nets`: the model has some.
+    `experts`: routed ones of a layer.
 
     Raises SlimxError naming the key and what is missing."""
     if exact:
@@ -77,8 +86,9 @@ def choose_backends(
     else:
         why_dispatcher = "moe.dispatcher alltoall: as configured"
     permute, why_permute = _permute_fusion(device, packages)
+    overlap, why_overlap = _overlap(trainer, device, packages, experts)
     delta_rule = [_delta_rule(device, packages)] if delta_nets else []
-    reasons = (why_attention, *delta_rule, why_dispatcher, why_fusion, why_permute)
+    reasons = (why_attention, *delta_rule, why_dispatcher, why_fusion, why_permute, why_overlap)
     return Backends(
         attention=attention,
         dispatcher=dispatcher,
@@ -86,6 +96,7 @@ def choose_backends(
         transformer_engine=has_engine(device, packages),
         gradient_accumulation_fusion=fusion,
         permute_fusion=permute,
+        overlap_grad_reduce=overlap,
         reasons=reasons,
     )
 
@@ -150,6 +161,26 @@ def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
     if has_engine(device, packages):
         return True, f"{name} fused: Transformer Engine's kernels"
     return False, f"{name} unfused: Transformer Engine is not installed, or numerics.mode is exact"
+
+
+def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: int) -> tuple[bool, str]:
+    name, asked, engine = "reduction of gradients", trainer.overlap_grad_reduce, has_engine(device, packages)
+    if asked and experts and not engine:
+        # megatron-core's buckets count gradients, and sums of different buckets would meet where ranks differ in order.
+        raise SlimxError(
+            "trainer.overlap_grad_reduce needs Transformer Engine's layers for a model with experts, which are not "
+            "taken here: an expert without tokens has no gradient in torch's, and its bucket would wait for it; leave "
+            "the key out",
+            code="trainer.overlap_grad_reduce",
+            about="trainer.overlap_grad_reduce",
+        )
+    if asked is not None:
+        return asked, f"{name} {'beside' if asked else 'after'} the backward pass: as configured"
+    if trainer.data_size * trainer.context == 1:
+        return False, f"{name} not needed: there is one data-parallel rank"
+    if engine:
+        return True, f"{name} beside the backward pass, by buckets"
+    return False, f"{name} after the backward pass: Transformer Engine does not compute the layers"
 
 
 def _check_flex(trainer: Trainer, device: str, packages: Collection[str]) -> None:

@@ -65,7 +65,10 @@ def build_model(
         DistributedDataParallel(
             transformer,
             DistributedDataParallelConfig(
-                use_distributed_optimizer=config.trainer.distributed_optimizer, grad_reduce_in_fp32=True
+                use_distributed_optimizer=config.trainer.distributed_optimizer,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=backends.overlap_grad_reduce,
+                bucket_size=config.trainer.grad_bucket_elements,
             ),
             chunk,
         )

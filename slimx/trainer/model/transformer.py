@@ -135,15 +135,26 @@ def _fusion_fields(spec: ModelSpec, backends: Backends) -> dict[str, Any]:
     engine = backends.transformer_engine
     return {
         # The unfused rotation asks the GPU for the bounds of the sequences, and waits for it, twice in every layer.
-        # megatron-core calls the fused one for latent attention experimental, and its fused one of packed sequences
-        # leaves out the factor by which yarn lengthens queries and keys.
-        "apply_rope_fusion": engine
-        and not spec.transformer.get("multi_latent_attention", False)
-        and spec.gpt["position_embedding_type"] != "yarn",
+        "apply_rope_fusion": engine and fused_rotation(spec),
         # Compiled by torch, so that it needs a compiler on the machine: not where the layers are plain torch.
         "bias_activation_fusion": engine,
         "moe_permute_fusion": backends.permute_fusion and spec.experts > 0,
     }
+
+
+def fused_rotation(spec: ModelSpec) -> bool:
+    """Returns True if a fused kernel turns queries and keys of packed sequences as megatron-core's plain code does."""
+    fields = spec.transformer
+    if not fields.get("multi_latent_attention", False):
+        # Transformer Engine's kernel leaves out the factor by which yarn lengthens queries and keys.
+        return spec.gpt["position_embedding_type"] != "yarn"
+    # megatron-core's own kernels: for yarn, not for sparse attention, and Triton takes ranges of powers of 2 only.
+    widths = (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"], fields["v_head_dim"])
+    return (
+        fields["rope_type"] == "yarn"
+        and fields.get("experimental_attention_variant") != "dsa"
+        and all(width.bit_count() == 1 for width in widths)
+    )
 
 
 def _recompute_fields(trainer: Trainer) -> dict[str, Any]:

@@ -123,3 +123,30 @@ def test_tokens_are_permuted_by_transformer_engine_in_fast_mode(device, packages
 )
 def test_the_layers_are_transformer_engines_where_it_can_compute_them(device, packages, engine):
     assert choose_backends(trainer(), device=device, packages=packages).transformer_engine is engine
+
+
+DATA2 = {"data": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "packages", "on"),
+    [
+        (DATA2, {TE}, True),
+        ({"context": 2}, {TE}, True),
+        ({"tensor": 2, "expert_tensor": 1}, {TE}, False),
+        (DATA2, {APEX}, False),
+        (DATA2 | {"overlap_grad_reduce": False}, {TE}, False),
+        ({"overlap_grad_reduce": True}, {TE}, True),
+    ],
+)
+def test_gradients_are_summed_beside_the_backward_pass_where_there_are_ranks_to_sum_over(fields, packages, on):
+    backends = choose_backends(trainer(**fields), device="cuda", packages=packages, experts=8)
+    assert backends.overlap_grad_reduce is on
+
+
+@pytest.mark.parametrize(("device", "exact"), [("cpu", False), ("cuda", True)])
+def test_experts_of_plain_torch_may_have_no_gradients_to_wait_for(device, exact):
+    asked = trainer(**DATA2, overlap_grad_reduce=True)
+    assert choose_backends(asked, device=device, packages={TE}, exact=exact).overlap_grad_reduce
+    with refused("trainer.overlap_grad_reduce", about="trainer.overlap_grad_reduce"):
+        choose_backends(asked, device=device, packages={TE}, exact=exact, experts=8)
