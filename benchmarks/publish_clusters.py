@@ -12,7 +12,7 @@ from slimx.layout.megatron import MegatronLayout
 from slimx.layout.ranks import EngineSizes, Sizes
 from slimx.models.families import deepseek_v3, qwen3_moe
 from slimx.preflight.links.model import Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
-from slimx.reshard.plan.copy_plan import compile_plan
+from slimx.reshard.plan.copy_plan import Plan, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation
 
 QWEN3_235B: dict[str, Any] = {
@@ -24,6 +24,22 @@ QWEN3_235B: dict[str, Any] = {
     "moe_intermediate_size": 1536,
     "num_hidden_layers": 94,
     "vocab_size": 151936,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
 }
 KIMI_K2: dict[str, Any] = {
     "hidden_size": 7168,
@@ -56,16 +72,19 @@ class Case:
     engines: int
     fp8: bool = False
 
-    def traffic(self) -> Traffic:
-        plan = compile_plan(
+    def plan(self) -> Plan:
+        """The plan for one engine."""
+        return compile_plan(
             MegatronLayout(self.family.weight_table(self.hf), self.trainer).parts(),
             EngineLayout(self.family.engine_table(self.hf), self.engine).parts(),
             precision=Precision("bfloat16", "bfloat16", Quantisation("ieee") if self.fp8 else None),
             bucket_bytes=BUCKET_BYTES,
             ranks=self.engine.world,
         )
+
+    def traffic(self) -> Traffic:
         return traffic_of(
-            plan,
+            self.plan(),
             sources=self.trainer.world,
             engines=self.engines,
             engine_ranks=self.engine.world,

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from slimx.errors import SlimxError
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.precision import ITEMSIZE
+from slimx.reshard.plan.wire import move_bytes, summed
 
 TOLERANCE = 0.25
 """Share by which the model may miss a measured publication before its predictions are withheld."""
@@ -140,8 +140,8 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
     moved, targets = plan.moved, plan.targets
     elements = moved["rows"].astype(np.int64) * moved["cols"]
     bucket, source, target = moved["bucket"], moved["source"], moved["target"]
-    read = _sum((plan.count, sources), (bucket, source), elements * _itemsize_read(plan))
-    wire = _sum((plan.count, sources, targets), (bucket, source, target), _wire(plan, elements))
+    read = summed((plan.count, sources), (bucket, source), elements * _itemsize_read(plan))
+    wire = summed((plan.count, sources, targets), (bucket, source, target), move_bytes(plan))
     messages = wire > 0
     return Traffic(
         read=read,
@@ -155,55 +155,8 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
     )
 
 
-class WireBytes(NamedTuple):
-    """Bytes that trainer ranks send ranks of one engine: a number for each pair that has anything to send."""
-
-    sources: np.ndarray
-    targets: np.ndarray
-    nbytes: np.ndarray
-
-    def sent(self, ranks: int) -> np.ndarray:
-        """[ranks] bytes that leave each trainer rank."""
-        return _sum((ranks,), (self.sources,), self.nbytes)
-
-    def received(self, ranks: int) -> np.ndarray:
-        """[ranks] bytes that enter each rank of the engine."""
-        return _sum((ranks,), (self.targets,), self.nbytes)
-
-
-def wire_bytes(plan: Plan) -> WireBytes:
-    """Bytes that each trainer rank sends each rank of one engine in a publication by `plan`."""
-    moved = plan.moved
-    elements = moved["rows"].astype(np.int64) * moved["cols"]
-    pairs, pair = np.unique(moved["source"].astype(np.int64) * plan.targets + moved["target"], return_inverse=True)
-    return WireBytes(*divmod(pairs, plan.targets), _sum((len(pairs),), (pair,), _wire(plan, elements)))
-
-
-def _sum(shape: tuple[int, ...], index: tuple[np.ndarray, ...], values: np.ndarray) -> np.ndarray:
-    flat = np.bincount(np.ravel_multi_index(index, shape), weights=values, minlength=int(np.prod(shape)))
-    return flat.reshape(shape).astype(np.int64)  # exact: float64 counts bytes up to 2^53
-
-
 def _itemsize_read(plan: Plan) -> np.ndarray:
     return np.array([ITEMSIZE[p.dtype] for p in plan.parameters], dtype=np.int64)[plan.moved["parameter"]]
-
-
-def _wire(plan: Plan, elements: np.ndarray) -> np.ndarray:
-    """[moves] bytes in the engine's dtype, with the block scales of what is quantised."""
-    sizes = [[[ITEMSIZE[t.dtype] for t in bucket.tensors] for bucket in target] for target in plan.buckets]
-    first = np.cumsum([0] + [len(bucket) for target in sizes for bucket in target])
-    flat = np.array([size for target in sizes for bucket in target for size in bucket], dtype=np.int64)
-    moved = plan.moved
-    number = first[moved["target"] * plan.count + moved["bucket"]] + moved["tensor"]
-    nbytes = elements * flat[number]
-    quantisation = plan.precision.quantisation
-    if quantisation is not None:
-        scale_of = [t.scale_of >= 0 for target in plan.buckets for bucket in target for t in bucket.tensors]
-        quantised = np.array([*scale_of[1:], False])[number]  # a tensor's scales follow it
-        high, wide = quantisation.block
-        blocks = -(-moved["rows"].astype(np.int64) // high) * -(-moved["cols"] // wide)
-        nbytes += np.where(quantised, blocks * ITEMSIZE[quantisation.scale_dtype], 0)
-    return nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from slimx.preflight.hardware import Machine
-from slimx.preflight.links.model import wire_bytes
 from slimx.preflight.record import LinkBytes, PlannedGroup, RankMap
 from slimx.reshard.plan.publication import PublicationPlan
+from slimx.reshard.plan.wire import wire_bytes
 
 
 def link_bytes(

@@ -25,7 +25,7 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.checks import RULES, model_facts
 from slimx.preflight.checks.machine import machine_warnings
 from slimx.preflight.hardware import Machine, machine_of
-from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of, wire_bytes
+from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
 from slimx.preflight.memory.engine import engine_memory
@@ -38,6 +38,7 @@ from slimx.preflight.plan.rank_map import rank_map
 from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
+from slimx.reshard.plan.wire import wire_bytes
 
 OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
 """Rules that another layout of the trainer could satisfy."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -83,6 +84,15 @@ class Parameter(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
+class Holders(NamedTuple):
+    """The source ranks that hold what a move takes."""
+
+    groups: list[tuple[int, ...]]
+    """Sets of ranks that hold the same bytes."""
+    of: np.ndarray
+    """[moves] index into `groups`."""
+
+
 class Plan:
     """A compiled plan of copies (`compile_plan`)."""
 
@@ -93,13 +103,14 @@ class Plan:
         buckets: list[list[Bucket]],
         moved: np.ndarray,
         unread: tuple[str, ...] = (),
+        holders: Holders | None = None,
     ):
         """`buckets[target][bucket]`: ranks with fewer buckets than others have empty ones at the end. `moved` [moves]
         of `MOVE`, sorted by bucket, then by source rank. `unread`: checkpoint tensors of the source that no target
-        takes.
+        takes. `holders`: who else could send each move; a plan read from bytes does not know it.
         """
         self.precision, self.parameters, self.buckets, self.moved = precision, parameters, buckets, moved
-        self.unread = unread
+        self.unread, self.holders = unread, holders
 
     @property
     def targets(self) -> int:
@@ -217,6 +228,9 @@ class _Compiler:
         self.placed: list[set[str]] = [set() for _ in range(ranks)]
         """Names of each rank's tensors."""
         self.rows: list[tuple[int, ...]] = []
+        self.groups: dict[tuple[int, ...], int] = {}
+        self.group_of: list[int] = []
+        """Index into `groups` of each of `rows`."""
         self.read: set[str] = set()
 
     def compile(self, target: Iterable[Part]) -> Plan:
@@ -230,7 +244,8 @@ class _Compiler:
             for per_rank in self.tensors
         ]
         unread = tuple(name for name in self.held if name not in self.read)
-        return Plan(self.precision, self.parameters, buckets, moved[order], unread)
+        holders = Holders(list(self.groups), np.array(self.group_of, dtype=np.int32)[order])
+        return Plan(self.precision, self.parameters, buckets, moved[order], unread, holders)
 
     def _add_source(self, part: Part) -> None:
         form = part.name, part.dtype or self.precision.trainer, part.shape
@@ -280,6 +295,7 @@ class _Compiler:
                 self.load[sender] += m.rows * m.cols * itemsize
                 source = m.source_row, m.source_col, m.source_step
                 place = rect.local_row + m.row, rect.local_col + m.col, m.row_step
+                self.group_of.append(self.groups.setdefault(ranks, len(self.groups)))
                 self.rows.append((sender, parameter, rank, bucket, tensor, *source, *place, m.rows, m.cols))
 
     def _least_busy(self, ranks: tuple[int, ...]) -> int:

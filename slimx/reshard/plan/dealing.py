@@ -1,0 +1,205 @@
+"""Dealing: which trainer rank sends which bytes to which rank of every engine; no link carries more than it must.
+
+A compiled plan says, for one engine, what goes where and who holds it (`Plan.holders`). Here senders are chosen anew
+for all engines together, in two steps:
+
+    share   bytes that the same ranks hold are one amount. Amounts are poured over the links of their holders until no
+            link can be relieved by another: the smallest busiest link that the layouts allow.
+    cut     the moves of one amount and bucket lie on a line that is cut by these shares (McNaughton, "Scheduling with
+            deadlines and loss functions", 1959); a large move that lies across a cut is divided by rows. The line of
+            the next bucket starts elsewhere, so that what is not divided falls on each holder in turn.
+
+Engines follow one another on the line: those that are copies of one another take the same bytes from different ranks.
+What a rank receives is the layouts' alone, and is not dealt out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from slimx.errors import SlimxError
+from slimx.reshard.plan.copy_plan import Holders, Plan
+from slimx.reshard.plan.wire import move_bytes, quantised_moves, wire_bytes
+
+GRAIN = 2**18
+"""Bytes: no move is divided into parts that are smaller."""
+CLOSE, SWEEPS = 1e-3, 200
+"""Sharing ends when a sweep over all amounts changes no link by this part of its bytes, or after so many sweeps."""
+TURN = (5**0.5 - 1) / 2
+"""Part of its length by which the line of a bucket is turned against the one before: multiples of it fall evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLoad:
+    """Bytes that links carry in one publication."""
+
+    sent: np.ndarray
+    """[links of trainers] bytes that leave."""
+    received: np.ndarray
+    """[ranks of all engines] bytes that enter."""
+
+    @property
+    def busiest(self) -> int:
+        """Bytes of the busiest link, of either side."""
+        return int(max(self.sent.max(), self.received.max()))
+
+    @property
+    def imbalance(self) -> tuple[float, float]:
+        """Busiest over average: of the sending links, of the receiving ones."""
+        return float(self.sent.max() / self.sent.mean()), float(self.received.max() / self.received.mean())
+
+
+def deal(plan: Plan, *, ranks: int, engines: int = 1, links: Sequence[int] = (), grain: int = GRAIN) -> Plan:
+    """`plan`, which is one engine's, for `engines` that are copies of one another: rank r of engine e is target
+    e * plan.targets + r.
+
+    `ranks`: of the trainer. `links`: for each of them the number of the link that it sends through, from 0; empty: each
+    has its own. `grain`: bytes below which no part of a move is cut off. The same inputs give the same plan.
+    """
+    if plan.holders is None:
+        raise SlimxError(
+            "dealing: this plan was read from bytes and does not say who holds what; compile it again",
+            code="dealing.holders",
+            about="plan",
+        )
+    link_of = np.array(links or range(ranks), dtype=np.int64)
+    if len(link_of) != ranks:
+        raise SlimxError(
+            f"dealing: {len(link_of)} links are given for {ranks} trainer ranks; name one for each rank",
+            code="dealing.links",
+            about="links",
+        )
+    nbytes = move_bytes(plan)
+    amounts = np.bincount(plan.holders.of, weights=nbytes, minlength=len(plan.holders.groups)) * engines
+    shares = share(amounts, [np.array(group) for group in plan.holders.groups], link_of)
+    moved = _cut(plan, nbytes, shares, engines, grain)
+    order = np.lexsort((moved["row"], moved["tensor"], moved["target"], moved["source"], moved["bucket"]))
+    return Plan(plan.precision, plan.parameters, plan.buckets * engines, moved[order], plan.unread)
+
+
+def link_load(dealt: Plan, *, ranks: int, links: Sequence[int] = ()) -> LinkLoad:
+    """Bytes by link of a dealt plan; `ranks` and `links` as `deal` has them."""
+    wire = wire_bytes(dealt)
+    sent = np.bincount(np.array(links or range(ranks)), weights=wire.sent(ranks)).astype(np.int64)
+    return LinkLoad(sent, wire.received(dealt.targets))
+
+
+def only(plan: Plan, target: int) -> Plan:
+    """The part of a dealt plan that fills one target, which it has as its target 0."""
+    moved = plan.moved[plan.moved["target"] == target].copy()
+    moved["target"] = 0
+    return Plan(plan.precision, plan.parameters, [plan.buckets[target]], moved)
+
+
+def share(amounts: np.ndarray, holders: Sequence[np.ndarray], link_of: np.ndarray) -> list[np.ndarray]:
+    """For each amount [holders] the part of it that each of its holders sends; parts sum to 1.
+
+    Amounts are poured in turn, each over the links of its holders on top of what the others have there, until nothing
+    changes: then the sum of squares over links is least, and with it the load of the busiest.
+    """
+    load = np.zeros(int(link_of.max()) + 1)
+    pools: dict[tuple[int, ...], float] = {}
+    """By set of links all that can go over any of them."""
+    of = [tuple(np.unique(link_of[ranks]).tolist()) for ranks in holders]
+    for links, amount in zip(of, amounts, strict=True):
+        pools[links] = pools.get(links, 0.0) + float(amount)
+    poured = {links: np.zeros(len(links)) for links in pools}
+    at = {links: np.array(links) for links in pools}
+    # Those with least choice first: their links are settled when the others come.
+    order = sorted(pools, key=lambda links: (len(links), links))
+    for _ in range(SWEEPS):
+        before = load.copy()
+        for links in order:
+            others = load[at[links]] - poured[links]
+            poured[links] = _pour(others, pools[links])
+            load[at[links]] = others + poured[links]
+        if np.abs(load - before).max() <= CLOSE * load.max():
+            break
+    return [_by_rank(ranks, links, poured[links], link_of) for ranks, links in zip(holders, of, strict=True)]
+
+
+def _pour(held: np.ndarray, amount: float) -> np.ndarray:
+    """What each vessel gets of `amount` if all are filled to one level, those that `held` more already excepted."""
+    low = np.sort(held)
+    level = (amount + low.cumsum()) / np.arange(1, len(low) + 1)
+    # The level of the k lowest vessels holds if it does not reach the next one.
+    count = np.flatnonzero(np.append(low[1:], np.inf) >= level)[0]
+    return np.maximum(level[count] - held, 0.0)
+
+
+def _by_rank(ranks: np.ndarray, links: tuple[int, ...], poured: np.ndarray, link_of: np.ndarray) -> np.ndarray:
+    """Parts [ranks] of an amount: ranks behind one link share what it carries."""
+    place = np.searchsorted(links, link_of[ranks])
+    parts = (poured / np.bincount(place, minlength=len(links)))[place]
+    return parts / parts.sum() if parts.sum() else np.full(len(ranks), 1 / len(ranks))
+
+
+def _cut(plan: Plan, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int) -> np.ndarray:
+    """The moves [more moves] of all engines, each with its sender."""
+    holders: Holders = plan.holders
+    moved = np.tile(plan.moved, engines)
+    moved["target"] += np.repeat(np.arange(engines, dtype=np.int32) * plan.targets, len(plan.moved))
+    moved["source"] = np.array([ranks[0] for ranks in holders.groups], dtype=np.int32)[np.tile(holders.of, engines)]
+    # Rows that stay together: a block's scale is computed where the block is.
+    high = plan.precision.quantisation.block[0] if plan.precision.quantisation else 1
+    unit = np.where(quantised_moves(plan), high, 1)
+    least = -(-grain * plan.moved["rows"].astype(np.int64) // np.maximum(nbytes, 1))
+    least = -(-np.maximum(least, 1) // unit) * unit
+    divided: list[tuple[int, int, int, int]] = []
+    """Index of a move, and first row, rows and sender of a part of it."""
+    whole = np.ones(len(moved), dtype=bool)
+    for number, bucket, own in _lines(plan, np.array([len(parts) > 1 for parts in shares])):
+        line = (own + np.arange(engines)[:, None] * len(plan.moved)).ravel()
+        size, ranks = np.tile(nbytes[own], engines), np.array(holders.groups[number])
+        # Cuts over two turns, so that the line need not be wrapped at its end.
+        cuts = np.concatenate([shares[number].cumsum(), 1.0 + shares[number].cumsum()])
+        cuts[len(ranks) - 1], cuts[-1] = 1.0, np.inf
+        ends = bucket * TURN % 1.0 + size.cumsum() / size.sum()
+        starts = ends - size / size.sum()
+        first, last = (np.searchsorted(cuts, at, side="right") for at in (starts, ends))
+        moved["source"][line] = ranks[np.searchsorted(cuts, (starts + ends) / 2, side="right") % len(ranks)]
+        of = line % len(plan.moved)
+        for k in np.flatnonzero((first < last) & (moved["rows"][line] >= 2 * least[of])).tolist():
+            at = (cuts[first[k] : last[k]] - starts[k]) / (ends[k] - starts[k])
+            rows = int(moved["rows"][line[k]])
+            parts = _divided(rows, at.tolist(), int(unit[of[k]]), int(least[of[k]]), int(first[k]))
+            if len(parts) > 1:
+                whole[line[k]] = False
+                divided += [(line[k], row, count, ranks[sender % len(ranks)]) for row, count, sender in parts]
+    if not divided:
+        return moved
+    index, row, rows, sender = np.array(divided, dtype=np.int64).T
+    parts = moved[index]
+    parts["source_row"] += row * parts["source_step"]
+    parts["row"] += row * parts["row_step"]
+    parts["rows"], parts["source"] = rows, sender
+    return np.concatenate([moved[whole], parts])
+
+
+def _lines(plan: Plan, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """For each group of holders that are `chosen` [groups], and each bucket: the moves of one engine, by index."""
+    group = plan.holders.of
+    order = np.flatnonzero(chosen[group])
+    order = order[np.lexsort((order, plan.moved["bucket"][order], group[order]))]
+    keys = group[order].astype(np.int64) * plan.count + plan.moved["bucket"][order]
+    edges = np.flatnonzero(np.diff(keys, prepend=-1, append=-1)).tolist()
+    for start, stop in pairwise(edges):
+        yield *divmod(int(keys[start]), plan.count), order[start:stop]
+
+
+def _divided(rows: int, at: Sequence[float], unit: int, least: int, first: int) -> list[tuple[int, int, int]]:
+    """(First row, rows, holder) of the parts of a move that is cut `at` fractions of its length, in multiples of `unit`
+    and `least` rows or more; holder `first` has the first part, and each next holder the next one."""
+    edges, senders = [0], [first]
+    for holder, fraction in enumerate(at, first + 1):
+        row = round(fraction * rows / unit) * unit
+        if row - edges[-1] >= least and rows - row >= least:
+            edges.append(row)
+            senders.append(holder)
+        elif row - edges[-1] <= rows - row:  # too little for the holder before this cut
+            senders[-1] = holder
+    return [(row, end - row, sender) for (row, end), sender in zip(pairwise([*edges, rows]), senders, strict=True)]
