@@ -39,7 +39,7 @@ class Search:
         if not asked:
             right = words(marked_answer(text) or "") == words(self.answer)
             return Step(done=True, reward=float(right and self.answer != ""))
-        return Step(text="\n".join(self.best(words(asked[-1]))) or "Nothing found.")
+        return Step(text="\n".join(self.best(words(asked[-1]))) or "Nothing found.", tool_calls=1)
 
     async def close(self) -> None:
         pass

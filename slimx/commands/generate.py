@@ -134,7 +134,7 @@ async def generate(
             await in_thread(files.write, step + 1, 0, batch.groups, batch.dropped)
             step += 1
             await in_thread(_save, saves, RunState(step, 0, {}, False, rollouts=manager.state()))
-            metrics = _metrics(batch, seconds)
+            metrics = _metrics(batch, seconds, config.eval.passing)
             tracker.log(step, metrics, version=0)
             table.row(step, metrics)
 
@@ -143,6 +143,6 @@ def _save(saves: Saves, state: RunState) -> None:
     saves.commit(saves.begin(state.step), state.files(), {})
 
 
-def _metrics(batch: Batch, seconds: float) -> dict[str, float]:
+def _metrics(batch: Batch, seconds: float, passing: float) -> dict[str, float]:
     sampled = sum(len(t.sampled_ids()) for group in batch.groups for t in group.trajectories)
-    return group_metrics(batch) | {"time/step": seconds, "perf/tokens_per_second": sampled / seconds}
+    return group_metrics(batch, passing) | {"time/step": seconds, "perf/tokens_per_second": sampled / seconds}

@@ -98,6 +98,8 @@ class Trajectory:
     """By the number of the turn; empty where the hook says nothing of them."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that hooks logged of it, by name; may be NaN or infinite."""
     status: Status = "completed"
     finish_reason: str | None = None
     """stop, length, abort; for failed: the exception's text."""

@@ -19,6 +19,8 @@ class Step:
     reward: float = 0.0
     """For the model's turn before it."""
     done: bool = False
+    tool_calls: int = 0
+    """Tools that the turn called, for the metric `hook/tool_calls`."""
     info: dict[str, Any] = field(default_factory=dict)
     """Kept in the trajectory's metadata; plain JSON values."""
 

@@ -36,7 +36,7 @@ class PythonTool:
         ran = await self.sandbox.run(program)
         output = (ran.stdout + ran.stderr).strip() or "(no output)"
         ending = "" if ran.ended == "exit" else f"\n(killed: over the limit of {ran.ended})"
-        return Step(text=f"Output:\n{output}{ending}", role=self.role)
+        return Step(text=f"Output:\n{output}{ending}", role=self.role, tool_calls=1)
 
     async def close(self) -> None:
         """There is nothing to end."""

@@ -56,7 +56,7 @@ async def train(run: Run) -> None:
         run.records.keep(run.current, run.version, batch)
         with run.phase("prepare"):
             rows = run.updates(batch.groups)
-            metrics = group_metrics(batch) | staleness_metrics(batch.groups, run.version)
+            metrics = group_metrics(batch, config.eval.passing) | staleness_metrics(batch.groups, run.version)
         if schedule.colocate:
             with run.phase("sleep"):
                 await run.engines.sleep()

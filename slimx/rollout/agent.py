@@ -99,7 +99,9 @@ async def generate(
 
     Metadata of each trajectory: `requests`, `overridden` (parameters that the run decided), `branch` (its number), and
     `result`, what the agent returned or the program wrote. An agent that fails after it reached a limit has none, and
-    the conversations that it could not go on with are truncated. Raises GivenUp for one that fails otherwise, or that
+    the conversations that it could not go on with are truncated. Logs `tool_calls`.
+
+    Raises GivenUp for one that fails otherwise, or that
     asks for nothing.
     """
     if ctx.proxy is None:
@@ -128,6 +130,7 @@ async def generate(
     if not (trajectories := session.trajectories({"result": result})):
         told = f"; it was told: {session.last_error}" if session.last_error else ""
         raise GivenUp("agent without answers", f"{name} ended without an answer of the policy{told}")
+    ctx.log("tool_calls", session.tool_calls)
     return trajectories
 
 

@@ -21,6 +21,8 @@ from slimx.data.records import Group, Prompt, Trajectory
 from slimx.data.tokens import PromptIds, encode_turn
 from slimx.environments.processes import Environments
 from slimx.errors import SlimxError
+from slimx.observability.tracking.metrics import as_number
+from slimx.observability.tracking.names import check_hook_name
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.frozen import FrozenEngine
 from slimx.rollout.client.request import GenerationRequest
@@ -99,8 +101,33 @@ class RolloutEngine:
         return self.client
 
 
+class _Logging:
+    """The part of a context by which a hook logs numbers."""
+
+    __slots__ = ()
+    metrics: dict[str, float]
+
+    def log(self, name: str, value: float) -> None:
+        """Log a number of this call, once per name; docs/metrics.md says how a step's are put together.
+
+        Raises SlimxError for a name of slimx's own or of another form, for one logged before, and for no number."""
+        check_hook_name(name)
+        if name in self.metrics:
+            raise logged_twice(name)
+        self.metrics[name] = as_number(name, value)
+
+
+def logged_twice(name: str) -> SlimxError:
+    """The refusal of a second value of `name` for one trajectory."""
+    return SlimxError(
+        f"ctx.log was given {name} twice for one trajectory; add the values up, or give the second another name",
+        code="metrics.twice",
+        about=name,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutContext:
+class RolloutContext(_Logging):
     """One rollout of one prompt."""
 
     engine: RolloutEngine
@@ -127,6 +154,8 @@ class RolloutContext:
     """Makes environments, in the driver or in processes."""
     prompt_ids: PromptIds | None = None
     """Token ids of the group's prompt, which is encoded once."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the hook logged; they become those of the rollout's first trajectory."""
 
     def draft(self, prompt: Prompt | Sequence[int], *, suffix: str = "") -> Draft:
         """Begin a trajectory with the prompt's tokens; `suffix` tells several trajectories of one rollout apart."""
@@ -149,7 +178,7 @@ class RolloutContext:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardContext:
+class RewardContext(_Logging):
     """One trajectory to be judged, or one group."""
 
     prompt: Prompt
@@ -161,6 +190,8 @@ class RewardContext:
     """Frozen groups of `rollout.engines`, by name: a judge, a reward model."""
     texts: list[str] = field(default_factory=list)
     """`text` of each trajectory that is judged."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the hook logged; they become those of the trajectory, of a group those of its first one."""
 
 
 Generate = Callable[[RolloutContext, Prompt], Awaitable[Trajectory | list[Trajectory]]]

@@ -68,7 +68,9 @@ async def generate(
     """One trajectory of at most `max_turns` turns of the model; what the environment says is not trained.
 
     A turn that was cut off (no end token) ends the rollout. Metadata: `rewards` of each turn, `turns`, `ended` (done,
-    turns or length) and the last step's `info`. Raises DeadlineError for a step that takes longer than `turn_deadline`
+    turns or length) and the last step's `info`. Logs `tool_calls`.
+
+    Raises DeadlineError for a step that takes longer than `turn_deadline`
     seconds. `environment_processes`: environment calls that compute at once, in a process for each environment; 0: in
     the driver's event loop."""
     world = ctx.environments.make(
@@ -78,7 +80,7 @@ async def generate(
         rollout=f"{ctx.group_id}/{ctx.index}",
         processes=environment_processes,
     )
-    draft, rewards, info, ended = ctx.draft(prompt), [], {}, "turns"
+    draft, rewards, info, ended, tool_calls = ctx.draft(prompt), [], {}, "turns", 0
     try:
         begun = await world.reset(prompt, ctx.seed)
         if begun:
@@ -93,12 +95,14 @@ async def generate(
             step = await world.step(text)
             rewards.append(float(step.reward))
             info = step.info
+            tool_calls += step.tool_calls
             if step.done:
                 ended = "done"
                 break
             draft.add_inserted(ctx.turn(step.text, role=step.role, after=draft.token_ids))
     finally:
         await asyncio.shield(world.close())
+    ctx.log("tool_calls", tool_calls)
     return draft.finish(metadata={"rewards": rewards, "turns": draft.turn, "ended": ended, "info": info})
 
 

@@ -14,7 +14,7 @@ class RewardPart(Section):
     """One of several rewards that are summed, or one for the prompts of one dataset."""
 
     name: str
-    """Name of the part in metrics and samples."""
+    """Name of the part in metrics (`reward/part/NAME/mean`) and saved rollouts."""
     function: str
     """Dotted path of the reward hook."""
     weight: Real = 1.0

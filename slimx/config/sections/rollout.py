@@ -169,7 +169,7 @@ class Eval(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass kept where it is not greedy."""
     passing: Real = 1.0
-    """Reward from which an answer counts as right in pass@k."""
+    """Reward from which an answer counts as right: in pass@k, and where lengths are measured by outcome."""
 
     @property
     def files(self) -> dict[str, str]:

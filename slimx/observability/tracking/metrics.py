@@ -33,10 +33,11 @@ def _collect(prefix: str, metrics: Mapping[str, Any], flat: dict[str, float]) ->
                 code="metrics.twice",
                 about=name,
             )
-        flat[name] = _number(name, value)
+        flat[name] = as_number(name, value)
 
 
-def _number(name: str, value: Any) -> float:
+def as_number(name: str, value: Any) -> float:
+    """A metric's value as a float, NaN and infinities included. Raises SlimxError for what is not one number."""
     if not isinstance(value, (int, float)) and hasattr(value, "item"):
         try:
             value = value.item()

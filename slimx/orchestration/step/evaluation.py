@@ -12,6 +12,7 @@ from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group, Prompt
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
+from slimx.orchestration.step.measured import hook_metrics, part_metrics
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 
 FIRST_NUMBER = 1 << 30
@@ -39,7 +40,9 @@ async def answer_all(maker: GroupMaker, prompts: Mapping[str, Sequence[Prompt]])
 
 
 def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequence[GroupOutcome]) -> dict[str, float]:
-    """`score` of what `answer_all` brought, and `eval/failed`. Raises SlimxError if every prompt failed."""
+    """`score` of what `answer_all` brought, its reward parts and logged numbers, and `eval/failed`.
+
+    Raises SlimxError if every prompt failed."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if len(failed) == len(outcomes):
         raise SlimxError(
@@ -51,7 +54,9 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
     for name, outcome in zip(names, outcomes, strict=True):
         rewards[name].append([0.0] * options.samples if outcome.failed else answers(outcome.group))
-    return score(rewards, options.passing) | {"eval/failed": float(len(failed))}
+    answered = [trajectory for outcome in outcomes if not outcome.failed for trajectory in outcome.group.trajectories]
+    metrics = score(rewards, options.passing) | {"eval/failed": float(len(failed))}
+    return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
 
 
 def answers(group: Group) -> list[float]:

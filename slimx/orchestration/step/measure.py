@@ -10,11 +10,20 @@ from slimx.data.batch import make_rows
 from slimx.data.records import Group
 from slimx.errors import SlimxError
 from slimx.orchestration.run import Run
+from slimx.orchestration.step.measured import (
+    hook_metrics,
+    length_metrics,
+    part_metrics,
+    source_metrics,
+    turn_metrics,
+)
 from slimx.rollout.flow.tickets import Batch
 
 
-def group_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, response lengths (tokens) and dropped groups by reason."""
+def group_metrics(batch: Batch, passing: float) -> dict[str, float]:
+    """Rewards, response lengths (tokens), turns, numbers that hooks logged, and dropped groups by reason.
+
+    `passing`: the reward from which an answer counts as right (`eval.passing`)."""
     trajectories = [t for group in batch.groups for t in group.trajectories]
     metrics = {f"dropped/{reason.replace(' ', '_')}": float(count) for reason, count in batch.dropped.items()}
     metrics["dropped/total"] = float(batch.dropped.total())
@@ -28,7 +37,8 @@ def group_metrics(batch: Batch) -> dict[str, float]:
     if any(lengths):
         metrics |= {"response/mean_tokens": float(np.mean(lengths)), "response/max_tokens": float(max(lengths))}
         metrics["response/truncated"] = float(np.mean([t.status == "truncated" for t in trajectories]))
-    return metrics
+        metrics |= length_metrics(trajectories, lengths, passing) | turn_metrics(trajectories)
+    return metrics | part_metrics(trajectories) | source_metrics(batch.groups) | hook_metrics(trajectories)
 
 
 def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:

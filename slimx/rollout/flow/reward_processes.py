@@ -71,11 +71,12 @@ class RewardProcesses:
         call = self._hook, self.tokenizer_path, replace(ctx, tokenizer=None), judged
         taken: list[_Worker] = []
         try:
-            value = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, call, taken)
+            value, logged = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, call, taken)
         except asyncio.CancelledError:
             for worker in taken:
                 worker.kill()  # which frees the thread that waits for it
             raise
+        ctx.metrics.update(logged)  # the hook logged into the copy that the process has
         return verdicts(value, judged, name_of(self.reward))
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class RewardProcesses:
         self._threads.shutdown()
 
     def _ask(self, call: tuple[Any, ...], taken: list[_Worker]) -> Any:
-        """The hook's result, awaited in a thread."""
+        """The hook's result and what it logged, awaited in a thread."""
         worker = self._idle.get()  # there is one for each thread
         taken.append(worker)
         try:
@@ -242,6 +243,8 @@ def _serve(connection: Connection, driver: int) -> None:
         reply(connection, partial(_judge, *call))
 
 
-def _judge(hook: tuple[str, str], tokenizer_path: str, ctx: RewardContext, judged: Trajectory | Group) -> Any:
+def _judge(
+    hook: tuple[str, str], tokenizer_path: str, ctx: RewardContext, judged: Trajectory | Group
+) -> tuple[Any, dict[str, float]]:
     ctx = replace(ctx, tokenizer=_LaterTokenizer(tokenizer_path))
-    return asyncio.run(_load(*hook)(ctx, judged))
+    return asyncio.run(_load(*hook)(ctx, judged)), ctx.metrics

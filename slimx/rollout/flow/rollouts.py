@@ -26,7 +26,15 @@ from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.reward_processes import reward_runner
 from slimx.rollout.flow.slots import Slots, SlottedClient
 from slimx.rollout.hook_loading import Hooks
-from slimx.rollout.hooks import Generator, GivenUp, RewardContext, RolloutContext, RolloutEngine, seed_of
+from slimx.rollout.hooks import (
+    Generator,
+    GivenUp,
+    RewardContext,
+    RolloutContext,
+    RolloutEngine,
+    logged_twice,
+    seed_of,
+)
 from slimx.rollout.proxy.server import ChatProxy
 from slimx.runtime.standing_clock import Clock
 
@@ -179,6 +187,7 @@ class GroupMaker:
                     result = await self.hooks.generate(ctx, prompt)
             trajectories = result if isinstance(result, list) else [result]
             self._check(trajectories, ctx)
+            _keep_logged(trajectories[0], ctx.metrics)
         except SlimxError as error:
             reason = error.reason if isinstance(error, GivenUp) else "generate failed"
             trajectories = [_failed(ctx, reason, str(error))]
@@ -255,6 +264,7 @@ class GroupMaker:
             said = await self._rewards.judge(ctx, judged)
             for trajectory, verdict in zip(trajectories, said if isinstance(said, list) else [said], strict=True):
                 trajectory.reward, trajectory.reward_parts = verdict
+            _keep_logged(trajectories[0], ctx.metrics)
 
     async def _teach(self, trajectory: Trajectory) -> None:
         with _marking(trajectory, "teacher"):
@@ -268,6 +278,13 @@ def _marking(trajectory: Trajectory, what: str) -> Iterator[None]:
         yield
     except SlimxError as error:
         _mark(trajectory, f"{what} {'deadline' if isinstance(error, DeadlineError) else 'failed'}", str(error))
+
+
+def _keep_logged(trajectory: Trajectory, logged: Mapping[str, float]) -> None:
+    """Add what a hook logged to its trajectory. Raises SlimxError for a name that another hook logged for it."""
+    if both := sorted(trajectory.metrics.keys() & logged.keys()):
+        raise logged_twice(both[0])
+    trajectory.metrics |= logged
 
 
 def _mark(trajectory: Trajectory, reason: str, text: str) -> None:

@@ -67,6 +67,8 @@ class Session:
         self._conversations = Conversations(ctx.tokenizer)
         self._requests = self._sampled = 0
         self._overridden: set[str] = set()
+        self.tool_calls = 0
+        """Tools that the policy called, in all answers together."""
         self.last_error: str | None = None
         """The last words to the agent, if these were an error: a reason why it may have given up."""
         self.limited = False
@@ -207,6 +209,7 @@ class Session:
             raise ApiError("the engine aborted the request", code="aborted", status=503)
         self._conversations.add(exchange.place, completion, read_message(message))
         self._sampled += len(completion.token_ids)
+        self.tool_calls += len(message.get("tool_calls", []))
         return message
 
 

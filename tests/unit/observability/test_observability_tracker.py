@@ -13,6 +13,7 @@ import torch
 from slimx.observability.tracking.guard import Guard
 from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
+from slimx.observability.tracking.names import METRICS, find
 from slimx.observability.tracking.timeline import Timeline
 from slimx.observability.tracking.tracker import Tracker, WandbSink, make_tracker
 from tests.refusals import numbers, refused
@@ -257,3 +258,12 @@ def test_a_timeline_that_cannot_be_written_does_not_stop_the_run(tmp_path):
             pass
     assert set(timeline.seconds(0)) == {"train"}
     assert len(told) == 1 and timeline.close() == 2
+
+
+def test_each_metric_has_one_entry_in_the_table_and_is_found_by_its_name():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    plain = [metric for metric in METRICS if "{" not in metric.name]
+    assert [find(metric.name) for metric in plain] == plain
+    assert find("eval/gsm8k/pass@4").name == "eval/{set}/pass@{k}" and find("time/train").name == "time/{phase}"
+    assert find("hits") is None and find("rewards/mean") is None

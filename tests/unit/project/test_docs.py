@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimx.config.schema import Config
-from tools.docs import make_architecture
+from tools.docs import make_architecture, make_metrics
 from tools.docs.make_configuration import PAGE, page
 
 ROOT = Path(__file__).parents[3]
@@ -17,6 +17,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 def test_the_page_of_the_configuration_is_that_of_the_schema():
     assert PAGE.read_text() == page(), "run python tools/docs/make_configuration.py"
+
+
+def test_the_page_of_the_metrics_is_that_of_their_table():
+    assert make_metrics.PAGE.read_text() == make_metrics.page(), "run python -m tools.docs.make_metrics"
 
 
 def test_the_picture_of_the_architecture_is_that_of_the_import_contracts():
