@@ -19,8 +19,8 @@ HEAD = """\
 This page is made from `slimx/observability/tracking/names.py` by `python -m tools.docs.make_metrics`.
 
 Every step is one line of `RUN/metrics.jsonl` and one step in each tracker that section `track` names, under the same
-names. A number that is not finite is null in the file, and `nonfinite` says which it was. A part in braces stands for any
-text. Algorithms that you write add names of their own.
+names. A number that is not finite is null in the file, and `nonfinite` says which it was. A part in braces stands for
+any text. Algorithms that you write add names of their own.
 
 ## Your own
 
