@@ -115,11 +115,16 @@ class SavedRollouts(Section):
 
 class Track(Section):
     tensorboard: bool = True
-    """Write RUN/tensorboard."""
+    """Write RUN/tensorboard: metrics, recorded samples as text, the configuration."""
     wandb: bool = False
-    """Log to Weights & Biases (needs the wandb package)."""
+    """Log the same to Weights & Biases (needs the wandb package); WANDB_MODE=offline keeps it in RUN/wandb."""
+    mlflow: str | None = None
+    """Tracking URI of an MLflow server to log the same to, such as http://host:5000 (needs the package mlflow-skinny or
+    mlflow); null: none."""
+    swanlab: bool = False
+    """Log the same to SwanLab (needs the swanlab package); SWANLAB_MODE=offline keeps it in RUN/swanlab."""
     project: str = "slimx"
-    """Project name for wandb."""
+    """Name of the project in wandb and SwanLab, of the experiment in MLflow."""
     rollouts: SavedRollouts = SavedRollouts()
     samples: Count = 8
     """Rollouts written to RUN/samples.jsonl per recorded step."""

@@ -126,6 +126,7 @@ class Records:
 
     def _write_samples(self, groups: Sequence[Group], *, step: int, version: int, evaluation: bool) -> None:
         """Keep the first rollout of a few groups as text."""
+        written = []
         for group in groups[: self.config.track.samples]:
             trajectory = group.trajectories[0]
             response = self.tokenizer.decode(trajectory.sampled_ids().tolist(), skip_special_tokens=True)
@@ -139,6 +140,8 @@ class Records:
                 evaluation=evaluation,
             )
             self.samples.write(asdict(sample))
+            written.append(sample)
+        self.tracker.samples(step, written)
 
 
 def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) -> Tracker:
@@ -146,12 +149,14 @@ def open_tracker(config: Config, resume_step: int, warn: Callable[[str], None]) 
     track = config.track
     return make_tracker(
         Path(config.run.dir),
-        tensorboard=track.tensorboard,
-        wandb=track.wandb,
         project=track.project,
         name=config.run.name,
         config=config.to_plain(),
         resume_step=resume_step,
+        tensorboard=track.tensorboard,
+        wandb=track.wandb,
+        mlflow=track.mlflow,
+        swanlab=track.swanlab,
         warn=warn,
     )
 

@@ -48,10 +48,11 @@ def has_dispatcher(trainer: Trainer, machine: Machine) -> Iterator[str]:
 
 @rule("track.package", about="track")
 def has_trackers(track: Track, local_device: str) -> Iterator[tuple[str, str]]:
-    for package in ("wandb", "tensorboard"):
-        if getattr(track, package) and importlib.util.find_spec(package) is None:
-            key = f"track.{package}"
-            yield key, f"{key} is true but {package} is not installed: pip install {package} or set {key}=false"
+    for module in ("wandb", "tensorboard", "mlflow", "swanlab"):
+        if (given := getattr(track, module)) and importlib.util.find_spec(module) is None:
+            key, package = f"track.{module}", {"mlflow": "mlflow-skinny"}.get(module, module)
+            off = "false" if isinstance(given, bool) else "null"
+            yield key, f"{key} is set but {package} is not installed: pip install {package} or set {key}={off}"
 
 
 def machine_warnings(trainer: Trainer, rollout: Rollout, machine: Machine) -> Iterator[str]:

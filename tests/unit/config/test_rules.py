@@ -61,8 +61,9 @@ def test_rules_between_sections_are_asked_when_a_configuration_is_loaded(each) -
 
 
 def test_a_tracker_without_its_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"wandb": None, "tensorboard": object()}
+    found = {"wandb": None, "tensorboard": object(), "mlflow": None}
     monkeypatch.setattr("importlib.util.find_spec", found.__getitem__)
-    facts = {"track": Track(wandb=True), "local_device": "cpu"}
-    assert [(each.code, each.about) for each in broken([has_trackers], facts)] == [("track.package", "track.wandb")]
+    facts = {"track": Track(wandb=True, mlflow="http://m:5000"), "local_device": "cpu"}
+    asked = [(each.code, each.about) for each in broken([has_trackers], facts)]
+    assert asked == [("track.package", "track.wandb"), ("track.package", "track.mlflow")]
     assert broken([has_trackers], facts | {"track": Track()}) == []

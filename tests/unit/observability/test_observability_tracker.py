@@ -14,8 +14,9 @@ from slimx.observability.tracking.guard import Guard
 from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
 from slimx.observability.tracking.names import METRICS, find
+from slimx.observability.tracking.sinks import TrackedRun, WandbSink
 from slimx.observability.tracking.timeline import Timeline
-from slimx.observability.tracking.tracker import Tracker, WandbSink, make_tracker
+from slimx.observability.tracking.tracker import Tracker, make_tracker
 from tests.refusals import numbers, refused
 
 
@@ -210,19 +211,13 @@ def test_a_stop_by_the_user_is_not_swallowed():
         Guard("sink", print).call(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
 
 
-def test_wandb_asked_for_but_absent_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with refused("track.wandb", about="track.wandb"):
-        tracker_in(tmp_path, wandb=True)
-
-
 def test_a_resumed_run_continues_its_wandb_run_and_drops_no_step(tmp_path, monkeypatch):
     started, sent = [], []
     run = types.SimpleNamespace(define_metric=lambda *a, **k: None, log=sent.append, finish=lambda: None)
     wandb = types.SimpleNamespace(init=lambda **options: started.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for steps in (range(3), range(2, 4)):
-        sink = WandbSink(tmp_path, project="p", name="n", config={"a": 1})
+        sink = WandbSink(TrackedRun(tmp_path, "p", "n", {"a": 1}))
         for step in steps:
             sink.log(StepRecord(step=step, version=step, time=0.0, metrics={"loss/policy": 0.5}))
     assert started[0]["id"] == started[1]["id"] and started[0]["resume"] == "allow"
