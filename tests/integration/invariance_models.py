@@ -1,4 +1,4 @@
-"""The two models whose losses must not depend on the layout."""
+"""The models whose losses must not depend on the layout."""
 
 from __future__ import annotations
 
@@ -39,4 +39,16 @@ DEEPSEEK = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "tie_word_embeddings": False,
+}
+NEXT = QWEN | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "shared_expert_intermediate_size": 24,
+    "linear_conv_kernel_dim": 4,
+    # The ranks of TP2 x CP2 have a key head each.
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
 }

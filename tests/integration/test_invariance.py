@@ -1,8 +1,9 @@
 """Loss, metrics and gradients of the same rollouts do not depend on layout, packing or recomputation.
 
-Each layout is one start of real gloo ranks that take one step for two models: a Qwen3-MoE with tied embeddings (GRPO),
-and a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token
-prediction; GSPO). One rank without recomputation is what all others must equal. `layout_cases` says which layouts.
+Each layout is one start of real gloo ranks that take one step for each model: a Qwen3-MoE with tied embeddings (GRPO),
+a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token prediction;
+GSPO), and a Qwen3-Next (gated delta nets; GRPO). One rank without recomputation is what all others must equal.
+`layout_cases` says which layouts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slimx.data.support import Support
 from slimx.models.families import read_model
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import Weights
-from tests.integration.invariance_models import DEEPSEEK, QWEN
+from tests.integration.invariance_models import DEEPSEEK, NEXT, QWEN
 from tests.integration.invariance_rank import VERSION
 from tests.integration.layout_cases import (
     COVERING,
@@ -40,10 +41,13 @@ from tests.integration.rank_processes import run_ranks
 pytestmark = pytest.mark.integration
 BOUND = 1e-5
 """max|a - b| / max|b| of a gradient tensor; relative difference of a metric."""
+# Gradients of delta nets in fp32 are 1e-4 off those in fp64: with TP2, which adds in another order, up to 1.6e-5 apart.
+BOUNDS = {"next": 3e-5}
 # Sums over sequences, which context parallelism cuts: of ratios in the objective, of trainer / engine in weights.
 ALGORITHMS = {
     "qwen": {"old_logprobs": "recompute", "correction": {"kind": "truncate", "level": "geometric", "low": 0.5}},
     "deepseek": {"name": "gspo", "clip_high": 0.2, "kl_unbiased": True, "entropy_coef": 0.1, "teacher_coef": 0.3},
+    "next": {},
 }
 GROUPS = 4
 
@@ -89,7 +93,8 @@ def rollouts(seed: int) -> list[Group]:
 
 
 def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
-    """A checkpoint of random weights: norms around 1, the rest far from uniform."""
+    """A checkpoint of random weights: norms around 1, states of delta nets that last for some tokens, the rest far from
+    uniform."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(hf))
     shapes = read_model(path, mtp_layers=mtp).table.checkpoint_shapes()
@@ -97,6 +102,7 @@ def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
     tensors = {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) > 1 else 0.05)
         + ("norm" in name and len(shape) == 1)
+        - 3 * name.endswith("A_log")
         for name, shape in shapes.items()
     }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -104,12 +110,15 @@ def write_model(path: Path, hf: dict[str, Any], mtp: int, seed: int) -> Path:
 
 
 class Laboratory:
-    """Runs each layout once, when it is first asked for."""
+    """Runs each layout once, when it is first asked for, with the models of the chosen tests."""
 
-    def __init__(self, directory: Path):
-        self.directory, self.done = directory, set[str]()
+    def __init__(self, directory: Path, asked: set[tuple[str, str]]):
+        """`asked`: names of the layouts and models that will be asked for."""
+        self.directory, self.asked, self.done = directory, asked, set[str]()
         self.models = []
-        for seed, (name, hf, mtp) in enumerate((("qwen", QWEN, 0), ("deepseek", DEEPSEEK, 1))):
+        for seed, (name, hf, mtp) in enumerate((("qwen", QWEN, 0), ("deepseek", DEEPSEEK, 1), ("next", NEXT, 0))):
+            if not any(name == model for _, model in asked):
+                continue
             save_groups(directory / f"{name}.groups", rollouts(seed))
             self.models.append(
                 {
@@ -130,15 +139,20 @@ class Laboratory:
             self.done.add(out.name)
             out.mkdir()
             init = f"tcp://127.0.0.1:{free_port()}"
-            job = {"models": self.models, "trainer": fields(case), "out": str(out), "init_method": init}
+            models = [each for each in self.models if case == ONE or (out.name, each["name"]) in self.asked]
+            job = {"models": models, "trainer": fields(case), "out": str(out), "init_method": init}
             (out / "job.json").write_text(json.dumps(job))
             run_ranks("tests.integration.invariance_rank", out, case["world_size"])
         return json.loads((out / f"{model}.json").read_text()), load_file(out / f"{model}.safetensors")
 
 
 @pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("invariance"))
+def laboratory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    asking = [
+        item.callspec.params for item in request.session.items if "laboratory" in getattr(item, "fixturenames", ())
+    ]
+    asked = {(name_of(each["case"]), each["model"]) for each in asking}
+    return Laboratory(tmp_path_factory.mktemp("invariance"), asked)
 
 
 def assert_equal_to_one_rank(laboratory: Laboratory, case: Case, model: str) -> None:
@@ -151,7 +165,7 @@ def assert_equal_to_one_rank(laboratory: Laboratory, case: Case, model: str) -> 
     assert single.keys() - trained == {name for name in single if name.endswith("e_score_correction_bias")}
     each = {n: ((gradients[n] - single[n]).abs().max() / single[n].abs().max()).item() for n in trained}
     worst = max(each, key=each.__getitem__)
-    assert each[worst] <= BOUND, f"{worst}: {each[worst]:.1e}"
+    assert each[worst] <= BOUNDS.get(model, BOUND), f"{worst}: {each[worst]:.1e}"
 
 
 def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
@@ -164,15 +178,17 @@ def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
     assert {case["world_size"] for case in (*COVERING, EIGHT)} >= {1, 4, 8}
 
 
-@pytest.mark.parametrize("model", ["qwen", "deepseek"])
+@pytest.mark.parametrize("model", ["qwen", "deepseek", pytest.param("next", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [*COVERING, pytest.param(EIGHT, marks=pytest.mark.slow)], ids=name_of)
 def test_loss_metrics_and_gradients_are_those_of_one_rank(laboratory, case, model):
     assert_equal_to_one_rank(laboratory, case, model)
 
 
-def test_packing_changes_the_number_of_microbatches(laboratory):
+@pytest.mark.parametrize("model", ["qwen"])
+@pytest.mark.parametrize("case", COVERING[:1], ids=name_of)
+def test_packing_changes_the_number_of_microbatches(laboratory, case, model):
     """Else the invariance to packing above would say nothing."""
-    few, many = (laboratory(case, "qwen")[0]["microbatches"] for case in (COVERING[0], ONE))
+    few, many = (laboratory(each, model)[0]["microbatches"] for each in (case, ONE))
     assert 1 < few < many
 
 

@@ -55,12 +55,12 @@ def shares_key_heads(sizes: Sizes, spec: ModelSpec) -> Iterator[Told]:
             f"trainer.tensor={sizes.tensor} does not divide the {heads} key heads of the delta nets of {spec.path}; "
             f"choose a divisor of {heads}",
         )
-    if sizes.context > 1:
+    elif heads // sizes.tensor % sizes.context:
         yield (
             "trainer.context",
-            f"trainer.context={sizes.context} splits the sequences of {spec.path}, whose delta nets carry a state from "
-            "token to token: megatron-core 0.19.2 would exchange tokens for heads, which was never compared with one "
-            "rank here; set trainer.context=1",
+            f"trainer.context={sizes.context} does not divide the {heads // sizes.tensor} key heads that a rank of "
+            f"trainer.tensor={sizes.tensor} has in each delta net of {spec.path}, and its ranks exchange tokens for "
+            f"heads; choose a divisor of {heads // sizes.tensor}",
         )
 
 

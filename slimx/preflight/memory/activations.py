@@ -147,8 +147,9 @@ def _grouped(model: dict[str, Any], s: Setting) -> dict[str, float]:
 
 
 def _delta_net(model: dict[str, Any], s: Setting) -> dict[str, float]:
-    """A gated delta net (2412.06464): heads are split over the tensor-parallel ranks, tokens are whole. Keys and
-    queries are repeated for the value heads that they serve, as megatron-core does it. Never measured."""
+    """A gated delta net (2412.06464): heads are split over the tensor-parallel ranks, tokens are whole; under context
+    parallelism a rank has fewer heads of more tokens, as many numbers as without. Keys and queries are repeated for the
+    value heads that they serve, as megatron-core does it. Never measured."""
     head, wide = model["linear_key_head_dim"], model["linear_value_head_dim"]
     heads = s.tokens * model["linear_num_value_heads"] / s.sizes.tensor  # numbers of one per token and value head
     mixed = (

@@ -5,7 +5,8 @@
     bubble    what pipeline stages wait
     moved     bytes that a rank receives, over NVLink where the group fits its domain, else over the network: tensor
               (5 times the tokens of a projection and layer), experts (4 times the chosen tokens), context (3 times keys
-              and values), data (fp32 gradients and new weights), pipeline (2 times a stage's boundary)
+              and values; 2 times what goes into and out of a delta net), data (fp32 gradients and new weights),
+              pipeline (2 times a stage's boundary)
 
 Nothing overlaps, load is even, every kernel is as efficient as every other: layouts that differ by less than a fifth
 are equal to it. The seconds are predictions that nothing has measured.
@@ -14,7 +15,7 @@ are equal to it. The seconds are predictions that nothing has measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from slimx.config.schema import Config
 from slimx.layout.ranks import Sizes
@@ -88,8 +89,11 @@ def update_cost(
         key = 2 * model["num_attention_heads"] / t * (model["qk_head_dim"] + model["qk_pos_emb_head_dim"])
     else:
         key = 2 * max(1, model["num_query_groups"] / t) * model["kv_channels"]
-    attending = layers - delta_net_layers(model) / sizes.pipeline
-    moved["context"] = 3 * attending * tokens * (c - 1) * key * itemsize / link(t * c)
+    linear = delta_net_layers(model) / sizes.pipeline
+    around = 3 * (layers - linear) * (c - 1) * key
+    if linear:
+        around += 2 * linear * (c - 1) / c * _delta_net_rows(model) / t
+    moved["context"] = tokens * around * itemsize / link(t * c)
     moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
     if sizes.pipeline > 1:
         moved["pipeline"] = 2 * sizes.virtual * width / t / link(sizes.world)
@@ -98,3 +102,11 @@ def update_cost(
     busy = compute + sum(moved.values())
     bubble = busy * batch.bubble / (1 - batch.bubble)
     return Cost(compute=compute, bubble=bubble, moved=moved)
+
+
+def _delta_net_rows(model: dict[str, Any]) -> int:
+    """Numbers of a token that the ranks of a context-parallel group exchange for heads: a delta net's projected inputs,
+    and its outputs."""
+    keys, values = model["linear_num_key_heads"], model["linear_num_value_heads"]
+    inputs = 2 * keys * model["linear_key_head_dim"] + 2 * values * (model["linear_value_head_dim"] + 1)
+    return inputs + values * model["linear_value_head_dim"]

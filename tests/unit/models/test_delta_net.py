@@ -285,17 +285,16 @@ def test_heads_and_layers_that_do_not_fit_each_other_are_refused(tmp_path: Path)
         read(tmp_path, TINY | {"layer_types": ["linear_attention"]})
 
 
-def test_context_parallelism_is_refused_by_name(tmp_path: Path):
-    spec = read(tmp_path, TINY)
-    check_layout(run(tmp_path, trainer={"world_size": 2, "tensor": 2}).trainer, spec)
-    with refused("layout.delta_net", about="trainer.context"):
-        check_layout(run(tmp_path, trainer={"world_size": 2, "context": 2}).trainer, spec)
-
-
 def test_more_ranks_than_key_heads_are_refused(tmp_path: Path):
+    """Ranks of a tensor-parallel group share them, and those of a context-parallel group the heads of such a rank."""
     spec = read(tmp_path, TINY | {"num_key_value_heads": 4, "linear_num_key_heads": 2})
+    for fits in ({"tensor": 2}, {"context": 2}):
+        check_layout(run(tmp_path, trainer={"world_size": 2, **fits}).trainer, spec)
     with refused("layout.delta_net", about="trainer.tensor"):
         check_layout(run(tmp_path, trainer={"world_size": 4, "tensor": 4}).trainer, spec)
+    for more in ({"context": 4}, {"tensor": 2, "context": 2}):
+        with refused("layout.delta_net", about="trainer.context"):
+            check_layout(run(tmp_path, trainer={"world_size": 4, **more}).trainer, spec)
 
 
 def test_exact_mode_does_not_cover_them(tmp_path: Path):

@@ -1,0 +1,105 @@
+"""make finds its interpreter on PATH, in pyenv or in uv, and takes the CPU build of torch where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SYSTEM = "/usr/bin:/bin"
+
+
+def make(*arguments: str, path: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`make` in the repository, with nothing of this process's environment but what is given."""
+    env = {"PATH": path, "HOME": "/nonexistent"} | variables
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def program(path: Path, *lines: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("place", ["PATH", "pyenv", "uv", None])
+def test_make_finds_the_interpreter_wherever_it_is(tmp_path: Path, place: str | None):
+    """A program of that name that does not run, as pyenv puts on PATH, is passed by. The stand-ins say where it is."""
+    bin, hidden = tmp_path / "bin", tmp_path / "hidden"
+    python = hidden / "bin/python3.12"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(os.path.realpath(sys.executable))
+    program(bin / "python3", "exit 127")
+    if place == "PATH":
+        (bin / "python3.12").symlink_to(python)
+        python = bin / "python3.12"
+    else:
+        program(bin / "python3.12", "exit 127")
+    if place == "pyenv":
+        program(bin / "pyenv", '[ "$*" = "prefix 3.12" ] && echo ' + str(hidden))
+    if place == "uv":
+        program(bin / "uv", '[ "$*" = "python find --system 3.12" ] && echo ' + str(python))
+    path = f"{bin}:{SYSTEM}"
+    done = make("--eval", "show: ; @command -v '$(PYTHON)'", "show", path=path)
+    if place is not None:
+        assert done.stdout.strip() == str(python), done.stderr
+        return
+    assert done.returncode == 2 and not done.stdout
+    refused = make("venv", f"VENV={tmp_path / 'none'}", path=path)
+    assert refused.returncode == 2 and not (tmp_path / "none").exists()
+    assert len(refused.stdout.splitlines()) == 1 and "PYTHON=" in refused.stdout
+
+
+@pytest.fixture
+def indices(tmp_path: Path) -> Iterator[str]:
+    """A server of two package indices, /cpu and /own, with a package that is named torch."""
+    for index, version in (("cpu", "2.0.1+cpu"), ("own", "2.0.1")):
+        write_wheel(tmp_path / "indices" / index / "torch", version)
+    serve = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "indices"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def write_wheel(directory: Path, version: str) -> None:
+    directory.mkdir(parents=True)
+    about = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(directory / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torch.py", f"__version__ = '{version}'\n")
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reachable", "version"), [(True, "2.0.1+cpu"), (False, "2.0.1")], ids=["an index of CPU builds", "none"]
+)
+def test_torch_is_the_cpu_build_where_an_index_has_it_and_else_pips_own(
+    tmp_path: Path, indices: str, reachable: bool, version: str
+):
+    """Both builds count as the lock's version: what is installed first stays."""
+    lock, venv = tmp_path / "lock.txt", tmp_path / "venv"
+    lock.write_text("torch==2.0.1\n")
+    index = f"{indices}/cpu" if reachable else "http://127.0.0.1:1/whl/cpu"
+    given = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"TORCH_CPU_INDEX={index}", f"PYTHON={sys.executable}"]
+    path = os.environ["PATH"]
+    done = make("venv", *given, "CPU_WHEEL=yes", path=path, PIP_INDEX_URL=f"{indices}/own", PIP_CONFIG_FILE="/dev/null")
+    assert done.returncode == 0, done.stderr
+    asked = subprocess.run([venv / "bin/python", "-c", "import torch; print(torch.__version__)"], capture_output=True)
+    assert asked.stdout.decode().strip() == version
+    assert (index in done.stdout) is not reachable, "said where it was not"
