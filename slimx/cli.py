@@ -316,7 +316,7 @@ def rollouts(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, in the order of the report.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; those with rollouts come first.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Title of the page.")] = "slimx run",
     debug: Debug = False,

@@ -10,7 +10,43 @@ import plotly.graph_objects as go
 
 # Told apart on white and on near-black alike.
 PALETTE = ("#4a86cf", "#dd8a33", "#3f9f7f", "#b05c9f", "#c8574f", "#8f8340", "#3aa3b4", "#8a78c9", "#9a6b4f", "#7c8793")
+PHASES = {
+    "generate": "#4a86cf",
+    "train": "#dd8a33",
+    "publish": "#3f9f7f",
+    "eval": "#b05c9f",
+    "save": "#c8574f",
+    "save_wait": "#e0a199",
+    "prepare": "#8f8340",
+    "values": "#3aa3b4",
+    "sleep": "#8a78c9",
+    "wake": "#b7a9e6",
+    "probe": "#9a6b4f",
+    "export": "#d3b13f",
+    "start": "#7c8793",
+    "restart": "#d65f9b",
+    "failed restart": "#7e2f2f",
+    "checkpoint": "#c98fbd",
+    "logprobs": "#5f6bd0",
+    "restore": "#8fbf9f",
+    "step": "#b9c0c7",
+}
+"""Colour of each phase, in every chart of every run."""
+OTHERS = ("#6f9fd8", "#a3c34f", "#cf7d5a", "#4fb0a0", "#a86fd6", "#d4a94e", "#5b8a72", "#e08fa8")
+"""Colours of phases that PHASES does not name."""
 GRID = "rgba(128,128,128,0.22)"
+
+
+class PhaseColours:
+    """One colour per phase for a whole page: that of PHASES, and one of OTHERS for each other name."""
+
+    def __init__(self) -> None:
+        self._others: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        if name in PHASES:
+            return PHASES[name]
+        return self._others.setdefault(name, OTHERS[len(self._others) % len(OTHERS)])
 
 
 @dataclass(kw_only=True, slots=True)

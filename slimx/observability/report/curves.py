@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,10 +28,14 @@ class Series:
 
 
 class Panel:
-    """One chart of curves. `log`: its axis; `thousands`: ticks such as 110k rather than 1.1e5."""
+    """One chart of curves. `log`: its axis; `thousands`: ticks such as 110k rather than 1.1e5; `legend`: also for a
+    single curve."""
 
-    def __init__(self, title: str, *series: Series, log: bool = False, thousands: bool = False):
+    def __init__(
+        self, title: str, *series: Series, log: bool = False, thousands: bool = False, legend: bool = False
+    ) -> None:
         self.title, self.series, self.log, self.thousands = title, series, log, thousands
+        self.legend = legend or len(series) > 1
 
 
 PANELS = (
@@ -39,19 +44,44 @@ PANELS = (
         Series("reward/mean", "sampled reward", running_mean=True),
         Series("eval/accuracy", "held-out accuracy", sparse=True),
     ),
+    Panel(
+        "Groups without signal and truncated responses, share",
+        Series("reward/groups_without_signal", "groups without signal"),
+        Series("response/truncated", "truncated"),
+    ),
+    Panel(
+        "Response length, tokens",
+        Series("response/mean_tokens", "mean"),
+        Series("response/max_tokens", "longest"),
+        Series("response/passed_mean_tokens", "right answers"),
+        Series("response/failed_mean_tokens", "wrong answers"),
+    ),
+    Panel("Entropy of the policy, nats", Series("policy/entropy", "entropy")),
     Panel("Loss", Series("loss/policy", "policy"), Series("loss/sft", "supervised"), Series("value/loss", "critic")),
+    Panel("Clipped tokens, share", Series("loss/clip_fraction", "policy"), Series("value/clip_fraction", "critic")),
     Panel("KL to the reference", Series("kl/reference", "KL")),
+    Panel("Gradient norm", Series("optim/grad_norm", "norm"), Series("critic/grad_norm", "critic")),
     Panel("Log-prob gap, trainer to engine", Series("gap/mean", "mean"), Series("gap/max", "max"), log=True),
     Panel(
         "Tokens with a gap above 1e-5",
         Series("gap/tokens_above_1e-5", "all"),
         Series("gap/tokens_other_routes", "explained by other routes"),
     ),
-    Panel("Gradient norm", Series("optim/grad_norm", "norm"), Series("critic/grad_norm", "critic")),
     Panel("Learning rate", Series("optim/lr", "rate"), Series("critic/lr", "critic")),
     Panel("Staleness, versions", Series("staleness/mean", "mean"), Series("staleness/max", "max")),
+    Panel("Turns of a rollout", Series("rollout/turns_mean", "mean"), Series("rollout/turns_max", "most")),
     Panel("Tokens per second", Series("perf/tokens_per_second", "tokens/s"), thousands=True),
 )
+
+FAMILIES = (
+    ("Parts of the reward, mean", re.compile(r"reward/part/(.+)/mean")),
+    ("Reward by data set", re.compile(r"source/(.+)/reward")),
+    ("Held-out accuracy by set", re.compile(r"eval/(.+)/accuracy")),
+)
+"""Panels of all metrics whose names match, a line for each."""
+LOGGED = re.compile(r"hook/(.+)/mean")
+"""Metrics that hooks logged: a panel for each."""
+MOST_LINES, MOST_LOGGED = len(PALETTE), 12
 
 
 def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], list[str]]:
@@ -59,19 +89,36 @@ def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], 
 
     Curves of more than `points` steps are averaged over equal runs of steps.
     """
+    names = sorted({name for record in records for name in record.metrics})
     charts, absent = [], []
     for panel in PANELS:
-        present = [series for series in panel.series if any(series.key in record.metrics for record in records)]
+        present = [series for series in panel.series if series.key in names]
         if present:
             charts.append(_panel(panel, present, records, points))
         else:
             absent.append(panel.title)
+    for title, pattern in FAMILIES:
+        found = [
+            Series(name, match[1], sparse=name[:5] == "eval/") for name in names if (match := pattern.fullmatch(name))
+        ]
+        if found:
+            shown = Panel(title, *found[:MOST_LINES], legend=True)
+            charts.append(_panel(shown, shown.series, records, points))
+            if left := len(found) - len(shown.series):
+                charts[-1].notes.append(f"{left} more are in the table of all metrics.")
+    logged = [(name, match[1]) for name in names if (match := LOGGED.fullmatch(name))]
+    for name, label in logged[:MOST_LOGGED]:
+        panel = Panel(f"Logged by a hook: {label}", Series(name, "mean"))
+        charts.append(_panel(panel, panel.series, records, points))
+    if len(logged) > MOST_LOGGED:
+        left = len(logged) - MOST_LOGGED
+        charts[-1].notes.append(f"{left} more names that hooks logged are in the table of all metrics.")
     return charts, absent
 
 
 def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord], points: int) -> Chart:
     chart = Chart(title=panel.title, figure=new_figure(height=250))
-    chart.figure.update_layout(showlegend=len(panel.series) > 1, hovermode="x unified", xaxis_title_text="step")
+    chart.figure.update_layout(showlegend=panel.legend, hovermode="x unified", xaxis_title_text="step")
     if panel.thousands:
         chart.figure.update_yaxes(exponentformat="SI")
     lines = []
@@ -94,9 +141,9 @@ def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord
             lines.append(_Line(f"mean of {RUNNING_MEAN_STEPS} steps", line.colour, x, y, series.sparse))
     if panel.log:
         _logarithmic(chart, lines)
-    elif constant := _constant(lines):
+    elif (constant := _constant(lines)) is not None:
         # plotly would put a constant in the middle of an axis from -1 to 1, where 2e-4 looks like 0.
-        chart.figure.update_yaxes(range=sorted((0.0, 2 * constant)))
+        chart.figure.update_yaxes(range=sorted((0.0, 2 * constant)) if constant else (-0.05, 1.0))
     for line in lines:
         _draw(chart.figure, line)
     return chart
@@ -156,9 +203,9 @@ def _logarithmic(chart: Chart, lines: Sequence[_Line]) -> None:
 
 
 def _constant(lines: Sequence[_Line]) -> float | None:
-    """The one value that all lines have everywhere; None if they have several, or only 0."""
+    """The one value that all lines have everywhere; None if they have several."""
     values = np.unique(np.concatenate([line.y[np.isfinite(line.y)] for line in lines]))
-    return float(values[0]) if values.size == 1 and values[0] else None
+    return float(values[0]) if values.size == 1 else None
 
 
 def _draw(figure: go.Figure, line: _Line) -> None:

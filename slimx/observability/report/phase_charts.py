@@ -7,20 +7,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from slimx.observability.report.charts import GRID, PALETTE, Chart, new_figure, run_length, thin
+from slimx.observability.report.charts import GRID, Chart, PhaseColours, new_figure, run_length, thin
 from slimx.observability.tracking.phases import Phase, Placed, place
 
 GANTT_STEPS = 6
 GANTT_ROWS = 24
 
 
-def phase_charts(phases: Sequence[Phase], *, points: int) -> list[Chart]:
-    """Seconds by phase per step, and the last GANTT_STEPS steps by track; empty without phases."""
+def phase_charts(phases: Sequence[Phase], *, points: int, colours: PhaseColours | None = None) -> list[Chart]:
+    """Seconds by phase per step, and the last GANTT_STEPS steps by track; empty without phases.
+
+    `colours`: of the page; None: only of these phases."""
     placed = place(phases)
-    colours: dict[str, str] = {}  # a phase keeps its colour in both charts
-    for name in dict.fromkeys(item.phase.name for item in placed):
-        colours[name] = PALETTE[len(colours) % len(PALETTE)]
-    return [*_seconds_by_phase(placed, colours, points), *_gantt(placed, colours)]
+    colours = colours or PhaseColours()
+    by_name = {name: colours.of(name) for name in dict.fromkeys(item.phase.name for item in placed)}
+    return [*_seconds_by_phase(placed, by_name, points), *_gantt(placed, by_name)]
 
 
 def _seconds_by_phase(placed: Sequence[Placed], colours: dict[str, str], points: int) -> list[Chart]:
@@ -98,6 +99,7 @@ def _gantt(placed: Sequence[Placed], colours: dict[str, str]) -> list[Chart]:
             marker={"color": colour, "line": {"width": 0}},
             text=[name] * len(drawn),
             textposition="inside",
+            textangle=0,  # a narrow bar has no text rather than one on its side
             insidetextanchor="middle",
             textfont={"color": "white"},
             customdata=["-" if item.phase.step is None else item.phase.step for item in drawn],

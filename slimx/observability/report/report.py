@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,29 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from slimx.errors import SlimxError
-from slimx.observability.report.charts import Chart
+from slimx.observability.report.charts import Chart, PhaseColours
 from slimx.observability.report.curves import curves
 from slimx.observability.report.phase_charts import phase_charts
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
-from slimx.observability.tracking.samples import Comparison, RecordedSample, compare
+from slimx.observability.tracking.samples import Comparison, RecordedSample, compare, spread
 
-# plotly.js alone takes 4.8 MB of the 6 MB that a page may have: the runs share these bounds, which keep the rest small.
+# The runs of a page share these bounds: they keep what is said of a run below the 0.5 MB that plotly.js takes.
 CURVE_POINTS = 1200
 SAMPLE_ROWS = 24
+SAMPLE_STEPS = 4
+TRAINING_ROWS = 20
 SAMPLE_CHARACTERS = 3000
+PEAK = "trainer memory at its peak, MiB"
+"""Begins the labels of the summary's numbers of memory, one for each phase."""
+PLOTLY = Path(__file__).with_name("plotly-basic.min.js.gz")
+"""plotly.js with scatter and bar charts alone (npm's plotly.js-basic-dist-min, through `gzip -9n`), of the release that
+the pinned plotly was made for. The browser unpacks it."""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
-    """Writes the page `out` (one file, no network) with a section per run directory, in the order given.
+    """Writes the page `out` (one file, no network) with a section per run directory: first those with rollouts, then
+    the supervised ones, each in the order given.
 
     Reads `metrics.jsonl`, `timeline.jsonl`, `samples.jsonl`, `config.yaml` and `summary.json`; one that is missing or
     damaged is said on the page. Raises SlimxError without a run directory, or for one that holds none of them.
@@ -39,62 +48,71 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
             about=str(out),
         )
     runs = [read_run(Path(directory)) for directory in run_dirs]
-    figures = _FigureWriter()
-    sections = [_section(run, figures, share=len(runs)) for run in runs]
+    runs.sort(key=lambda run: not _sampled(run))  # stable
+    writer = _Writer()
+    sections = [_section(run, writer, share=len(runs)) for run in runs]
     pages = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    html = pages.get_template("page.html").render(title=title, runs=sections)
+    html = pages.get_template("page.html").render(
+        title=title, runs=sections, plotly=b64encode(PLOTLY.read_bytes()).decode()
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(html, encoding="utf-8")
 
 
 @dataclass(slots=True)
-class _FigureWriter:
-    """Turns figures into HTML; the first one brings plotly.js for the whole page."""
+class _Writer:
+    """Turns figures into what the page's script draws, and remembers what the whole page shares."""
 
     written: int = 0
+    colours: PhaseColours = field(default_factory=PhaseColours)
 
     def card(self, chart: Chart) -> dict[str, Any]:
-        html = chart.figure.to_html(
-            full_html=False,
-            include_plotlyjs=self.written == 0,
-            div_id=f"chart-{self.written}",
-            default_height=f"{chart.figure.layout.height}px",
-            config={"displayModeBar": False, "responsive": True},
-        )
         self.written += 1
-        return {"title": chart.title, "html": html, "notes": chart.notes, "wide": chart.wide}
+        return {
+            "id": f"chart-{self.written}",
+            "title": chart.title,
+            "height": chart.figure.layout.height,
+            # Inside a script element only "<" could end it or begin a comment.
+            "figure": chart.figure.to_json(validate=False).replace("<", r"\u003c"),
+            "notes": chart.notes,
+            "wide": chart.wide,
+        }
 
 
-def _section(run: RunFiles, figures: _FigureWriter, share: int) -> dict[str, Any]:
+def _sampled(run: RunFiles) -> bool:
+    """Returns True if the run has rollouts, as opposed to supervised fine-tuning."""
+    return any("response/mean_tokens" in record.metrics or "reward/mean" in record.metrics for record in run.steps)
+
+
+def _section(run: RunFiles, figures: _Writer, share: int) -> dict[str, Any]:
     """One run as the template shows it; `share` runs divide the page's room."""
     points = max(200, CURVE_POINTS // share)
     blocks = []
     if run.steps:
         charts, absent = curves(run.steps, points=points)
-        notes = [f"Not logged in this run: {', '.join(absent)}."] if absent else []
+        notes = [f"Not logged in this run: {', '.join(absent)}."] if absent and _sampled(run) else []
         blocks.append({"title": "Curves", "charts": [figures.card(chart) for chart in charts], "notes": notes})
     elif "metrics.jsonl" not in run.missing:
         run.problems.append("metrics.jsonl holds no step")
     if run.phases:
-        charts = phase_charts(run.phases, points=min(points, 300))
+        charts = phase_charts(run.phases, points=min(points, 300), colours=figures.colours)
         blocks.append(
             {"title": "Where the time goes", "charts": [figures.card(chart) for chart in charts], "notes": []}
         )
     elif "timeline.jsonl" not in run.missing:
         run.problems.append("timeline.jsonl holds no phase")
-    comparison = compare(run.samples)
-    if comparison is None and "samples.jsonl" not in run.missing:
-        run.problems.append("samples.jsonl holds no sample")
+    comparison = compare(run.samples, columns=SAMPLE_STEPS)
     return {
         "name": run.directory.resolve().name,
         "extent": _extent(run),
         "missing": run.missing,
         "problems": run.problems,
-        "numbers": [_number(label, value) for label, value in (run.summary or {}).items()],
+        "numbers": [_number(label, value) for label, value in _joined(run.summary or {}).items()],
         "blocks": blocks,
         "samples": None if comparison is None else _samples(comparison, rows=max(4, SAMPLE_ROWS // share)),
+        "training": _training(run.samples) if comparison is not None and comparison.evaluation else [],
         "metrics": _metric_rows(run.steps),
         "config": run.config,
     }
@@ -116,6 +134,15 @@ def _extent(run: RunFiles) -> str:
     return " · ".join(parts)
 
 
+def _joined(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary with one number for the memory of all phases: the highest, with the name of its phase."""
+    peaks = {label: value for label, value in summary.items() if label.startswith(PEAK)}
+    if len(peaks) < 2:
+        return dict(summary)
+    highest = max(peaks, key=lambda label: peaks[label])
+    return {label: value for label, value in summary.items() if label not in peaks or label == highest}
+
+
 def _number(label: str, value: Any) -> dict[str, Any]:
     """A headline number: thousands apart, four significant digits; what is no number is shown as text."""
     if isinstance(value, bool):
@@ -133,12 +160,13 @@ def _digits(value: float) -> str:
 
 def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
     kind = "Held-out" if comparison.evaluation else "Training"
-    total, shown = len(comparison.pairs), comparison.pairs[:rows]
-    steps = [comparison.first] if comparison.first == comparison.last else [comparison.first, comparison.last]
+    total, shown, steps = len(comparison.rows), comparison.rows[:rows], comparison.steps
     if len(steps) == 1:
         note = f"{kind} rollouts of step {steps[0]}, the only step that has samples."
     else:
-        note = f"{kind} rollouts of steps {steps[0]} and {steps[1]}; {comparison.common} prompts have one at both."
+        listed = ", ".join(map(str, steps[:-1]))
+        note = f"{kind} rollouts of steps {listed} and {steps[-1]}; {comparison.common} prompts have one at the first "
+        note += "and the last."
     if total > len(shown):
         note += f" {len(shown)} of {total} prompts are shown, in the order of the file."
     return {
@@ -146,13 +174,26 @@ def _samples(comparison: Comparison, rows: int) -> dict[str, Any]:
         "headings": [f"Step {step}" for step in steps],
         "rows": [
             {
-                "prompt": _cut(pair.prompt),
-                "answer": _cut(pair.answer),
-                "cells": [_cell(pair.before, None), _cell(pair.after, pair.before)][: len(steps)],
+                "prompt": _cut(row.prompt),
+                "answer": _cut(row.answer),
+                "cells": [_cell(sample, row.samples[0]) for sample in row.samples],
             }
-            for pair in shown
+            for row in shown
         ],
     }
+
+
+def _training(samples: Sequence[RecordedSample]) -> list[dict[str, Any]]:
+    """The first training rollout of each recorded step, TRAINING_ROWS at most, spread over the run."""
+    first: dict[int, RecordedSample] = {}
+    for sample in samples:
+        if not sample.evaluation:
+            first.setdefault(sample.step, sample)
+    return [
+        {"step": step, "prompt": _cut(first[step].prompt), "answer": _cut(first[step].answer or "")}
+        | {"cell": _cell(first[step], None)}
+        for step in spread(sorted(first), TRAINING_ROWS)
+    ]
 
 
 def _cell(sample: RecordedSample | None, before: RecordedSample | None) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Recorded rollouts (`RUN/samples.jsonl`), and the same prompts before and after training."""
+"""Recorded rollouts (`RUN/samples.jsonl`), and the same prompts through the training."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ class RecordedSample:
 
 
 @dataclass(kw_only=True, slots=True)
-class Pair:
-    """One prompt before and after; a side without a rollout is None."""
+class Row:
+    """One prompt through the run."""
 
     prompt: str
-    before: RecordedSample | None
-    after: RecordedSample | None
+    samples: list[RecordedSample | None]
+    """Its rollout at each of the comparison's steps; None where there is none."""
 
     @property
     def answer(self) -> str:
-        """The expected answer, from whichever side has a rollout."""
-        return next((side.answer for side in (self.before, self.after) if side is not None), None) or ""
+        """The expected answer, from whichever step has a rollout."""
+        return next((sample.answer for sample in self.samples if sample is not None), None) or ""
 
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """The first recorded step against the last."""
+    """The same prompts at several recorded steps."""
 
-    first: int
-    last: int
-    """Equal to `first` where only one step has samples; then no pair has an `after`."""
+    steps: list[int]
+    """The first and the last recorded step, and steps between; one where only one step has samples."""
     evaluation: bool
     """True if the rollouts are held-out ones; training rollouts are compared only where there are no others."""
-    pairs: list[Pair]
-    """Prompts of both steps first, then those of one step alone, each in the order of the file."""
+    rows: list[Row]
+    """Prompts of the first and the last step first, then the others, each in the order of the file."""
 
     @property
     def common(self) -> int:
-        """Prompts that have both sides."""
-        return sum(pair.before is not None and pair.after is not None for pair in self.pairs)
+        """Prompts that have a rollout at the first and at the last step."""
+        return sum(row.samples[0] is not None and row.samples[-1] is not None for row in self.rows)
 
 
-def compare(samples: Sequence[RecordedSample]) -> Comparison | None:
-    """Pairs the rollouts of the first and the last recorded step by prompt, one per prompt; None if there are none.
+def compare(samples: Sequence[RecordedSample], columns: int = 2) -> Comparison | None:
+    """The rollouts of the first and the last recorded step and of steps between, `columns` at most, by prompt, one per
+    prompt and step; None if there are none.
 
     Held-out rollouts are preferred: their prompts come back at every evaluation, those of training rarely do.
     """
@@ -67,8 +67,16 @@ def compare(samples: Sequence[RecordedSample]) -> Comparison | None:
     by_step: dict[int, dict[str, RecordedSample]] = defaultdict(dict)
     for sample in chosen:
         by_step[sample.step].setdefault(sample.prompt, sample)
-    first, last = min(by_step), max(by_step)
-    before, after = by_step[first], by_step[last] if last != first else {}
-    pairs = [Pair(prompt=prompt, before=before.get(prompt), after=after.get(prompt)) for prompt in {**before, **after}]
-    pairs.sort(key=lambda pair: pair.before is None or pair.after is None)  # stable: the file's order within each part
-    return Comparison(first=first, last=last, evaluation=chosen[0].evaluation, pairs=pairs)
+    steps = spread(sorted(by_step), columns)
+    prompts = {**by_step[steps[0]], **by_step[steps[-1]]}
+    rows = [Row(prompt=prompt, samples=[by_step[step].get(prompt) for step in steps]) for prompt in prompts]
+    # Stable: the file's order within each part.
+    rows.sort(key=lambda row: row.samples[0] is None or row.samples[-1] is None)
+    return Comparison(steps=steps, evaluation=chosen[0].evaluation, rows=rows)
+
+
+def spread[T](values: Sequence[T], most: int) -> list[T]:
+    """At most `most` (2 or more) of `values`, evenly: the first and the last, and some between."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(number * (len(values) - 1) / (most - 1))] for number in range(most)]

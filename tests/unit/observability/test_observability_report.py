@@ -1,23 +1,27 @@
 """The report: one file that needs nothing else, shows what the run directories hold and says what they lack."""
 
+import gzip
 import json
 import math
 import random
 import re
 import subprocess
+from base64 import b64decode
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
+import plotly
 import pytest
 
+from slimx.observability.report.charts import OTHERS, PHASES, PhaseColours
 from slimx.observability.report.curves import curves
 from slimx.observability.report.phase_charts import phase_charts
-from slimx.observability.report.report import write_report
+from slimx.observability.report.report import PLOTLY, _joined, write_report
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
-from slimx.observability.tracking.samples import RecordedSample, compare
+from slimx.observability.tracking.samples import RecordedSample, compare, spread
 from tests.refusals import numbers, refused
 
 START = 1_760_000_000.0
@@ -194,9 +198,18 @@ def test_a_browser_draws_every_chart(report, tmp_path):
     assert all('class="main-svg"' in chart and 'class="trace ' in chart for chart in charts)
 
 
-def test_a_report_carries_plotly_once_and_stays_below_6_mb(report):
-    assert report.count("* plotly.js v") == 1
-    assert len(report.encode()) < 6e6
+def test_a_report_carries_plotly_once_and_stays_below_a_megabyte(report):
+    packed = re.findall(r'<script type="application/octet-stream" id="plotly">([^<]+)</script>', report)
+    assert len(packed) == 1 and len(report.encode()) < 1e6
+    assert gzip.decompress(b64decode(packed[0])).startswith(b"/**\n* plotly.js (basic - minified)")
+
+
+def test_the_page_draws_with_the_plotly_js_that_the_figures_are_made_for():
+    def release(source: bytes) -> bytes:
+        return re.search(rb"^\* plotly\.js .*?v([\d.]+)$", source, re.MULTILINE)[1]
+
+    whole = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+    assert release(gzip.decompress(PLOTLY.read_bytes())[:300]) == release(whole.read_bytes()[:300])
 
 
 def test_text_from_a_run_never_becomes_markup(report):
@@ -206,9 +219,24 @@ def test_text_from_a_run_never_becomes_markup(report):
     assert page.text.count("<script>alert(1)</script>") >= 5  # title, summary twice, sample, configuration
 
 
-def test_each_run_has_its_section_in_the_order_given(report):
+def test_runs_with_rollouts_come_before_supervised_ones(report):
     headings = re.findall(r"<h2>(.*?)</h2>", report)
-    assert headings == ["1. warm-start", "2. grpo"]
+    assert headings == ["1. grpo", "2. warm-start"]
+
+
+def test_a_run_without_samples_or_rollouts_has_no_fault(tmp_path):
+    run = sft_run(tmp_path / "run", steps=3)
+    (run / "samples.jsonl").write_text("")
+    write_report([run], tmp_path / "report.html", "supervised")
+    page = Page((tmp_path / "report.html").read_text())
+    assert [attributes for _, attributes in page.tags if attributes.get("class") == "problem"] == []
+
+
+def test_memory_of_all_phases_is_one_number():
+    label = "trainer memory at its peak, MiB"
+    peaks = {"steps": 3, f"{label} (save)": 7.0, f"{label} (train)": 9.0}
+    assert _joined(peaks) == {"steps": 3, f"{label} (train)": 9.0}
+    assert _joined({f"{label} (train)": 9.0}) == {f"{label} (train)": 9.0}
 
 
 def test_headline_numbers_keep_the_order_of_the_summary(report):
@@ -238,7 +266,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_samples_pair_the_same_held_out_prompt_at_the_first_and_last_step():
+def test_samples_pair_the_same_held_out_prompt_through_the_run():
     comparison = compare(
         [
             sample(0, "training only", "a", 0, evaluation=False),
@@ -248,15 +276,14 @@ def test_samples_pair_the_same_held_out_prompt_at_the_first_and_last_step():
             sample(9, "new", "y", 1),
             sample(9, "p", "after", 1),
             sample(12, "training only", "b", 1, evaluation=False),
-        ]
+        ],
+        columns=3,
     )
-    assert (comparison.first, comparison.last, comparison.common) == (1, 9, 1)
-    shown = [
-        (pair.prompt, pair.before and pair.before.response, pair.after and pair.after.response)
-        for pair in comparison.pairs
-    ]
-    assert shown == [("p", "before", "after"), ("gone", "x", None), ("new", None, "y")]
-    assert compare([]) is None
+    assert (comparison.steps, comparison.common) == ([1, 5, 9], 1)
+    shown = [(row.prompt, *(sample and sample.response for sample in row.samples)) for row in comparison.rows]
+    assert shown == [("p", "before", "between", "after"), ("gone", "x", None, None), ("new", None, None, "y")]
+    assert compare([], columns=3) is None
+    assert spread([0, 25, 50, 75, 100], 2) == [0, 100] and spread([1, 2], 4) == [1, 2]
 
 
 def test_samples_left_out_of_the_page_are_counted(tmp_path):
@@ -273,6 +300,29 @@ def panel(charts, title):
 
 def records(values: list[float], key: str) -> list[StepRecord]:
     return [StepRecord(step=i, version=i, time=START + i, metrics={key: value}) for i, value in enumerate(values)]
+
+
+def test_what_hooks_and_rewards_measure_is_drawn_by_its_name():
+    metrics = {"reward/part/math/mean": 0.5, "reward/part/format/mean": 0.1, "reward/part/math/std": 0.2}
+    metrics |= {"source/gsm8k/reward": 0.7, "hook/tool_calls/mean": 1.5, "hook/tool_calls/count": 8.0}
+    charts, _ = curves([StepRecord(step=s, version=s, time=START, metrics=metrics) for s in range(3)], points=100)
+    drawn = {chart.title: {line.name: line.y[0] for line in chart.figure.data} for chart in charts}
+    assert drawn == {
+        "Parts of the reward, mean": pytest.approx({"format": 0.1, "math": 0.5}),
+        "Reward by data set": pytest.approx({"gsm8k": 0.7}),
+        "Logged by a hook: tool_calls": {"mean": 1.5},
+    }
+
+
+def test_a_phase_has_one_colour_in_all_charts_of_a_page():
+    colours, seen = PhaseColours(), {}
+    for names in (("generate", "train", "simulate"), ("train", "grade", "simulate")):
+        phases = [Phase(name=name, step=1, track="main", start=START + i, seconds=1.0) for i, name in enumerate(names)]
+        for chart in phase_charts(phases, points=100, colours=colours):
+            for bar in chart.figure.data:
+                assert seen.setdefault(bar.name, bar.marker.color) == bar.marker.color
+    assert len(set(seen.values())) == len(seen) == 4
+    assert len({*PHASES.values(), *OTHERS}) == len(PHASES) + len(OTHERS)
 
 
 def test_an_exact_zero_gap_is_drawn_on_the_log_axis():
