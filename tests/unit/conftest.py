@@ -20,6 +20,7 @@ WITH_SGLANG = {
     "test_exact_coverage.py",
     "test_fp8_engines.py",
     "test_meetings.py",
+    "test_resolved_backends.py",
     "test_seeds.py",
     "test_sparse_attention.py",
 }

@@ -115,6 +115,9 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     if not spec.sglang.get("enforce_shared_experts_fusion"):
         # SGLang decides by itself, on GPUs and for some models only; the publication plan has to know.
         defaults["disable_shared_experts_fusion"] = True
+    if not spec.frozen and spec.device == "cuda" and spec.dtype == "bfloat16":
+        # SGLang would round the cache of sparse attention to fp8 on Blackwell, which trainers do not.
+        defaults["kv_cache_dtype"] = "bf16"
     if spec.device == "cpu":
         ours |= {"disable_cuda_graph": True}
         if spec.exact_leaves is None:

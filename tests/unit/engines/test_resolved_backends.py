@@ -1,0 +1,44 @@
+"""The table of kernels in docs/engines.md is what SGLang resolves, told the facts of GPUs that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slimx.config import load_config
+from tests.unit.sglang_process import SGLang
+from tools.docs.make_backends import PAGE, SHIPPED
+
+pytestmark = pytest.mark.costly
+SERVED = [file for file in SHIPPED if load_config(file, []).rollout.policy_engines]
+OFTEN = {"deepseek-v3-gb300", "qwen3-30b-a3b-async-fp8"}
+
+
+def resolved(files: list[Path], sglang: SGLang) -> list[str]:
+    ran = sglang.run("-m", "tools.docs.make_backends", "--rows", *map(str, files))
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [line for line in ran.stdout.splitlines() if line.startswith("|")]
+
+
+def check(files: list[Path], sglang: SGLang) -> None:
+    rows = resolved(files, sglang)
+    assert len(rows) >= 2 * len(files)
+    assert [row for row in rows if row not in PAGE.read_text().splitlines()] == [], "run tools.docs.make_backends"
+
+
+def test_rows_of_the_table_are_what_sglang_resolves(sglang: SGLang) -> None:
+    check([file for file in SHIPPED if file.stem in OFTEN], sglang)
+
+
+@pytest.mark.slow
+def test_so_are_all_others(sglang: SGLang) -> None:
+    check([file for file in SHIPPED if file.stem not in OFTEN], sglang)
+
+
+@pytest.mark.parametrize("file", SERVED, ids=lambda file: file.stem)
+def test_every_configuration_is_taken_on_the_gpu_that_it_names_and_keeps_the_cache_unrounded(file: Path) -> None:
+    gpu = "sm103" if load_config(file, []).cluster.gpu == "gb300" else "sm90"
+    rows = [[*map(str.strip, line.split("|"))] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    own = [row for row in rows if row[1].startswith(f"`{file.stem}`") and row[2] == gpu]
+    assert own and {row[4] for row in own} <= {"bf16", "bfloat16"} and {row[10] for row in own} == {"yes"}
