@@ -47,6 +47,7 @@ def _trajectory_values(trajectory: Trajectory, version: int | None, decode: Deco
         "rollout": trajectory.rollout_id,
         "reward": _number(trajectory.reward),
         "reward_parts": {name: _number(value) for name, value in trajectory.reward_parts.items()},
+        "metrics": {name: _number(value) for name, value in trajectory.metrics.items()},
         "status": trajectory.status,
         "finish_reason": trajectory.finish_reason,
         "versions": [[s.start, s.stop, s.version] for s in trajectory.spans if s.version is not None],
@@ -97,7 +98,9 @@ def prompt_line(prompt: Json) -> str:
 
 
 def _trajectory_lines(each: Json) -> Iterator[str]:
-    parts = ", ".join(f"{name} {_shown(value)}" for name, value in each["reward_parts"].items())
+    parts, logged = (
+        ", ".join(f"{name} {_shown(value)}" for name, value in each[key].items()) for key in ("reward_parts", "metrics")
+    )
     versions = "+".join(dict.fromkeys(str(version) for _, _, version in each["versions"])) or "none"
     behind = f", {each['staleness']} behind" if each["staleness"] is not None else ""
     counts = each["tokens"]
@@ -105,7 +108,7 @@ def _trajectory_lines(each: Json) -> Iterator[str]:
     yield (
         f"  {each['id']}  reward {_shown(each['reward'])}" + (f" ({parts})" if parts else "") + f"; {each['status']}"
         f" ({each['finish_reason']}); version {versions}{behind}; tokens: {counts['prompt']} of the prompt, "
-        f"{counts['sampled']} sampled{inserted}, {counts['trained']} trained"
+        f"{counts['sampled']} sampled{inserted}, {counts['trained']} trained" + (f"; {logged}" if logged else "")
     )
     for part in each["parts"]:
         yield from _indented(part["text"], "    > " if part["source"] == "sampled" else "    | ")

@@ -233,4 +233,14 @@ def _table(tried: list[Tried]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ] + ["  spans: p prompt, s sampled, i inserted, with their tokens"]
+    ] + ["  spans: p prompt, s sampled, i inserted, with their tokens", *_logged(tried)]
+
+
+def _logged(tried: list[Tried]) -> list[str]:
+    """A line for each name that hooks logged, with its value in every rollout."""
+    metrics = [
+        trajectory.metrics for each in tried if each.outcome.group for trajectory in each.outcome.group.trajectories
+    ]
+    names = sorted({name for values in metrics for name in values})
+    shown = {name: " ".join(f"{values[name]:g}" if name in values else "-" for values in metrics) for name in names}
+    return [f"  logged hook/{name}: {values}" for name, values in shown.items()]

@@ -36,6 +36,7 @@ from tests.unit.rollout.rollout_stand import Stand, config_of, one, the_tokenize
 
 async def by_length(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]:
     """Differs between the rollouts of a group."""
+    ctx.log("hits", 2)
     return {"first": float(trajectory.sampled_ids()[0] % 2), "second": 0.25}
 
 
@@ -186,9 +187,8 @@ def test_a_step_shows_prompts_texts_rewards_with_parts_and_versions(run, groups)
     answer = the_tokenizer().decode(last.sampled_ids()[:2].tolist())
     assert "version 3+4, 0 behind" in text and f"> {answer}" in text
     (line,) = (line for line in text.splitlines() if line.strip().startswith(last.id))
-    assert all(
-        part in line for part in (f"{last.reward:.3f}", f"first {last.reward_parts['first']:.3f}", "second 0.250")
-    )
+    told = (f"{last.reward:.3f}", f"first {last.reward_parts['first']:.3f}", "second 0.250", "hits 2.000")
+    assert all(part in line for part in told)
 
 
 def test_json_has_every_token_and_choices_narrow_it(run, groups):

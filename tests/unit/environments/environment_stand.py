@@ -28,7 +28,7 @@ class Counting:
         if self.hangs:
             await asyncio.sleep(60)
         self.seen += 1
-        return Step(text=f"{text}+1", reward=0.5, done=self.seen == self.turns, info={"seen": self.seen})
+        return Step(text=f"{text}+1", reward=0.5, done=self.seen == self.turns, info={"seen": self.seen}, tool_calls=3)
 
     async def close(self) -> None:
         Counting.closed += 1

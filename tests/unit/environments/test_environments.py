@@ -47,6 +47,12 @@ async def test_turns_alternate_and_only_the_models_are_trained():
     assert await multi_turn.reward(RewardContext(PROMPT, None, "", False), trajectory) == 1.0
 
 
+async def test_tools_that_the_turns_called_are_logged():
+    ctx = context(ScriptedEngine("46", "47"))
+    await multi_turn.generate(ctx, PROMPT, environment=f"{HERE}.Counting")
+    assert ctx.metrics == {"tool_calls": 6.0}
+
+
 async def test_a_rollout_ends_after_its_turns_or_when_an_answer_is_cut_off():
     _, trajectory = await play("46", "47", max_turns=2, made_with={"turns": 9})
     assert trajectory.metadata["ended"] == "turns" and trajectory.spans[-1].source == "sampled"

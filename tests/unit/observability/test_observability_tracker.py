@@ -1,15 +1,19 @@
 """Metrics reach every sink; the JSONL record survives kills and resumes; a sink that fails does not stop the run."""
 
+import ast
 import json
 import math
 import os
+import re
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import slimx
 from slimx.observability.tracking.guard import Guard
 from slimx.observability.tracking.jsonl import JsonlFile, load_records
 from slimx.observability.tracking.metrics import StepRecord, flatten
@@ -242,6 +246,42 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
         (3, 103.0),
         (4, 104.0),
     ]
+
+
+ROOMS = ("algorithms", "trainer", "orchestration", "engines/fleet")
+SUMS = {"gap/sum", "mismatch/ratio_squared", "mismatch/tokens"}
+"""Sums that are divided before a step is logged."""
+
+
+def written_names(source: str) -> set[str]:
+    """Keys of dicts and of assignments that hold a slash: names of metrics, with * for what is filled in."""
+    keys = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Dict):
+            keys += node.keys
+        elif isinstance(node, ast.DictComp):
+            keys.append(node.key)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            keys.append(node.slice)
+    plain = {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    filled = {
+        "".join(part.value if isinstance(part, ast.Constant) else "*" for part in key.values)
+        for key in keys
+        if isinstance(key, ast.JoinedStr)
+    }
+    return {name for name in plain | filled if re.match(r"[a-z_]+/", name)}
+
+
+def test_every_metric_that_the_code_names_is_in_the_table():
+    root = Path(slimx.__file__).parent
+    names = {name for room in ROOMS for file in (root / room).rglob("*.py") for name in written_names(file.read_text())}
+    known = [metric.name for metric in METRICS]
+    lost = {
+        name
+        for name in names - SUMS
+        if find(name) is None and not any(re.fullmatch(re.escape(name).replace(r"\*", ".+"), each) for each in known)
+    }
+    assert len(names) > 50 and lost == set()
 
 
 def test_a_timeline_that_cannot_be_written_does_not_stop_the_run(tmp_path):

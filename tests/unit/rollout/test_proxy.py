@@ -156,6 +156,20 @@ async def test_what_an_agent_may_do_to_an_answer_without_changing_it():
     assert text_of(found).endswith(f"<assistant>{CALL}<end>\n<user>tool: 2<end>\n<assistant>2<end>")
 
 
+async def test_calls_of_tools_are_counted():
+    async def calls(client: Any, prompt: Any) -> None:
+        await said(client, USER, tools=TOOLS)
+        await said(client, [{"role": "user", "content": "again"}], tools=TOOLS)
+
+    proxy, call.function = ChatProxy(context=1000), calls
+    try:
+        ctx = context(Script(CALL, "2"), proxy)
+        await agent.generate(ctx, PROMPT, agent="tests.unit.rollout.proxy_stand.call")
+    finally:
+        await proxy.stop()
+    assert ctx.metrics == {"tool_calls": 1.0}
+
+
 async def test_other_tools_are_another_conversation():
     async def change(client: Any, prompt: Any) -> None:
         first = await said(client, USER, tools=TOOLS)
