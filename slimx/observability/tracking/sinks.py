@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -137,6 +139,7 @@ class MlflowSink:
             raise _not_installed("mlflow", "mlflow-skinny", off="null") from error
         self._metric, self._names = Metric, _MlflowNames()
         try:
+            _reach(uri)  # MLflow itself would try for minutes
             self._client = MlflowClient(tracking_uri=uri)
             known, id_file = self._client.get_experiment_by_name(run.project), run.directory / "mlflow_run"
             if id_file.exists():
@@ -198,6 +201,16 @@ class SwanlabSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _reach(uri: str) -> None:
+    """Connect to the server of an HTTP address. Raises OSError if it does not listen within 10 seconds."""
+    address = urlsplit(uri)
+    if address.scheme in ("http", "https") and address.hostname:
+        socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), timeout=10).close()
+
+
+_PORTS = {"http": 80, "https": 443}
 
 
 class _MlflowNames:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from slimx.observability.tracking.background import InBackground
 from slimx.observability.tracking.guard import Guard, print_warning
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.observability.tracking.metrics import StepRecord, flatten
@@ -82,7 +83,7 @@ def make_tracker(
         run, others = TrackedRun(run_dir, project, name, config), []
         makers: list[Callable[[], Sink]] = [
             *([lambda: WandbSink(run)] if wandb else []),
-            *([lambda: MlflowSink(run, mlflow)] if mlflow else []),
+            *([lambda: InBackground(MlflowSink(run, mlflow))] if mlflow else []),
             *([lambda: SwanlabSink(run)] if swanlab else []),
             *([lambda: TensorBoardSink(run, resume_step)] if tensorboard else []),
         ]
