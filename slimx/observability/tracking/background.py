@@ -47,8 +47,8 @@ class InBackground:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             raise SlimxError(
-                f"{self.name} did not take its last {self._calls.unfinished_tasks - last} calls in {self._close_s:g} s; "
-                "they are left out",
+                f"{self.name} did not take its last {self._calls.unfinished_tasks - last} calls in {self._close_s:g} "
+                "seconds; they are left out",
                 code="track.late",
                 about=self.name,
             )
