@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SYSTEM = "/usr/bin:/bin"
+TORCH = re.search(r"^torch==(\S+)", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)[1]
+"""Version of the locks, with which the last of make's installs compares what is there."""
 
 
 def make(*arguments: str, path: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +65,7 @@ def test_make_finds_the_interpreter_wherever_it_is(tmp_path: Path, place: str | 
 @pytest.fixture
 def indices(tmp_path: Path) -> Iterator[str]:
     """A server of two package indices, /cpu and /own, with a package that is named torch."""
-    for index, version in (("cpu", "2.0.1+cpu"), ("own", "2.0.1")):
+    for index, version in (("cpu", f"{TORCH}+cpu"), ("own", TORCH)):
         write_wheel(tmp_path / "indices" / index / "torch", version)
     serve = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "indices"))
     with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
@@ -87,14 +90,14 @@ def write_wheel(directory: Path, version: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("reachable", "version"), [(True, "2.0.1+cpu"), (False, "2.0.1")], ids=["an index of CPU builds", "none"]
+    ("reachable", "version"), [(True, f"{TORCH}+cpu"), (False, TORCH)], ids=["an index of CPU builds", "none"]
 )
 def test_torch_is_the_cpu_build_where_an_index_has_it_and_else_pips_own(
     tmp_path: Path, indices: str, reachable: bool, version: str
 ):
     """Both builds count as the lock's version: what is installed first stays."""
     lock, venv = tmp_path / "lock.txt", tmp_path / "venv"
-    lock.write_text("torch==2.0.1\n")
+    lock.write_text(f"torch=={TORCH}\n")
     index = f"{indices}/cpu" if reachable else "http://127.0.0.1:1/whl/cpu"
     given = [f"REQUIREMENTS={lock}", f"VENV={venv}", f"TORCH_CPU_INDEX={index}", f"PYTHON={sys.executable}"]
     path = os.environ["PATH"]
