@@ -20,6 +20,7 @@ from slimx.reshard.pack.packer import Packer
 from slimx.reshard.plan.copy_plan import checkpoint_parts, compile_plan
 from slimx.reshard.plan.precision import Precision, Quantisation, Rule
 from tests.integration.conftest import ROOT, Weights, perturbed
+from tests.integration.deepseek_checkpoint import make_deepseek
 
 WIDE = {
     "hidden_size": 128,
@@ -32,6 +33,18 @@ WIDE = {
     "torch_dtype": "bfloat16",
 }
 """Two ranks of tensor parallelism have whole blocks of 128 each."""
+LATENT = {
+    "torch_dtype": "bfloat16",
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+"""The same of DEEPSEEK: two of its heads make a block of columns of the output projection."""
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 SPARSE = {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts"} | {
     "num_experts_per_tok",
@@ -54,6 +67,15 @@ def make_block_model(out: Path, *, dense: bool = False, layers: int = 2) -> Path
     save_file({name: w.bfloat16() for name, w in weights.items()}, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(hf))
     quickstart["make_tokenizer"]().save_pretrained(out)
+    return out
+
+
+def make_block_deepseek(out: Path) -> Path:
+    """A seeded DeepSeek-V3 of two layers, the first dense, in bf16."""
+    make_deepseek(out, **LATENT)
+    weights = load_file(out / "model.safetensors")
+    halves = {name: w if name.endswith("e_score_correction_bias") else w.bfloat16() for name, w in weights.items()}
+    save_file(halves, out / "model.safetensors", {"format": "pt"})
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from slimx.engines.server.engine import Engine
 from slimx.layout.ranks import EngineSizes
 from slimx.reshard.plan.precision import Rule
 from tests.integration import exact_server
-from tests.integration.block_models import in_fp8, make_block_model, published
+from tests.integration.block_models import in_fp8, make_block_deepseek, make_block_model, published
 from tests.integration.conftest import Weights
 from tests.integration.exact_runs import DENSE, ONE, TWO, assert_none, gaps
 from tests.integration.runs import TrainProcess, steps, write_config
@@ -23,19 +24,33 @@ async def in_blocks(engine: Engine, model: Path) -> list[Weights]:
     return published(model, engine.spec.sizes)
 
 
+MAKE = {
+    "qwen3_moe": make_block_model,
+    "qwen3": partial(make_block_model, dense=True),
+    "deepseek_v3": make_block_deepseek,
+}
+
+
 @pytest.mark.parametrize(
-    ("dense", "sizes"),
-    [(False, {}), (False, {"tensor": 2, "expert": 2}), (False, {"tensor": 2}), (True, {"tensor": 2})],
+    ("name", "sizes"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"tensor": 2, "expert": 2}),
+        ("qwen3_moe", {"tensor": 2}),
+        ("qwen3", {"tensor": 2}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"tensor": 2, "expert": 2}),
+    ],
 )
 def test_a_server_and_trainers_of_every_layout_agree_before_and_after_a_publication(
-    tmp_path: Path, dense: bool, sizes: dict[str, int]
+    tmp_path: Path, name: str, sizes: dict[str, int]
 ) -> None:
-    first = make_block_model(tmp_path / "first", dense=dense)
+    first = MAKE[name](tmp_path / "first")
     second = exact_server.changed(first, tmp_path / "second")
     fp8 = in_fp8(first, tmp_path / "fp8")
     engine = exact_server.server(fp8, "bfloat16", 2, EngineSizes(**sizes), tmp_path / "server.log")
     sampled = exact_server.run(engine, first, second, in_blocks)
-    cases = [{"leaves": 2, **case} for case in [ONE, *(DENSE if dense else TWO)]]
+    cases = [{"leaves": 2, **case} for case in [ONE, *(DENSE if name == "qwen3" else TWO)]]
     groups: list[dict[str, Any]] = [
         {"model": model, "dtype": "bfloat16", "completions": done, "cases": cases, "quantise": "ieee"}
         for model, done in sampled.items()

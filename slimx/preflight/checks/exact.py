@@ -27,7 +27,7 @@ FAMILIES = (
 """Architectures whose log-probs were shown to be equal to the last bit (docs/support.md)."""
 ON_GPUS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Those whose path through SGLang on CUDA was read: every kernel of its own that it would take is turned off."""
-IN_BLOCKS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+IN_BLOCKS = ("DeepseekV3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 """Those that were shown with weights in blocks of fp8, too."""
 
 

@@ -193,6 +193,9 @@ def test_engines_in_other_blocks_than_a_publications_are_refused(tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps(described))
         assert asked(blocks, spec, "cpu") == codes
     assert "exact.quantise_device" in asked(blocks, spec, "cuda")
+    for architecture in ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"):
+        spec.family.ARCHITECTURE = architecture
+        assert asked(blocks, spec, "cpu") == []
     spec.family.ARCHITECTURE = "LlamaForCausalLM"
     assert asked(blocks, spec, "cpu") == ["exact.quantise_architecture"]
 
