@@ -119,6 +119,7 @@ async def test_a_pause_changes_no_state(stand: Stand, mode: PauseMode) -> None:
 
 async def test_after_a_publication_states_are_those_of_the_new_weights(stand: Stand) -> None:
     """A retracted request is prefilled again, so that later tokens know nothing of the old weights."""
+    # Moved by more, transformers' own two forms of the rule are more than BOUND apart (docs/models.md).
     other = perturbed(stand.weights, 3, scale=0.01)
     async with stand.answering() as answers:
         await publish(stand.engine, other, 1)
