@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimx.config.sections.presets import PRESETS
 from tests.integration.conftest import ROOT
@@ -38,6 +40,19 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "distillation": {"algorithm": {"teacher": str(PLACE / "teacher" / "hf")}},
 }
 """What a run needs beside the name of its algorithm. All others: the quickstart's configuration as it is."""
+NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Fields of a Qwen3-Next that a Qwen3-MoE does not have, or otherwise."""
 
 
 def merged(base: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
@@ -50,8 +65,8 @@ def merged(base: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
 
 def write(name: str, *changes: dict[str, Any]) -> Path:
     base = yaml.safe_load((ROOT / "configs/moe" / name).read_text())
+    base["model"]["path"] = str(PLACE / "task" / "model")
     config = merged(base, *changes, {"track": {"report": False, "tensorboard": False}})
-    config["model"]["path"] = str(PLACE / "task" / "model")
     directory = Path(config["run"]["dir"])
     directory.mkdir(parents=True, exist_ok=True)
     file = directory.with_suffix(".yaml")
@@ -59,12 +74,12 @@ def write(name: str, *changes: dict[str, Any]) -> Path:
     return file
 
 
-def supervised(name: str, prompts: str) -> None:
+def supervised(name: str, prompts: str, **changes: dict[str, Any]) -> None:
     """A model trained on the answers of a file, unless it is there already."""
     if (PLACE / name / "hf" / "config.json").exists():
         return
     places = {"run": {"dir": str(PLACE / name)}, "rollout": {"prompts": str(PLACE / "task" / prompts)}}
-    process = TrainProcess(write("quickstart-sft.yaml", places))
+    process = TrainProcess(write("quickstart-sft.yaml", places, changes))
     assert process.wait(3600) == 0, process.text()
 
 
@@ -92,20 +107,40 @@ def arrived(rewards: list[float]) -> bool:
 def test_an_algorithm_learns_the_quickstarts_task(name, warm_start):
     if name == "distillation":  # from a model that has seen right answers only
         supervised("teacher", "train.jsonl")
-    directory = PLACE / name
-    task = PLACE / "task"
-    config = write(
-        "quickstart.yaml",
-        {
-            "run": {"dir": str(directory)},
-            "trainer": {"load": str(warm_start)},
-            "rollout": {"prompts": str(task / "train.jsonl")},
-            "algorithm": {"name": name, "reference": name != "distillation"},
-            "schedule": {"steps": STEPS, "updates_per_step": UPDATES},
-            "eval": {"prompts": str(task / "heldout.jsonl"), "every": 0},
-        },
-        SECTIONS.get(name, {}),
-    )
+    algorithm = {"name": name, "reference": name != "distillation"}
+    learn(name, {"trainer": {"load": str(warm_start)}, "algorithm": algorithm}, SECTIONS.get(name, {}))
+
+
+def test_a_model_with_gated_delta_nets_learns_it_by_grpo(warm_start):
+    """A Qwen3-Next of the quickstart's sizes: a delta net, then attention."""
+    model = PLACE / "task" / "next"
+    if not (model / "config.json").exists():
+        make_next(model)
+    supervised("warm-next", "demonstrations.jsonl", model={"path": str(model)})
+    start = str(PLACE / "warm-next" / "hf")
+    learn("qwen3_next", {"model": {"path": str(model)}, "trainer": {"load": start}, "algorithm": {"reference": True}})
+
+
+def make_next(out: Path) -> None:
+    quickstart = runpy.run_path(str(ROOT / "tools/quickstart/make_model.py"))
+    hf = {key: value for key, value in quickstart["CONFIG"].items() if key != "use_sliding_window"} | NEXT
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "torch_dtype"})
+    AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    quickstart["make_tokenizer"]().save_pretrained(out)
+    (out / "config.json").write_text(json.dumps(hf))
+
+
+def learn(name: str, *changes: dict[str, Any]) -> None:
+    """A run of the quickstart with `changes` learns its task and stays there."""
+    directory, task = PLACE / name, PLACE / "task"
+    ours = {
+        "run": {"dir": str(directory)},
+        "rollout": {"prompts": str(task / "train.jsonl")},
+        "schedule": {"steps": STEPS, "updates_per_step": UPDATES},
+        "eval": {"prompts": str(task / "heldout.jsonl"), "every": 0},
+    }
+    config = write("quickstart.yaml", ours, *changes)
     if not arrived(curve(directory)):
         run = TrainProcess(config)
         run.until(lambda: arrived(curve(directory)) or completed_steps(directory) >= STEPS, 2 * 3600)
