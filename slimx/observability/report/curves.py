@@ -97,15 +97,7 @@ def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], 
             charts.append(_panel(panel, present, records, points))
         else:
             absent.append(panel.title)
-    for title, pattern in FAMILIES:
-        found = [
-            Series(name, match[1], sparse=name[:5] == "eval/") for name in names if (match := pattern.fullmatch(name))
-        ]
-        if found:
-            shown = Panel(title, *found[:MOST_LINES], legend=True)
-            charts.append(_panel(shown, shown.series, records, points))
-            if left := len(found) - len(shown.series):
-                charts[-1].notes.append(f"{left} more are in the table of all metrics.")
+    charts[1:1] = _families(names, records, points)  # beside the reward
     logged = [(name, match[1]) for name in names if (match := LOGGED.fullmatch(name))]
     for name, label in logged[:MOST_LOGGED]:
         panel = Panel(f"Logged by a hook: {label}", Series(name, "mean"))
@@ -114,6 +106,22 @@ def curves(records: Sequence[StepRecord], *, points: int) -> tuple[list[Chart], 
         left = len(logged) - MOST_LOGGED
         charts[-1].notes.append(f"{left} more names that hooks logged are in the table of all metrics.")
     return charts, absent
+
+
+def _families(names: Sequence[str], records: Sequence[StepRecord], points: int) -> list[Chart]:
+    charts = []
+    for title, pattern in FAMILIES:
+        found = [
+            Series(name, match[1], sparse=name.startswith("eval/"))
+            for name in names
+            if (match := pattern.fullmatch(name))
+        ]
+        if found:
+            shown = Panel(title, *found[:MOST_LINES], legend=True)
+            charts.append(_panel(shown, shown.series, records, points))
+            if left := len(found) - len(shown.series):
+                charts[-1].notes.append(f"{left} more are in the table of all metrics.")
+    return charts
 
 
 def _panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRecord], points: int) -> Chart:

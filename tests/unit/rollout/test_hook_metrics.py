@@ -11,12 +11,13 @@ import pytest
 from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.sections.reward import Reward
 from slimx.config.sections.rollout import Eval
-from slimx.data.codec import decode_groups, encode_groups
+from slimx.data.codec import decode, decode_groups, encode, encode_groups
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.observability.tracking.names import find
 from slimx.orchestration.step.evaluation import judge
 from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout import single_turn
+from slimx.rollout.flow.progress import GroupProgress, SavedRollout
 from slimx.rollout.flow.reward_processes import RewardProcesses, reward_runner
 from slimx.rollout.flow.rollouts import GroupOutcome
 from slimx.rollout.flow.tickets import Batch
@@ -62,6 +63,23 @@ async def test_what_was_logged_is_part_of_a_saved_group():
     again = Batch(decode_groups(encode_groups(batch.groups)))
     assert group_metrics(again, 0.0) == group_metrics(batch, 0.0)
     assert again.groups[0].trajectories[1].metrics.keys() == {"search/hits", "odd", "words"}
+
+
+async def test_a_resumed_group_has_the_numbers_of_the_rollouts_that_were_done():
+    calls = []
+
+    async def counted(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+        calls.append(ctx.index)
+        return await generate(ctx, prompt)
+
+    prompt, progress = Prompt(id="p", token_ids=[1, 2]), GroupProgress()
+    async with Stand(config_of(), generate=counted, reward=reward) as stand:
+        whole = await stand.maker.make(prompt, group_id="g", number=0, progress=progress)
+        saved = decode(list[SavedRollout], encode(progress.save()[1:]))
+        again = await stand.maker.make(prompt, group_id="g", number=0, progress=GroupProgress.restore(saved))
+    assert calls == [0, 1, 0], "the second rollout comes from the checkpoint"
+    first, second = (group_metrics(Batch([outcome.group]), 0.0) for outcome in (whole, again))
+    assert first == second and first["hook/words/count"] == 2
 
 
 @pytest.mark.parametrize(
