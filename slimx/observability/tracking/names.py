@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from slimx.errors import SlimxError
 
@@ -135,6 +135,7 @@ LEAVES = ("mean", "min", "max", "count", "nonfinite")
 _FORM = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
+@lru_cache(4096)  # hooks log the same names in every rollout
 def find(name: str) -> Metric | None:
     """The entry that describes a metric of this name; an exact one before one with braces."""
     return next((metric for metric in _EXACT_FIRST if metric.pattern.fullmatch(name)), None)
