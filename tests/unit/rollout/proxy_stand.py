@@ -35,6 +35,9 @@ TEMPLATE = (
 """Of Qwen's shape: a turn ends with a token and a line break, roles are written out, tool calls are tagged JSON."""
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1+1="}], answer="2", metadata={"level": 3})
 END = 3
+USER = list(PROMPT.messages)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}</tool_call>'
 
 
 @functools.cache
@@ -172,3 +175,30 @@ async def rollout(
         )
     finally:
         await proxy.stop()
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer()(text, add_special_tokens=False).input_ids
+
+
+def text_of(trajectory: Trajectory) -> str:
+    return tokenizer().decode(trajectory.token_ids.tolist())
+
+
+def trained(trajectory: Trajectory) -> str:
+    return tokenizer().decode(trajectory.token_ids[trajectory.loss_mask == 1].tolist())
+
+
+async def ask(client: Any, messages: list[Any], **options: Any) -> Any:
+    return await client.chat.completions.create(model="m", messages=messages, **options)
+
+
+async def said(client: Any, messages: list[Any], **options: Any) -> Any:
+    return (await ask(client, messages, **options)).choices[0].message
+
+
+def assert_equal(found: Trajectory, expected: Trajectory) -> None:
+    for name in ("token_ids", "loss_mask", "logprobs", "routed_experts"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+    for name in ("spans", "sampling", "id", "rollout_id", "group_id", "index", "status", "finish_reason", "turns"):
+        assert getattr(found, name) == getattr(expected, name), name

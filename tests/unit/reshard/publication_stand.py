@@ -1,0 +1,196 @@
+"""Shared by the tests of publications: trainers and engines that note what they are asked, and fail on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+from slimx.errors import PartLost, SlimxError
+from slimx.reshard.manifest import Manifest
+from slimx.reshard.outcome import Publication
+from slimx.reshard.packed import PackedBucket, PackedTensor
+from slimx.reshard.parties import Delivery, LocalRecipient, ReceiverLost
+from slimx.reshard.publish import Publisher
+
+BUCKETS = [
+    PackedBucket(
+        "/proc/1/fd/3",
+        96,
+        ((PackedTensor("a", "float32", (2, 4), 0, 32, 0), PackedTensor("b", "float32", (8,), 64, 32, 0)),),
+    ),
+    PackedBucket("/proc/1/fd/4", 12, ((PackedTensor("c", "float32", (3,), 0, 12, 0),),)),
+    PackedBucket("/proc/1/fd/5", 20, ((PackedTensor("d", "float32", (5,), 0, 20, 0),),)),
+]
+TENSORS = {"a": "float32:2,4", "b": "float32:8", "c": "float32:3", "d": "float32:5"}
+
+
+class Calls(list[str]):
+    """What happened, in order. A call in `fail` raises its error, one in `hang` never returns, one in `slow` takes a
+    moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail: dict[str, SlimxError] = {}
+        self.hang: set[str] = set()
+        self.slow: set[str] = set()
+
+    async def note(self, name: str) -> None:
+        self.append(name)
+        if name in self.fail:
+            raise self.fail[name]
+        await asyncio.sleep(600 if name in self.hang else 0.02 if name in self.slow else 0)
+        self.append(f"{name} done")
+
+    def of(self, who: str) -> list[str]:
+        begun = [call for call in self if not call.endswith(" done")]
+        return [call.removeprefix(who + ".") for call in begun if call.startswith(who)]
+
+    def at(self, name: str) -> int:
+        assert name in self, name
+        return self.index(name)
+
+
+class FakeTrainers:
+    def __init__(self, calls: Calls) -> None:
+        self.calls, self.buckets = calls, BUCKETS
+
+    async def begin(self, manifest: Manifest) -> None:
+        await self.calls.note(f"trainers.begin {manifest.version}")
+
+    async def forms(self) -> list[dict[str, str]]:
+        await self.calls.note("trainers.forms")
+        return [TENSORS]
+
+    async def bucket_count(self) -> int:
+        return len(BUCKETS)
+
+    async def gather(self, bucket: int) -> PackedBucket:
+        await self.calls.note(f"trainers.gather {bucket}")
+        return self.buckets[bucket]
+
+    async def release(self, bucket: int | None = None) -> None:
+        await self.calls.note("trainers.release" if bucket is None else f"trainers.release {bucket}")
+
+
+class FakeEngine(LocalRecipient):
+    def __init__(self, name: str, calls: Calls, *inventory: dict[str, str], verified: int = 4) -> None:
+        self.name, self.calls, self.verified, self.incarnation = name, calls, verified, 1
+        self.known = list(inventory) or [TENSORS]
+        self.manifest: Manifest | None = None
+
+    async def inventory(self, encoding: str) -> list[dict[str, str]]:
+        assert encoding == "hf"
+        await self.calls.note(f"{self.name}.inventory")
+        return self.known
+
+    async def begin(self, manifest: Manifest, staging: str) -> None:
+        self.manifest = manifest
+        await self.calls.note(f"{self.name}.begin")
+
+    async def stage(self, packed: PackedBucket, bucket: int) -> None:
+        assert packed.targets is BUCKETS[bucket].targets
+        await self.calls.note(f"{self.name}.stage {bucket}")
+
+    async def abort(self) -> None:
+        await self.calls.note(f"{self.name}.abort")
+
+    async def pause(self) -> None:
+        await self.calls.note(f"{self.name}.pause")
+
+    async def load(self) -> None:
+        await self.calls.note(f"{self.name}.load")
+
+    async def verify(self) -> dict[str, int]:
+        await self.calls.note(f"{self.name}.verify")
+        return {"checked": self.verified}
+
+    async def commit(self, version: int) -> None:
+        await self.calls.note(f"{self.name}.commit {version}")
+
+    async def resume(self) -> None:
+        await self.calls.note(f"{self.name}.resume")
+
+
+class Copies(Delivery):
+    """A delivery that copies what it takes."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    async def begin(self, manifest: Manifest, buckets: int) -> None:
+        await self.calls.note(f"copies.begin {buckets}")
+
+    async def connect(self, recipient: FakeEngine, epoch: int) -> None:
+        await self.calls.note(f"copies.connect {recipient.name}")
+
+    async def take(self, packed: PackedBucket, bucket: int) -> PackedBucket:
+        await self.calls.note(f"copies.take {bucket}")
+        return replace(packed, path=f"/copy/{bucket}")
+
+    async def bring(self, recipient: FakeEngine, epoch: int, packed: PackedBucket, bucket: int) -> None:
+        assert packed.path == f"/copy/{bucket}"
+        await super().bring(recipient, epoch, packed, bucket)
+
+    async def end(self) -> None:
+        await self.calls.note("copies.end")
+
+
+class FakeMembers:
+    def __init__(self, calls: Calls, engines: list[FakeEngine]) -> None:
+        self.calls, self.engines, self.epoch = calls, engines, 5
+        self.out: dict[str, SlimxError] = {}
+
+    def candidates(self) -> list[FakeEngine]:
+        return [engine for engine in self.engines if engine.name not in self.out]
+
+    async def quarantine(self, engine: FakeEngine, error: SlimxError) -> None:
+        self.out[engine.name] = error
+        self.epoch += 1
+        await self.calls.note(f"{engine.name}.quarantine")
+
+    async def admit(self, engine: FakeEngine) -> None:
+        await self.calls.note(f"{engine.name}.admit")
+
+
+class Stand:
+    """A publisher between fakes, two engines unless others are given."""
+
+    def __init__(
+        self,
+        *engines: FakeEngine,
+        calls: Calls | None = None,
+        staging: str = "model",
+        delivery: Delivery | None = None,
+        vacated: bool = False,
+        **deadlines: float,
+    ):
+        """`vacated`: source and engines share devices, which the source leaves."""
+        self.calls = Calls() if calls is None else calls
+        self.engines = list(engines) or [FakeEngine(name, self.calls) for name in ("e0", "e1")]
+        self.members = FakeMembers(self.calls, self.engines)
+        self.publisher = Publisher(
+            FakeTrainers(self.calls),
+            self.members,
+            delivery,
+            deadline_s=deadlines.get("deadline_s", 30),
+            step_deadline_s=deadlines.get("step_deadline_s", 10),
+            staging=staging,
+            vacate=partial(self.calls.note, "trainers.leave") if vacated else None,
+        )
+
+    async def publish(self, version: int = 7) -> Publication:
+        return await self.publisher.publish(version, trainer_step=version)
+
+
+def lost(name: str) -> ReceiverLost:
+    return ReceiverLost(f"engine {name} is gone")
+
+
+def died(part: str) -> PartLost:
+    return PartLost(f"{part} died", code="part.lost", about=part)
+
+
+SWITCH = ["pause", "load", "verify", "commit 7", "resume", "admit"]
+STAGES = ["stage 0", "stage 1", "stage 2"]
+STEPS = ["inventory", "begin", *STAGES, *SWITCH]
