@@ -82,18 +82,19 @@ quickstart: $(LIBRARY) ## train a tiny MoE by GRPO on this machine: runs/quickst
 	$(BIN)/slimx train configs/moe/quickstart.yaml
 	$(BIN)/slimx report runs/quickstart-sft runs/quickstart --out runs/quickstart/report.html --title "slimx quickstart"
 
-# Two tests at a time: many wait, for a server or a deadline; more gain nothing on two cores. A file's tests stay together
-# and share its fixtures. Unit tests come first: they take a quarter of the time and say sooner what is wrong.
-TESTS := $(BIN)/python -m pytest -rs --durations=20 --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+# Three unit tests at a time: a third of their time they wait, for a deadline or another process. Of integration tests two:
+# they compute, and more gain nothing on two cores. A file's tests stay together and share its fixtures. Unit tests come
+# first: they take a third of the time and say sooner what is wrong.
+TESTS := $(BIN)/python -m pytest -rs --durations=20 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(LIBRARY) lint ## lint, unit tests, integration tests (real Ray, gloo ranks and an SGLang server)
-	$(TESTS) tests/unit
-	$(TESTS) tests/integration
+	$(TESTS) --numprocesses=3 tests/unit
+	$(TESTS) --numprocesses=2 tests/integration
 
 .PHONY: test-unit
 test-unit: $(LIBRARY) ## unit tests for the edit loop: none that is marked costly
-	$(TESTS) -m "not slow and not costly" tests/unit
+	$(TESTS) --numprocesses=3 -m "not slow and not costly" tests/unit
 
 .PHONY: test-all
 test-all: $(LIBRARY) lint ## the same and the tests marked slow

@@ -199,15 +199,16 @@ def test_being_asked_to_leave_before_the_loop_is_not_lost_either():
     assert left == [True]
 
 
-def test_a_signal_that_came_before_the_loop_is_not_lost():
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_came_before_the_loop_is_not_lost(signum):
     async def work(alarm: Alarm) -> None:
         await asyncio.sleep(600)
 
     with Signals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signum)
         with pytest.raises(Interrupted) as error:
             run_loop(interruptible(work, signals, lambda error: None))
-    assert error.value.signum == signal.SIGTERM
+    assert error.value.signum == signum
 
 
 def test_the_handlers_of_before_are_back_afterwards():
