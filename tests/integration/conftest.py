@@ -49,7 +49,6 @@ SHARED = (
         "test_examples.py",
         "test_interruption.py",
         "test_run.py",
-        "test_served_teacher.py",
     },
 )
 """Files whose tests share an expensive fixture of the session, which the comment names."""
@@ -119,12 +118,13 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         asyncio.run(engine.stop())
 
 
-@pytest.fixture
-def running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def running(engine: Engine) -> Iterator[dict[str, Any]]:
     """A group of `rollout.engines` that is `engine`, a server that runs already; its keys are in the environment."""
-    monkeypatch.setenv("ENGINES_KEY", engine.spec.keys.api_key)
-    monkeypatch.setenv("ENGINES_ADMIN_KEY", engine.spec.keys.admin_api_key)
-    return {"urls": [engine.spec.url], "api_key_env": "ENGINES_KEY", "admin_api_key_env": "ENGINES_ADMIN_KEY"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENGINES_KEY", engine.spec.keys.api_key)
+        patch.setenv("ENGINES_ADMIN_KEY", engine.spec.keys.admin_api_key)
+        yield {"urls": [engine.spec.url], "api_key_env": "ENGINES_KEY", "admin_api_key_env": "ENGINES_ADMIN_KEY"}
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,9 @@ COVERING: tuple[Case, ...] = (
     _case(2, 1, 1, None, 2, 1, 2, 2, "selective", 200),
 )
 """Every pair of settings of layouts of up to four ranks."""
+MODELS = ("qwen", "deepseek")
+QUICK = tuple((case, MODELS[number >= len(COVERING) // 2]) for number, case in enumerate(COVERING))
+"""Each of them with one of the models, so that every setting meets both."""
 
 EIGHT = _case(2, 2, 2, None, 2, 1, 4, 1, "selective", 200)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.integration.runs import steps, write_config
 
-STEPS = 6
+STEPS = 4
 ROWS = 8
 """Trajectories of a step."""
 UNCHECKED = {"interval": 3600}

@@ -1,4 +1,4 @@
-"""The only trainer rank of test_served_teacher: a step on the same rollouts, scored by the teacher in the trainer and
+"""The trainer rank of test_run's served teacher: a step on the same rollouts, scored by the teacher in the trainer and
 by the one that an engine served.
 
     python -m tests.integration.teacher_rank JOB.json 0

@@ -1,4 +1,7 @@
-"""A courier that is killed or stopped is replaced by another one, and its process is gone."""
+"""A courier that is killed or stopped is replaced by another one, and its process is gone.
+
+In `make test` test_faults does both to the courier of two engines: one dies in a publication, one stops between two.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 
@@ -15,8 +17,9 @@ from slimx.cluster.restarts import Restarts
 from slimx.config.schema import Config
 from slimx.engines.delivery.courier import CourierHandle
 from slimx.reshard.parties import TransportLost
+from tests.integration.victims import couriers
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 GONE_S = 60
 
 
@@ -24,24 +27,7 @@ class Publisher:
     """An actor on this machine: where it runs, the courier runs."""
 
 
-def couriers() -> list[psutil.Process]:
-    """Couriers of this process's own Ray."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if "ray::Courier" in f"{process.name()} {' '.join(process.cmdline())}":
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-@pytest.mark.parametrize(
-    "signum",
-    # Of a courier that dies in a publication test_faults tells.
-    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP],
-    ids=lambda signum: signum.name,
-)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
 async def test_a_courier_that_is_killed_or_stopped_is_replaced_and_gone(signum: signal.Signals, tmp_path: Path) -> None:
     config = Config.model_validate(
         {

@@ -38,11 +38,14 @@ from tests.integration.conftest import Weights
 from tests.integration.engine_oracle import PROMPT, fused
 from tests.integration.runs import TrainProcess, completed_steps, steps, write_config
 from tests.integration.stand_in_trainers import Trainers
+from tests.integration.victims import couriers
 from tests.refusals import refused
 
 pytestmark = pytest.mark.integration
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
 RESTART_S = 600
+GONE_S = 60
+"""Seconds in which a courier that was ended is gone."""
 
 
 class Stand:
@@ -217,10 +220,18 @@ async def test_faults_in_publications_cost_one_engine_and_no_token(tiny_model, t
                     stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))
                 assert stand.completions[-1].versions == [(0, 8, 4)]
 
+            # One that is stopped between two publications is ended; the next publication brings another.
+            (stopped,) = couriers()
+            stopped.suspend()
+            with refused("courier.lost", about="courier", kind=TransportLost):
+                await courier.ask("ready", deadline_s=4)
+            stopped.wait(GONE_S)
+
             # One engine meets a changed byte; what comes next finds the other one alone.
             with spoilt(first, bucket=1):
                 done = await stand.publish(5)
             assert done.lost == ["actor-0"] and "has checksum" in str(done.engines["actor-0"].error)
+            assert courier.incarnation == 3 and stopped not in couriers()
             assert await stand.registered() == {second.url}
             async with GenerationClient(second.url, stand.client.shape, api_key=second.keys.api_key) as client:
                 stand.completions.append(await client.generate(GenerationRequest(PROMPT, SAMPLING, 1)))

@@ -3,7 +3,8 @@
 Each layout is one start of real gloo ranks that take one step for each model: a Qwen3-MoE with tied embeddings (GRPO),
 a DeepSeek-V3 (MLA, sigmoid router with selection bias, shared experts, a dense first layer, multi-token prediction;
 GSPO), and a Qwen3-Next (gated delta nets; GRPO). One rank without recomputation is what all others must equal.
-`layout_cases` says which layouts.
+`layout_cases` says which layouts: `make test` has every pair of settings, and each setting with both of the first two
+models; `make test-all` has every layout with both.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from tests.integration.layout_cases import (
     COVERING,
     EIGHT,
     FACTORS,
+    MODELS,
     ONE,
+    QUICK,
     Case,
     all_cases,
     fields,
@@ -176,10 +179,18 @@ def test_the_layouts_cover_every_pair_of_settings_that_can_meet():
     }
     assert set().union(*map(pairs, COVERING)) == wanted
     assert {case["world_size"] for case in (*COVERING, EIGHT)} >= {1, 4, 8}
+    met = {(name, case[name], model) for case, model in QUICK for name in FACTORS}
+    assert met == {(name, value, model) for name, values in FACTORS.items() for value in values for model in MODELS}
 
 
-@pytest.mark.parametrize("model", ["qwen", "deepseek", pytest.param("next", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", [*COVERING, pytest.param(EIGHT, marks=pytest.mark.slow)], ids=name_of)
+CASES = [
+    pytest.param(case, model, id=f"{name_of(case)}-{model}", marks=[] if (case, model) in QUICK else [pytest.mark.slow])
+    for case in (*COVERING, EIGHT)
+    for model in (*MODELS, "next")
+]
+
+
+@pytest.mark.parametrize(("case", "model"), CASES)
 def test_loss_metrics_and_gradients_are_those_of_one_rank(laboratory, case, model):
     assert_equal_to_one_rank(laboratory, case, model)
 
@@ -193,7 +204,7 @@ def test_packing_changes_the_number_of_microbatches(laboratory, case, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen", "deepseek"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", [case for case in all_cases(4) if case not in COVERING], ids=name_of)
 def test_every_layout_of_up_to_four_ranks_is_equal_to_one_rank(laboratory, case, model):
     assert_equal_to_one_rank(laboratory, case, model)

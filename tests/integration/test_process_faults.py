@@ -1,13 +1,13 @@
 """Every kind of process of a run is killed, and stopped: the run goes on, or ends in one sentence and resumes.
 
-A row of FAULTS is one kind and one signal. They run in `make test-all`; `test_resume.py` has a killed trainer and a
-killed driver for `make test`.
+A row of FAULTS is one kind and one signal. They run in `make test-all`; `make test` has a killed driver in
+`test_resume.py`, a killed trainer and a SIGTERM in `test_run.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP
+from signal import SIGINT, SIGKILL, SIGSTOP
 
 import pytest
 
@@ -17,6 +17,7 @@ from tests.integration.fault_stand import Fault, strike
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 FAULTS = [
+    Fault("driver", SIGINT, ends=128 + SIGINT),
     Fault("driver", SIGKILL, ends=-SIGKILL),
     Fault("driver", SIGSTOP, ends=None, lasts=40, sections={"rollout": {"rollout_deadline": 20}}),
     Fault("trainer", SIGKILL, ends=LOST, names="trainer rank "),

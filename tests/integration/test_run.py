@@ -1,40 +1,68 @@
-"""Whole runs: one step off, colocated, two turns; and how a run ends when it is told to."""
+"""Whole runs: one step off with two turns and a served teacher, and colocated; how they end when they are told to, or
+have lost a trainer."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from slimx.commands.status import run_status
-from tests.integration.conftest import publish
+from slimx.data.codec import save_groups
+from slimx.data.step_files import DIRECTORY, read_step, step_files
+from slimx.engines.server.engine import Engine
+from slimx.errors import LOST
+from slimx.runtime.ports import free_port
+from tests.integration.conftest import Weights, perturbed, publish
+from tests.integration.fault_stand import lost_with
 from tests.integration.open_ports import documented, opened
+from tests.integration.rank_processes import run_ranks
 from tests.integration.runs import TrainProcess, completed_steps, saved_tickets, steps, write_config
+from tests.integration.trainer_oracle import write_model
 
 pytestmark = pytest.mark.integration
+TAUGHT = 3
+"""Steps whose rollouts are scored by both teachers."""
 
 
 def _rollout(task_of_sums: Path, **changes: object) -> dict[str, object]:
     return {"prompts": str(task_of_sums / "train.jsonl"), **changes}
 
 
-def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_in_order_on_sigterm(
-    engine,
-    running,
-    tiny_model,
-    tiny_weights,
-    task_of_sums,
-    tmp_path,
-):
-    """Beside a frozen judge that serves the initial weights."""
-    asyncio.run(publish(engine, tiny_weights, 1))
-    held_out = tmp_path / "held_out.jsonl"
+@dataclass(frozen=True)
+class Ahead:
+    """A run that generated one step ahead, and what was seen of it after its fifth step."""
+
+    directory: Path
+    teacher: Path
+    status: dict[str, Any]
+    opened: set[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def ahead(
+    engine: Engine,
+    running: dict[str, Any],
+    tiny_model: Path,
+    tiny_weights: Weights,
+    task_of_sums: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Ahead:
+    """Two turns beside a frozen model, which judges them and teaches; SIGTERM ends it in order."""
+    directory = tmp_path_factory.mktemp("ahead")
+    wise = perturbed(tiny_weights, seed=3, scale=0.1)
+    teacher = write_model(directory / "teacher", tiny_model, wise)
+    asyncio.run(publish(engine, wise, 1))
+    held_out = directory / "held_out.jsonl"
     held_out.write_text("".join((task_of_sums / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))
     config = write_config(
-        tmp_path,
+        directory,
         tiny_model,
         task_of_sums / "train.jsonl",
         schedule={"steps": 1000, "max_staleness": 1},
@@ -49,24 +77,31 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
                 {"name": "judge", "frozen": True, **running},
             ],
         ),
-        algorithm={"name": "remax", "reference": True, "kl_coef": 0.01, "reference_refresh": 2},
+        algorithm={
+            "name": "remax",
+            "reference": True,
+            "kl_coef": 0.01,
+            "reference_refresh": 2,
+            "teacher_engine": "judge",
+            "teacher_coef": 0.1,
+        },
         checkpoint={"every": 4, "keep": 100},
         reward={"function": "tests.integration.hooks.judged"},
+        track={"rollouts": {"every": 1}},
     )
     run = TrainProcess(config)
-    run.until(lambda: completed_steps(tmp_path / "run") >= 5)
-    run.until((tmp_path / "run" / "checkpoints" / "iter_0000004").exists)
-    status = run_status(tmp_path / "run")
-    assert status["running"] and status["step"] >= 4 and status["metrics"]["reward/mean"] is not None
-    assert [(engine["name"], engine["frozen"], engine["standing"]) for engine in status["engines"]] == [
-        ("actor-0", False, "member"),
-        ("judge-0", True, "member"),
-    ]
-    absent = {"courier", "engine actor", "prefill engine"}  # it publishes by memory
-    assert opened(run) == {(process, address) for process, address in documented() if process not in absent}
-    _ends_in_order(run, signal.SIGTERM, 143)
-    assert not run_status(tmp_path / "run")["running"]
-    rows = steps(tmp_path / "run")
+    run.until(lambda: completed_steps(directory / "run") >= 5)
+    run.until((directory / "run" / "checkpoints" / "iter_0000004").exists)
+    seen = Ahead(directory, teacher, run_status(directory / "run"), opened(run))
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, run.text()
+    assert run.text().rstrip().endswith("slimx: stopped by SIGTERM")
+    run.assert_nothing_left()
+    return seen
+
+
+def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old(ahead: Ahead) -> None:
+    rows = steps(ahead.directory / "run")
     assert [rows[step]["staleness/max"] for step in range(1, 6)] == [0, 1, 1, 1, 1]
     # Before the first step and after every second one the held-out prompts are answered beside the batch in flight.
     start = rows.pop(0)
@@ -80,11 +115,11 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
     assert max(rows[step]["kl/reference"] for step in (1, 3, 5)) <= 1e-8
     assert min(rows[step]["kl/reference"] for step in (2, 4)) > 1e-8
     for row in rows.values():
-        assert row["engines/serving"] == row["engines/judge/serving"] == 1
+        assert row["engines/serving"] == row["engines/judge/serving"] == 1 and row["kl/teacher"] > 0
         # The trainer has left the policy that sampled by a step, but for the first one.
         assert 0 < row["mismatch/ess"] <= 1 + 1e-9 and row["mismatch/max"] >= row["mismatch/mean"] > 0
     assert rows[1]["mismatch/mean"] <= 1e-5 < rows[3]["mismatch/mean"]
-    tickets = saved_tickets(tmp_path / "run" / "checkpoints" / "iter_0000004")
+    tickets = saved_tickets(ahead.directory / "run" / "checkpoints" / "iter_0000004")
     assert len(tickets) == 4  # the batch that was in flight is kept
     groups = [ticket.group for ticket in tickets if ticket.group]
     # A greedy rollout beside each group's two is judged and kept as its baseline, and is none of them.
@@ -92,14 +127,57 @@ def test_one_step_off_with_a_two_turn_hook_is_at_most_one_version_old_and_ends_i
     trajectories = [t for group in groups for t in group.trajectories]
     two_turns = [t for t in trajectories if [span.source for span in t.spans].count("sampled") == 2]
     assert two_turns
-    # The judge holds the weights that the run began with: it finds the tokens as likely as random weights do.
+    # The judge's weights are random too.
     assert all(-0.2 < t.reward_parts["judge"] < 0 for t in trajectories)
     for trajectory in two_turns:
         (inserted,) = [span for span in trajectory.spans if span.source == "inserted"]
         assert not trajectory.loss_mask[inserted.start : inserted.stop].any()
 
 
-def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in_order(
+def test_a_run_says_how_it_stands_and_opens_the_ports_that_are_documented(ahead: Ahead) -> None:
+    status = ahead.status
+    assert status["running"] and status["step"] >= 4 and status["metrics"]["reward/mean"] is not None
+    assert [(engine["name"], engine["frozen"], engine["standing"]) for engine in status["engines"]] == [
+        ("actor-0", False, "member"),
+        ("judge-0", True, "member"),
+    ]
+    assert not run_status(ahead.directory / "run")["running"]
+    absent = {"courier", "engine actor", "prefill engine"}  # it publishes by memory
+    assert ahead.opened == {(process, address) for process, address in documented() if process not in absent}
+
+
+def test_a_served_teacher_teaches_as_the_same_teacher_in_the_trainers(
+    ahead: Ahead, tiny_model: Path, tmp_path: Path
+) -> None:
+    """On-policy distillation of the run's rollouts of three steps, by the scores that the engine gave them, and by the
+    same teacher in a trainer."""
+    files = step_files(ahead.directory / "run" / DIRECTORY)
+    groups = [group for step in range(1, TAUGHT + 1) for group in read_step(files[step])[1]]
+    save_groups(tmp_path / "groups.bin", groups)
+    job = {
+        "out": str(tmp_path),
+        "policy": str(tiny_model),
+        "teacher": str(ahead.teacher),
+        "init_method": f"tcp://127.0.0.1:{free_port()}",
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    run_ranks("tests.integration.teacher_rank", tmp_path, 1)
+    with np.load(tmp_path / "scores.npz") as arrays:
+        scores = list(arrays.values())
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    assert len(scores) == len(trajectories) == TAUGHT * 8
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        trained = trajectory.loss_mask[1:] > 0
+        served = trajectory.teacher_logprobs[1:]
+        assert trained.any() and np.abs(served[trained] - score[trained]).max() <= 1e-5
+        assert np.abs(served[trained] - trajectory.logprobs[1:][trained]).max() > 1e-2  # another model than the policy
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["gradients_differ"] <= 1e-4
+    for name in ("loss/policy", "kl/teacher", "optim/grad_norm"):
+        assert said["engine"][name] == pytest.approx(said["trainer"][name], rel=1e-3)
+
+
+def test_colocated_engines_sleep_while_trainers_train_and_a_trainer_that_is_killed_ends_the_run_in_one_sentence(
     tiny_model, task_of_sums, tmp_path
 ):
     """With nucleus sampling, a teacher, recomputed old log-probs, which are weighed against the engine's, and replayed
@@ -119,7 +197,7 @@ def test_colocated_engines_sleep_while_trainers_train_and_ctrl_c_ends_the_run_in
     )
     run = TrainProcess(config)
     run.until(lambda: completed_steps(tmp_path / "run") >= 3)
-    _ends_in_order(run, signal.SIGINT, 130)
+    lost_with(run, "trainer", signal.SIGKILL, LOST, "trainer rank ")
     # Gradients and optimizer state leave before each publication, the weights after it; a checkpoint brings them back.
     log = (tmp_path / "run/logs/trainer-0.log").read_text()
     assert log.count(": training\n") >= 3 and log.count(": weights and training\n") >= 4
@@ -148,10 +226,3 @@ def test_a_server_that_runs_already_serves_one_run_after_the_other(running, tiny
         run.assert_nothing_left()
         for row in steps(directory / "run").values():
             assert row["publish/engines_verified"] == 1 and row["gap/tokens"] > 0 and row["gap/mean"] <= 1e-5
-
-
-def _ends_in_order(run: TrainProcess, signum: int, code: int) -> None:
-    run.kill(signum)
-    assert run.wait() == code, run.text()
-    assert run.text().rstrip().endswith(f"slimx: stopped by {signal.Signals(signum).name}")
-    run.assert_nothing_left()
