@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from slimx.rollout import agent
+from slimx.rollout.proxy.server import ChatProxy
 from tests.unit.rollout.proxy_stand import (
     CALL,
     END,
@@ -18,6 +20,7 @@ from tests.unit.rollout.proxy_stand import (
     Script,
     ask,
     assert_equal,
+    call,
     context,
     encode,
     rollout,
