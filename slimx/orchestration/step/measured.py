@@ -81,4 +81,4 @@ def _by_name(given: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     for values in given:
         for name, value in values.items():
             out[name].append(value)
-    return dict(sorted(out.items()))
+    return dict(sorted(out.items(), key=lambda item: str(item[0])))
