@@ -1,5 +1,5 @@
-"""Whole runs of GLM-4.5, MiniMax-M2, Ling-2 and Qwen3-Next: trainers and engines of two ranks, which route alike and
-agree after every publication; in bfloat16 engines of MiniMax-M2 hold the routers in fp32."""
+"""Whole runs of GLM-4.5, MiniMax-M2, Ling-2, Qwen3-Next and Qwen3.5: trainers and engines of two ranks, which route
+alike and agree after every publication; in bfloat16 engines of MiniMax-M2 hold the routers in fp32."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 BIASED = ("e_score_correction_bias", "q_norm", "k_norm", "q_proj.weight")
+DELTA_NET = ("A_log", "dt_bias", "conv1d", "attn.norm", "shared_expert_gate")
 PARTS = {
     "glm4_moe": BIASED,
     "minimax_m2": BIASED,
     "bailing_moe_v2": ("expert_bias", "query_layernorm", "key_layernorm", "query_key_value"),
-    "qwen3_next": ("A_log", "dt_bias", "conv1d", "in_proj_qkvz", "in_proj_ba", "attn.norm", "shared_expert_gate"),
+    "qwen3_next": (*DELTA_NET, "in_proj_qkvz", "in_proj_ba"),
+    "qwen3_5_moe": (*DELTA_NET, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
 """Parts of the names of tensors that training moves, beside those that all have."""
 
@@ -30,12 +32,13 @@ PARTS = {
         ("minimax_m2", "bfloat16", "hf"),
         ("bailing_moe_v2", "float32", "auto"),
         ("qwen3_next", "float32", "auto"),
+        ("qwen3_5_moe", "float32", "auto"),
     ],
 )
 def test_two_trainer_ranks_and_two_engine_ranks_agree(task_of_sums, tmp_path, name, dtype, encoding):
     model = tmp_path / "model"
     make_model(name, model)
-    moe = {} if name == "qwen3_next" else {"bias_update_rate": 0.05}
+    moe = {} if name.startswith("qwen3_") else {"bias_update_rate": 0.05}
     engine = {"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}
     config = write_config(
         tmp_path,

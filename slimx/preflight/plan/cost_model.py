@@ -92,7 +92,7 @@ def update_cost(
     linear = delta_net_layers(model) / sizes.pipeline
     around = 3 * (layers - linear) * (c - 1) * key
     if linear:
-        around += 2 * linear * (c - 1) / c * _delta_net_rows(model) / t
+        around += 2 * linear * (c - 1) / c * delta_net_rows(model) / t
     moved["context"] = tokens * around * itemsize / link(t * c)
     moved["data"] = (exchanged if sizes.stage > t else 0) / link(sizes.stage)
     if sizes.pipeline > 1:
@@ -104,7 +104,7 @@ def update_cost(
     return Cost(compute=compute, bubble=bubble, moved=moved)
 
 
-def _delta_net_rows(model: dict[str, Any]) -> int:
+def delta_net_rows(model: dict[str, Any]) -> int:
     """Numbers of a token that the ranks of a context-parallel group exchange for heads: a delta net's projected inputs,
     and its outputs."""
     keys, values = model["linear_num_key_heads"], model["linear_num_value_heads"]

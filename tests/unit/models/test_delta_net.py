@@ -21,6 +21,7 @@ from slimx.preflight.checks.layout import check_layout
 from slimx.preflight.checks.serving import states_are_one_requests_own
 from slimx.preflight.hardware import Machine
 from slimx.preflight.memory.engine import engine_memory, kv_bytes, state_bytes
+from slimx.preflight.plan.cost_model import delta_net_rows
 from slimx.reshard.plan.publication import publication_plan
 from tests.refusals import refused
 from tests.unit.sglang_process import SGLang
@@ -101,6 +102,13 @@ def test_the_trainers_ranks_hold_every_element_of_the_checkpoint_once(tmp_path: 
 def test_only_layers_of_attention_have_a_kv_cache(tmp_path: Path):
     spec = read(tmp_path, NEXT)
     assert kv_bytes(spec.transformer, EngineSizes(), 2, None) == 2 * 12 * 2 * 256 * 2
+
+
+def test_context_parallel_ranks_exchange_what_a_delta_net_projects_and_puts_out(tmp_path: Path):
+    spec = read(tmp_path, NEXT)
+    shapes = {part.name: part.shape for part in MegatronLayout(spec.table, Sizes()).parts()}
+    projected, put_out = (shapes[f"decoder.layers.0.self_attention.{name}.weight"] for name in ("in_proj", "out_proj"))
+    assert delta_net_rows(spec.transformer) == projected[0] + put_out[1]
 
 
 def test_layers_of_multi_token_prediction_are_carried_over(tmp_path: Path):
