@@ -2,11 +2,11 @@
 
     python tools/smoke/check.py [--device cuda] [--trainers 4] [--engines 4] [--model DIR] [--out DIR] [KEY=VALUE ...]
 
-It looks at the node, has trainers and engines compute one batch in exact mode, where they must not differ by a bit,
-starts reinforcement learning on sums of two numbers, looks whether each publication reaches every
+It looks at the node, starts reinforcement learning on sums of two numbers, looks whether each publication reaches every
 engine and is verified there, and how far the log-probs of trainers and engines lie apart; then it kills an engine,
-waits until that is back, has the run save and leave, and continues it. A check that fails ends the rest. Logs stay in
---out.
+waits until that is back, has the run save and leave, and continues it. Last it has trainers and engines compute one
+batch in exact mode, where they must not differ by a bit. A check that fails ends those that need it; the others go on.
+Logs stay in --out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ MARK = "SLIMX_SMOKE"
 GAP = {"cpu": 1e-5, "cuda": 0.05}
 """Mean log-prob gap that is let pass, in float32 and in bfloat16, where a mixture of experts has 0.006."""
 LATER_STEPS = 2
+TASK, FIT, STEPS = "a task, a model", "nothing stands in the way", "two steps"
+KILLED, LEFT = "an engine is killed", "told to, the run saves and leaves"
+"""Checks that others need."""
 END_S = 60.0
 
 
@@ -46,43 +49,47 @@ class Smoke:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     lines: list[tuple[str, str, float]] = field(default_factory=list)
     """Name, result and seconds of each check."""
+    failed: set[str] = field(default_factory=set)
+    """Names of checks that failed, or that were not tried because another had."""
     process: subprocess.Popen | None = None
 
     @property
     def out(self) -> Path:
         return self.options.out
 
-    def check(self, name: str, work: Callable[[], str | None]) -> None:
-        """One line of the table: what `work` returns is its result. Raises Failed."""
+    def check(self, name: str, work: Callable[[], str | None], *, needs: str = "") -> None:
+        """One line of the table: what `work` returns is its result. `needs`: a check without which it is not tried."""
+        if needs in self.failed:
+            self.failed.add(name)
+            self.lines.append((name, f"not tried: it needs '{needs}'", 0.0))
+            return
         print(f"smoke: {name}", file=sys.stderr, flush=True)
         began, result = time.monotonic(), "FAILED"
         try:
             result = work() or "ok"
-        except Failed as error:
+        except (Failed, subprocess.TimeoutExpired) as error:
             result = f"FAILED: {error}"
-            raise
+            self.failed.add(name)
         finally:
             self.lines.append((name, result, time.monotonic() - began))
 
     def run_all(self) -> None:
-        """Every check in order. Raises Failed at the first that fails."""
+        """Every check in order."""
         options = self.options
         gpus = options.trainers + options.engines if options.device == "cuda" else 0
         self.check("the node is fit", lambda: self.call("slimx.cli", "health", "--gpus", str(gpus)))
-        self.check("a task, a model", self.prepare)
-        self.check("nothing stands in the way", lambda: self.call("slimx.cli", "doctor", *self.arguments()))
-        self.check("exact mode has no gap", self.exact)
-        self.start()
-        self.check("two steps", lambda: self.until(lambda: self.step() >= 2, "two steps"))
-        self.check("publications are verified", self.verified)
-        self.check("trainers and engines agree", self.gap)
-        self.check("an engine is killed", self.kill_engine)
-        self.check("it is back, the run went on", self.back)
-        self.check("told to, the run saves and leaves", self.leave)
-        last = self.step() + LATER_STEPS
-        self.start(f"schedule.steps={last}")
-        self.check("it continues to its end", lambda: self.finished(last))
+        self.check(TASK, self.prepare)
+        self.check(FIT, lambda: self.call("slimx.cli", "doctor", *self.arguments()), needs=TASK)
+        self.check(STEPS, self.two_steps, needs=FIT)
+        self.check("publications are verified", self.verified, needs=STEPS)
+        self.check("trainers and engines agree", self.gap, needs=STEPS)
+        self.check(KILLED, self.kill_engine, needs=STEPS)
+        self.check("it is back, the run went on", self.back, needs=KILLED)
+        self.check(LEFT, self.leave, needs=STEPS)
+        self.check("it continues to its end", self.continued, needs=LEFT)
+        self.stop()
         self.check("nothing is left", self.nothing_left)
+        self.check("exact mode has no gap", self.exact, needs=TASK)
 
     # Checks -----------------------------------------------------------------------------------------------------------
 
@@ -94,6 +101,10 @@ class Smoke:
         """Check exact mode on the tiny model, whatever the run's is: it is a family that exact mode covers."""
         own = (f"run.dir={self.out / 'exact'}", f"model.path={self.out / 'model'}", "rollout.prompts_per_step=4")
         self.call("slimx.cli", "doctor", *self.arguments(), *own, "numerics.mode=exact", "--gap")
+
+    def two_steps(self) -> None:
+        self.start()
+        self.until(lambda: self.step() >= 2, "two steps")
 
     def verified(self) -> str:
         tensors, engines = self.metric("publish/tensors_verified"), self.metric("publish/engines_verified")
@@ -131,7 +142,9 @@ class Smoke:
             raise Failed(f"exit status {status}, not {os.EX_TEMPFAIL}")
         return f"saved step {self.step()}"
 
-    def finished(self, last: int) -> str:
+    def continued(self) -> str:
+        last = self.step() + LATER_STEPS
+        self.start(f"schedule.steps={last}")
         if (status := self.end()) != 0:
             raise Failed(f"exit status {status}")
         if self.step() != last or "resumed at step" not in self.log.read_text():
@@ -288,16 +301,14 @@ def main() -> int:
         print(f"smoke: {options.out} exists; remove it or choose another --out", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True)
-    smoke, failed = Smoke(options), False
+    smoke = Smoke(options)
     try:
         smoke.run_all()
-    except Failed:
-        failed = True
     finally:
         smoke.stop()
         print(smoke.table())
-    print(f"{'FAILED' if failed else 'all is well'}; logs are in {options.out}")
-    return int(failed)
+    print(f"{'FAILED' if smoke.failed else 'all is well'}; logs are in {options.out}")
+    return int(bool(smoke.failed))
 
 
 if __name__ == "__main__":
