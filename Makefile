@@ -125,6 +125,10 @@ gpu: ## build, test and measure kernels and trainer on this machine's GPU (PYTHO
 	$(if $(filter command environment,$(origin PYTHON)),$(PYTHON),$(or $(wildcard $(BIN)/python),$(PYTHON))) \
 	  tools/gpu/check.py --out "$${OUT:-build/gpu}"
 
+.PHONY: first-hour
+first-hour: $(LIBRARY) ## everything that a node of 8 GPUs must show, one table (MODEL: directory of Qwen3-30B-A3B)
+	$(BIN)/python -m tools.first_hour.check $(if $(MODEL),--model $(MODEL)) --out "$${OUT:-runs/first-hour}"
+
 # For a GPU machine without a network: carry build/gpu-wheels along. GPU_PYTHON is the version of its interpreter.
 .PHONY: gpu-wheels
 gpu-wheels: $(STAMP) ## collect into build/gpu-wheels what `make gpu` needs for the trainer (GPU_PYTHON=3.12)

@@ -10,4 +10,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/launch/common.sh
 SLIMX_ADDRESS=${SLIMX_ADDRESS:-127.0.0.1} # all of it is on this machine
 prepare_environment
-exec python tools/smoke/check.py "$@"
+exec python -m tools.smoke.check "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,17 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
         out: SlimxError = ActorDied(f"{holder} died during {what}; {said}", code="actor.died", about=holder)
     else:
         out = SlimxError(
-            f"{what} failed on {holder}: {type(cause or error).__name__}: {cause or error}; its log is {log}",
+            f"{what} failed on {holder}: {type(cause or error).__name__}: {_short(cause or error)}; its log is {log}",
             code="actor.failed",
             about=holder,
         )
     out.__cause__ = error
     return out
+
+
+def _short(error: BaseException) -> str:
+    """What an error says, on one line; of Ray's pages about memory that ran out the beginning, which has the figures."""
+    return textwrap.shorten(str(error), 400, placeholder=" ...")
 
 
 def tail(path: Path, lines: int = 20) -> str:

@@ -159,7 +159,7 @@ def packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield Finding("slimx", "not installed", "this Python does not know slimx; run `make build`")
         requirements = list(MAIN)
-    lock, pins = _lock()
+    lock, pins = lock_of()
     wanted = dict(_split(line) for line in requirements if "extra ==" not in line)
     ok = 0
     for name, needed in wanted.items():
@@ -347,7 +347,7 @@ def _fits(version: str, needed: str) -> bool:
     return SpecifierSet(needed).contains(version, prereleases=True)
 
 
-def _lock() -> tuple[str, dict[str, str]]:
+def lock_of() -> tuple[str, dict[str, str]]:
     """Name and pins of the lock that `make venv` installed here; no pins for an environment made otherwise."""
     for file in sorted((ROOT / "requirements").glob("*.txt")):
         if Path(sys.prefix, f".installed-{file.stem}").exists():

@@ -1,6 +1,6 @@
 """Does all of slimx work on this node? A run of a few steps with an accident in it, and one table.
 
-    python tools/smoke/check.py [--device cuda] [--trainers 4] [--engines 4] [--model DIR] [--out DIR] [KEY=VALUE ...]
+    python -m tools.smoke.check [--device cuda] [--trainers 4] [--engines 4] [--model DIR] [--out DIR] [KEY=VALUE ...]
 
 It looks at the node, starts reinforcement learning on sums of two numbers, looks whether each publication reaches every
 engine and is verified there, and how far the log-probs of trainers and engines lie apart; then it kills an engine,
@@ -12,7 +12,6 @@ Logs stay in --out.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -25,7 +24,8 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
+from tools.smoke.training import END_S, ROOT, Failed, TrainingRun
+
 MARK = "SLIMX_SMOKE"
 """Every process of the run inherits this variable: the engine to kill and what is left over are found by it."""
 GAP = {"cpu": 1e-5, "cuda": 0.05}
@@ -34,11 +34,6 @@ LATER_STEPS = 2
 TASK, FIT, STEPS = "a task, a model", "nothing stands in the way", "two steps"
 KILLED, LEFT = "an engine is killed", "told to, the run saves and leaves"
 """Checks that others need."""
-END_S = 60.0
-
-
-class Failed(Exception):
-    """A check that failed, in a sentence."""
 
 
 @dataclass
@@ -51,11 +46,12 @@ class Smoke:
     """Name, result and seconds of each check."""
     failed: set[str] = field(default_factory=set)
     """Names of checks that failed, or that were not tried because another had."""
-    process: subprocess.Popen | None = None
 
-    @property
-    def out(self) -> Path:
-        return self.options.out
+    def __post_init__(self) -> None:
+        out, options = self.options.out, self.options
+        self.out: Path = out
+        arguments = self.arguments()
+        self.run = TrainingRun(out / "run", out / "train.log", arguments, options.seconds, self.environment())
 
     def check(self, name: str, work: Callable[[], str | None], *, needs: str = "") -> None:
         """One line of the table: what `work` returns is its result. `needs`: a check without which it is not tried."""
@@ -87,7 +83,7 @@ class Smoke:
         self.check("it is back, the run went on", self.back, needs=KILLED)
         self.check(LEFT, self.leave, needs=STEPS)
         self.check("it continues to its end", self.continued, needs=LEFT)
-        self.stop()
+        self.run.stop()
         self.check("nothing is left", self.nothing_left)
         self.check("exact mode has no gap", self.exact, needs=TASK)
 
@@ -103,17 +99,17 @@ class Smoke:
         self.call("slimx.cli", "doctor", *self.arguments(), *own, "numerics.mode=exact", "--gap")
 
     def two_steps(self) -> None:
-        self.start()
-        self.until(lambda: self.step() >= 2, "two steps")
+        self.run.start()
+        self.run.until(lambda: self.run.step() >= 2, "two steps")
 
     def verified(self) -> str:
-        tensors, engines = self.metric("publish/tensors_verified"), self.metric("publish/engines_verified")
+        tensors, engines = self.run.metric("publish/tensors_verified"), self.run.metric("publish/engines_verified")
         if not tensors or engines != self.options.engines:
             raise Failed(f"{tensors:.0f} tensors in {engines:.0f} of {self.options.engines} engines")
-        return f"{tensors:.0f} tensors, {engines:.0f} engines, {self.metric('time/publish'):.2f} s"
+        return f"{tensors:.0f} tensors, {engines:.0f} engines, {self.run.metric('time/publish'):.2f} s"
 
     def gap(self) -> str:
-        gap, tokens = self.metric("gap/mean"), self.metric("gap/tokens")
+        gap, tokens = self.run.metric("gap/mean"), self.run.metric("gap/tokens")
         if not tokens or not gap <= self.options.gap:
             raise Failed(
                 f"the mean log-prob gap is {gap:.1e} over {tokens:.0f} tokens, the limit {self.options.gap:.0e}"
@@ -129,27 +125,29 @@ class Smoke:
 
     def back(self) -> str:
         def whole() -> bool:
-            return self.metric("engines/restarted") >= 1 and self.metric("engines/serving") == self.options.engines
+            return (
+                self.run.metric("engines/restarted") >= 1 and self.run.metric("engines/serving") == self.options.engines
+            )
 
-        self.until(whole, "all engines to serve again")
-        then = self.step()
-        self.until(lambda: self.step() >= then + LATER_STEPS, "later steps")
-        return f"{self.metric('engines/serving'):.0f} engines serve, step {self.step()}"
+        self.run.until(whole, "all engines to serve again")
+        then = self.run.step()
+        self.run.until(lambda: self.run.step() >= then + LATER_STEPS, "later steps")
+        return f"{self.run.metric('engines/serving'):.0f} engines serve, step {self.run.step()}"
 
     def leave(self) -> str:
-        self.process.send_signal(signal.SIGUSR1)
-        if (status := self.end()) != os.EX_TEMPFAIL:
+        self.run.process.send_signal(signal.SIGUSR1)
+        if (status := self.run.end()) != os.EX_TEMPFAIL:
             raise Failed(f"exit status {status}, not {os.EX_TEMPFAIL}")
-        return f"saved step {self.step()}"
+        return f"saved step {self.run.step()}"
 
     def continued(self) -> str:
-        last = self.step() + LATER_STEPS
-        self.start(f"schedule.steps={last}")
-        if (status := self.end()) != 0:
+        last = self.run.step() + LATER_STEPS
+        self.run.start(f"schedule.steps={last}")
+        if (status := self.run.end()) != 0:
             raise Failed(f"exit status {status}")
-        if self.step() != last or "resumed at step" not in self.log.read_text():
-            raise Failed(f"it ended at step {self.step()} of {last}")
-        return f"step {last}, {self.metric('perf/tokens_per_second'):.0f} tokens/s"
+        if self.run.step() != last or "resumed at step" not in self.run.log.read_text():
+            raise Failed(f"it ended at step {self.run.step()} of {last}")
+        return f"step {last}, {self.run.metric('perf/tokens_per_second'):.0f} tokens/s"
 
     def nothing_left(self) -> None:
         end = time.monotonic() + END_S
@@ -159,10 +157,6 @@ class Smoke:
             time.sleep(0.2)
 
     # The run ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def log(self) -> Path:
-        return self.out / "train.log"
 
     def arguments(self) -> list[str]:
         """The quickstart's file and what is different here."""
@@ -189,42 +183,6 @@ class Smoke:
             *options.overrides,
         ]
 
-    def start(self, *more: str) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "slimx.cli", "train", *self.arguments(), *more],
-                cwd=ROOT,
-                env=self.environment(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until `condition` holds; the run must live meanwhile."""
-        end = time.monotonic() + self.options.seconds
-        while not condition():
-            if (status := self.process.poll()) is not None:
-                raise Failed(f"the run ended with status {status}: {self.log.read_text().strip().splitlines()[-1:]}")
-            if time.monotonic() > end:
-                raise Failed(f"waited {self.options.seconds:.0f} s for {what}")
-            time.sleep(0.2)
-
-    def end(self) -> int:
-        """The exit status of the run."""
-        try:
-            return self.process.wait(self.options.seconds)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"waited {self.options.seconds:.0f} s for the end of the run") from None
-
-    def stop(self) -> None:
-        """End the run, if it is still there."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-
     def call(self, module: str, *arguments: str) -> None:
         """A command that must succeed. Raises Failed with its last line."""
         done = subprocess.run(
@@ -243,19 +201,6 @@ class Smoke:
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, MARK: self.mark}
-
-    def rows(self) -> list[dict]:
-        file = self.out / "run/metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def step(self) -> int:
-        """The last step done."""
-        return max((row["step"] for row in self.rows()), default=0)
-
-    def metric(self, key: str) -> float:
-        """A metric of the last step; 0 where it has none."""
-        last = max(self.rows(), key=lambda row: row["step"], default={"metrics": {}})
-        return float(last["metrics"].get(key) or 0.0)
 
     def processes(self) -> list[psutil.Process]:
         """Those of the run that live."""
@@ -305,7 +250,7 @@ def main() -> int:
     try:
         smoke.run_all()
     finally:
-        smoke.stop()
+        smoke.run.stop()
         print(smoke.table())
     print(f"{'FAILED' if smoke.failed else 'all is well'}; logs are in {options.out}")
     return int(bool(smoke.failed))

@@ -106,7 +106,7 @@ def test_a_version_outside_the_range_is_missing_and_one_beside_the_lock_is_a_not
     true = importlib.metadata.version
     versions = {"megatron-core": "0.17.0", "ray": "2.59.0"}
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or true(name))
-    monkeypatch.setattr(doctor, "_lock", lambda: ("cpu.txt", {"ray": "2.60.0"}))
+    monkeypatch.setattr(doctor, "lock_of", lambda: ("cpu.txt", {"ray": "2.60.0"}))
     assert not doctor.examine(screen.print)
     assert "0.17.0" in problem(screen, "missing", "megatron-core")
     assert all(each in problem(screen, "note", "ray") for each in ("2.59.0", "2.60.0", "cpu.txt"))

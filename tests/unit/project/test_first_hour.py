@@ -1,0 +1,66 @@
+"""The first hour on GPUs, without any: its steps can be started, and one that fails or hangs ends no other."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimx.config import load_config
+from slimx.preflight.plan.report import plan_report
+from tools.first_hour import runs
+from tools.first_hour.check import ROOT, Step, page, steps, take
+from tools.first_hour.probes import PROBES
+
+
+def options(**given: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"device": "cuda", "model": Path("models/Qwen3-30B-A3B"), "ranks": 8, **given})
+
+
+def step(program: str, name: str = "one", seconds: float = 60, **given: bool) -> Step:
+    return Step(name, "all is well", (sys.executable, "-c", program), seconds, **given)
+
+
+def test_what_a_step_says_last_is_what_was_found(tmp_path: Path) -> None:
+    outcome = take(step("print('first'); print('32 GB/s | fast')"), options(), tmp_path)
+    assert (outcome.state, outcome.found) == ("ok", "32 GB/s | fast")
+    assert "| one | ok | all is well | 32 GB/s \\| fast |" in page([outcome])
+
+
+def test_a_step_that_fails_says_why(tmp_path: Path) -> None:
+    outcome = take(step("raise SystemExit('no NVLink')"), options(), tmp_path)
+    assert (outcome.state, outcome.found) == ("FAILED", "no NVLink")
+
+
+def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    outcome = take(step(child, seconds=3), options(), tmp_path)
+    assert outcome.state == "FAILED" and "3 s" in outcome.found
+    left = subprocess.run(
+        ["ps", "-o", "stat=", "-p", (tmp_path / "one.log").read_text()], capture_output=True, text=True
+    )
+    assert left.stdout.strip()[:1] in ("", "Z")
+
+
+@pytest.mark.parametrize(
+    ("needs", "given"),
+    [({"gpu": True}, {"device": "cpu"}), ({"model": True}, {"model": None}), ({"model": True}, {"ranks": 4})],
+)
+def test_what_a_machine_lacks_is_left_out_and_said(tmp_path: Path, needs: dict, given: dict) -> None:
+    assert take(step("raise SystemExit(1)", **needs), options(**given), tmp_path).state == "left out"
+
+
+def test_every_probe_is_a_step(tmp_path: Path) -> None:
+    probes = [each.command[-1] for each in steps(options(), tmp_path) if "tools.first_hour.probes" in each.command]
+    assert sorted(probes) == sorted(PROBES)
+
+
+@pytest.mark.parametrize("mode", runs.MODES)
+def test_the_runs_of_a_real_model_fit_the_gpus_that_they_are_for(mode: str, tmp_path: Path) -> None:
+    file, *overrides = runs.arguments(mode, tmp_path, str(ROOT / "configs/moe/models/Qwen3-30B-A3B"), [])
+    config = load_config(ROOT / file, overrides)
+    assert config.cluster.gpu == "h100"
+    assert plan_report(config).report.violations == ()

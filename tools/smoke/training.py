@@ -1,0 +1,76 @@
+"""A run of `slimx train` that is watched from outside, by its process and by its metrics."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+END_S = 60.0
+
+
+class Failed(Exception):
+    """A check that failed, in a sentence."""
+
+
+class TrainingRun:
+    """One run directory, whose run may be started several times."""
+
+    def __init__(self, directory: Path, log: Path, arguments: Sequence[str], seconds: float, env: Mapping[str, str]):
+        """`arguments`: of `slimx train`; `seconds`: for each wait."""
+        self.directory, self.log, self.seconds = directory, log, seconds
+        self._arguments, self._env = [*arguments], dict(env)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *more: str) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "slimx.cli", "train", *self._arguments, *more],
+                cwd=ROOT,
+                env=self._env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds; the run must live meanwhile."""
+        end = time.monotonic() + self.seconds
+        while not condition():
+            if (status := self.process.poll()) is not None:
+                raise Failed(f"the run ended with status {status}: {self.log.read_text().strip().splitlines()[-1:]}")
+            if time.monotonic() > end:
+                raise Failed(f"waited {self.seconds:.0f} s for {what}")
+            time.sleep(0.2)
+
+    def end(self) -> int:
+        """The exit status of the run."""
+        try:
+            return self.process.wait(self.seconds)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"waited {self.seconds:.0f} s for the end of the run") from None
+
+    def stop(self) -> None:
+        """End the run, if it is still there."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+    def rows(self) -> list[dict]:
+        file = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def step(self) -> int:
+        """The last step done."""
+        return max((row["step"] for row in self.rows()), default=0)
+
+    def metric(self, key: str) -> float:
+        """A metric of the last step; 0 where it has none."""
+        last = max(self.rows(), key=lambda row: row["step"], default={"metrics": {}})
+        return float(last["metrics"].get(key) or 0.0)
