@@ -67,7 +67,7 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
 
 
 def _short(error: BaseException) -> str:
-    """What an error says, on one line; of Ray's pages about memory that ran out the beginning, which has the figures."""
+    """The words of an error on one line; of the pages that Ray writes about memory the begin, with its figures."""
     return textwrap.shorten(str(error), 400, placeholder=" ...")
 
 
