@@ -1,4 +1,4 @@
-"""How evenly the bytes of large publications are dealt out over links, and what that costs on the driver.
+"""Dealing of large publications over links: its balance, and its cost on the driver.
 
     python benchmarks/publish_dealing.py
 
@@ -52,7 +52,7 @@ class Figures:
     sent: float
     received: float
     gigabytes: float
-    """Of the busiest link."""
+    """Bytes of the busiest link, in GB."""
     moves: int
     seconds: float
     megabytes: float

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from slimx.cluster.restarts import Restarts
 from slimx.cluster.waiting import first_line
 from slimx.engines.delivery.deliveries import make_delivery
+from slimx.engines.delivery.direct import DirectDelivery, DirectSource
 from slimx.engines.fleet.membership import Joining
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.trainers import TrainerGroup
@@ -32,11 +33,26 @@ class Publications:
         self.config, self.engines, self.trainers = service.config, service.engines, trainers
         self._maker, self._encoding, self._note = maker, encoding, records.table.note
         courier = Restarts("courier", self.config.rollout.health, note=records.table.note, record=records.restarted)
-        self.delivery = make_delivery(trainers.actors[PUBLISHER], self.config, service.logs, courier)
+        source: Source = trainers
+        if self.config.publish.transport == "nixl" and self.engines is not None:
+            self.delivery = self._direct()
+            source = DirectSource(self.delivery)
+        else:
+            self.delivery = make_delivery(trainers.actors[PUBLISHER], self.config, service.logs, courier)
         self.publisher = None
         if self.engines is not None:
             vacate = self._give_turn if self.config.schedule.colocate else None
-            self.publisher = self._publisher(trainers, self.engines.members, self.delivery, vacate)
+            self.publisher = self._publisher(source, self.engines.members, self.delivery, vacate)
+
+    def _direct(self) -> DirectDelivery:
+        """The delivery by which every trainer rank writes to every engine."""
+        return DirectDelivery(
+            self.trainers,
+            self.trainers.plans["publish"].plan,
+            [engine.name for engine in self.engines.engines],
+            ranks=self.trainers.sizes.world,
+            step_deadline_s=self.config.publish.engine_deadline,
+        )
 
     async def stop(self) -> None:
         """End what carries weights."""

@@ -31,6 +31,7 @@ class TrainerWorker:
         self._critic: Any = None
         self._parallel: Any = None
         self._gatherers: dict[str, Any] = {}
+        self._sender: Any = None
         self._probe: Any = None
         self._memory: Any = None
         self._guard: Any = None
@@ -243,6 +244,29 @@ class TrainerWorker:
         rank run one after another: when all have answered, none still fills a bucket."""
         self._gatherers[name].release(bucket)
 
+    def prepare_direct(self, plan: bytes, ranks: int) -> None:
+        """Get ready to write buckets of a dealt plan, which has `ranks` targets for each engine, to all engines."""
+        from slimx.config.sections.run import Cluster
+        from slimx.reshard.direct.sender import Sender
+        from slimx.reshard.pack.packer import Packer
+        from slimx.reshard.plan.copy_plan import Plan
+
+        packer = Packer(Plan.from_bytes(plan), self.rank, self._trainer.weights.parameters)
+        host = own_address(Cluster.model_validate(self._values["cluster"]).network)
+        self._sender = Sender(packer, f"trainer rank {self.rank} ({os.getpid()})", host, ranks=ranks)
+
+    def connect_direct(self, engine: int, offer: bytes) -> None:
+        """Get to know the memory that `engine` offers (`slimx.reshard.direct.offer.Offer`)."""
+        from slimx.reshard.direct.offer import Offer
+
+        self._sender.connect(engine, Offer.from_bytes(offer))
+
+    def send_direct(self, bucket: int, transfer: int, engines: list[int]) -> Any:
+        """Pack this rank's part of a bucket and begin to write it to `engines`: see `Sender.send`."""
+        with self._memory.phase("publish"):
+            self._resident(training=False)
+            return self._sender.send(bucket, transfer, engines)
+
     def write_bucket(self, packed: Any, path: str) -> list[str]:
         """Write a packed bucket as a safetensors file; its tensors' names."""
         from slimx.models.files.writer import write_bucket
@@ -269,6 +293,8 @@ class TrainerWorker:
             self._trainer.reload(training=training)
             for gatherer in self._gatherers.values():
                 gatherer.packer.refresh_addresses()
+            if self._sender is not None:
+                self._sender.packer.refresh_addresses()
 
     def _device(self) -> Any:
         return self._trainer.parallel.device

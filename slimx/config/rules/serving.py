@@ -43,6 +43,16 @@ def on_one_machine(rollout: Rollout, publish: Publish) -> Iterator[str]:
             )
 
 
+@rule("engines.nodes_nixl", about="publish.transport")
+def on_one_machine_each(rollout: Rollout, publish: Publish) -> Iterator[str]:
+    for group in rollout.policy_engines:
+        if group.nodes > 1 and publish.transport == "nixl":
+            yield (
+                f"publish.transport nixl brings weights to one machine of an engine, and a server of {group.where} "
+                f"spans {group.nodes}; set it to gloo, nccl or disk"
+            )
+
+
 @rule("engines.disaggregated_colocate", about="schedule.colocate")
 def kept_awake(rollout: Rollout, schedule: Schedule) -> Iterator[str]:
     if rollout.disaggregated and schedule.colocate:

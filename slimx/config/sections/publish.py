@@ -16,9 +16,10 @@ class Publish(Section):
     quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = None
     """Rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode those that the
     trainer computes with, too; null: none."""
-    transport: Literal["memory", "cuda_ipc", "gloo", "nccl", "disk"] = "memory"
+    transport: Literal["memory", "cuda_ipc", "gloo", "nccl", "nixl", "disk"] = "memory"
     """memory: engines on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; gloo: over the network;
-    nccl: over the network from GPU to GPU; disk: through files that both sides see, from which an engine that was lost
+    nccl: over the network from GPU to GPU; nixl: over the network from every trainer rank's machine straight to every
+    engine's, on the CPU so far; disk: through files that both sides see, from which an engine that was lost
     catches up without the trainers."""
     directory: str | None = None
     """Directory of the disk transport; null: run.dir/publish."""
@@ -43,5 +44,5 @@ class Publish(Section):
 
     @property
     def over_channel(self) -> bool:
-        """Returns True if buckets are broadcast over a network."""
-        return self.transport in ("gloo", "nccl")
+        """Returns True if buckets reach a process of slimx beside each engine over a network."""
+        return self.transport in ("gloo", "nccl", "nixl")

@@ -4,6 +4,7 @@ memory    engines map the publisher's memory: one machine
 cuda_ipc  engines copy from the memory of the publisher's GPU: one machine
 gloo      a courier beside the publisher sends each bucket to a process beside each engine, whose server maps it
 nccl      the same between GPUs: the server copies from the memory of the engine's first one
+nixl      every trainer rank writes to a process beside each engine: `slimx.engines.delivery.direct`
 disk      the courier writes each bucket to a file that engines map: a shared file system. A complete version stays
           there, and an engine that comes back catches up from it while the trainers train
 """
@@ -121,7 +122,9 @@ def make_delivery(publisher: Any, config: Config, log_dir: Path, restarts: Resta
     `publisher`: the actor of the publishing trainer rank; `restarts`: those of the courier, where there is one.
     """
     options = config.publish
-    if options.transport in ("memory", "cuda_ipc"):  # buckets differ, what is done with them does not
+    # Buckets of memory and cuda_ipc differ, what is done with them does not. A run of nixl that comes here publishes to
+    # no engine: else its delivery is `slimx.engines.delivery.direct.DirectDelivery`.
+    if options.transport in ("memory", "cuda_ipc", "nixl"):
         return Delivery()
     directory = Path(options.directory or Path(config.run.dir, "publish")).absolute()
     courier = CourierHandle(publisher, config, directory, log_dir / "courier.log", restarts)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from slimx.engines.fleet.nodes import ChannelEnd, OtherNodes, Placement
+from slimx.engines.fleet.nodes import ChannelEnd, DirectEnd, OtherNodes, Placement
 from slimx.engines.server.control import PortTaken
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.spec import EngineSpec, NodeShare
@@ -44,18 +44,19 @@ class EngineActor:
         others: tuple[Placement, ...] = (),
         url: str | None = None,
         channel: bool = False,
+        direct: bool = False,
     ):
         """`values`: an EngineSpec without what differs between starts. `call_deadline_s`: seconds for one call to the
         server. `network`: in which it takes its address (`slimx.runtime.ports.own_address`). `others`: of a server on
         several machines, all but the first. `url`: of a server that runs already and is not ours.
-        `channel`: whether buckets come through one."""
+        `channel`: whether buckets come over a network; `direct`: from every trainer rank."""
         self.values, self.log_path, self.call_deadline_s = values, log_path, call_deadline_s
         self.network, self.host, self.places, self.url = network, own_address(network), others, url
         self.channel = channel
         self.engine = Engine(self._spec(), log_path)
         self.epoch = -1
         """Membership epoch of the publication that was begun last."""
-        self.end = ChannelEnd()
+        self.end: ChannelEnd | DirectEnd = DirectEnd() if direct else ChannelEnd()
         self.others: OtherNodes | None = None
         """The other machines of this start's server."""
 
@@ -134,8 +135,11 @@ class EngineActor:
         if verb == "begin":
             self.epoch = epoch
 
-    async def join(self, meeting: Any) -> None:
-        """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective)."""
+    async def join(self, meeting: Any) -> Any:
+        """Meet the publisher's courier (`Meeting` of slimx.reshard.transports.collective), or offer memory to the
+        trainer ranks (`Invitation` of slimx.reshard.direct.receiver); the offer."""
+        if isinstance(self.end, DirectEnd):
+            return await self.end.join(meeting, self.host)
         calls = [self.end.join(meeting, 0)]
         if self.others is not None:
             calls.append(self.others.join(meeting, self.call_deadline_s))

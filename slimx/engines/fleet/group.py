@@ -112,6 +112,7 @@ class EngineGroup:
             others=tuple(others),
             url=group.urls[number] if group.urls else None,
             channel=config.publish.over_channel and not group.frozen,
+            direct=config.publish.transport == "nixl" and not group.frozen,
         )
         return EngineHandle(name, make, log, deadline, role=group.role, nodes=group.nodes, keys=keys)
 

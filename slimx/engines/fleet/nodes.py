@@ -98,6 +98,38 @@ class ChannelEnd:
             yield landed
 
 
+class DirectEnd:
+    """This machine's end of direct transfers, in which trainer ranks write into its memory."""
+
+    def __init__(self) -> None:
+        self._receiver: Any = None
+
+    async def prepare(self) -> None:
+        """Import torch and NIXL, which nothing else needs here."""
+        await asyncio.to_thread(import_module, "slimx.reshard.direct.receiver")
+
+    async def join(self, invitation: Any, host: str) -> Any:
+        """Offer memory at `host` to the trainer ranks, as an `Invitation` of slimx.reshard.direct.receiver asks; what
+        was offered before is withdrawn."""
+        from slimx.reshard.direct.receiver import Receiver
+
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self._receiver = await asyncio.to_thread(Receiver.invited, invitation, host)
+        return self._receiver.offer()
+
+    @asynccontextmanager
+    async def landed(self, packed: PackedBucket) -> AsyncIterator[PackedBucket]:
+        """A bucket once it has come, in memory that the server opens, for the time of the block."""
+        arriving = self._receiver.landed(packed)
+        landed = await asyncio.to_thread(arriving.__enter__)
+        try:
+            yield landed
+        finally:
+            arriving.__exit__(None, None, None)
+
+
 class NodeActor:
     """The process that owns a server's share on a machine other than its first."""
 

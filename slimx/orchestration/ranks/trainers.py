@@ -18,9 +18,10 @@ from slimx.layout.table import Table
 from slimx.models.files.megatron_directory import is_megatron
 from slimx.models.files.writer import finish_directory, shard_name
 from slimx.orchestration.ranks.group import RankGroup
+from slimx.reshard.direct.offer import Offer
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.gather import PUBLISHER
-from slimx.reshard.pack.packer import describe
+from slimx.reshard.pack.packer import Share, describe
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
@@ -161,6 +162,25 @@ class TrainerGroup(RankGroup):
         else:
             await self._publisher("release_buckets", "publish", bucket)
 
+    # Weights that every rank writes to the engines itself (slimx.engines.delivery.direct) ----------------------------
+
+    async def prepare_direct(self, dealt: Plan, ranks: int) -> None:
+        """Bring a dealt plan with `ranks` targets for each engine to all ranks."""
+        (stored,) = await self.stored([dealt.to_bytes()])
+        await self.call("prepare_direct", self.same(stored, ranks), "the plan of direct transfers")
+
+    async def connect_direct(self, engine: int, offer: Offer) -> None:
+        """Have every rank get to know the memory of `engine`."""
+        given = [(engine, offer.of(rank).to_bytes()) for rank in range(self.sizes.world)]
+        await self.call("connect_direct", given, f"the meeting with engine {offer.engine}")
+
+    async def send_direct(self, bucket: int, transfer: int, engines: list[int]) -> list[tuple[Share, dict[int, str]]]:
+        """Have every rank pack its part of a bucket and begin to write it to `engines`; by rank its share, and why it
+        could not write to an engine."""
+        return await self.call(
+            "send_direct", self.same(bucket, transfer, engines), f"the packing of bucket {bucket} (publish)"
+        )
+
     async def _pack(self, name: str, bucket: int) -> PackedBucket:
         """All ranks write their parts of a bucket of plan `name` into the publisher's memory, together."""
         path = await self._publisher("open_bucket", name, bucket)
@@ -171,6 +191,8 @@ class TrainerGroup(RankGroup):
     async def _prepare(self) -> None:
         """Bring the plans to all ranks, and find those that cannot reach the publisher's memory."""
         for name, buckets in self.plans.items():
+            if name == "publish" and self.config.publish.transport == "nixl":
+                continue  # each rank writes to the engines by itself: `prepare_direct`
             on_device = name == "publish" and self.config.publish.on_device
             path = await self._publisher("probe", on_device)
             reached = await self.call("reaches", self.same(path), "the look for the publisher's memory")

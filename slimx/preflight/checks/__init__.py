@@ -13,9 +13,21 @@ from slimx.config.schema import Config
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import ModelSpec
 from slimx.models.trunk import read_trunk
-from slimx.preflight.checks import batch, exact, layout, machine, memory, routing, serving, sparse, teacher, weights
+from slimx.preflight.checks import (
+    batch,
+    exact,
+    layout,
+    machine,
+    memory,
+    reach,
+    routing,
+    serving,
+    sparse,
+    teacher,
+    weights,
+)
 
-RULES = rules_in(layout, routing, sparse, exact, batch, serving, machine, memory, weights, teacher)
+RULES = rules_in(layout, routing, sparse, exact, batch, serving, reach, machine, memory, weights, teacher)
 
 
 def model_facts(config: Config, spec: ModelSpec) -> dict[str, Any]:

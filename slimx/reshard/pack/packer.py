@@ -62,14 +62,16 @@ class Packer:
         kernel.pack(spread(self._records(bucket), run), memory, np.zeros(1, np.uint64))
         return share
 
-    def pack_run(self, bucket: int) -> tuple[torch.Tensor, Share]:
-        """The same bytes in one run in host memory, uint8 [bytes], for `slimx.reshard.pack.pieces.spread`."""
+    def pack_run(self, bucket: int, memory: torch.Tensor | None = None) -> tuple[torch.Tensor, Share]:
+        """The same bytes in one run in host memory, uint8 [bytes], for `slimx.reshard.pack.pieces.spread`: at the start
+        of `memory`, which has room for them, or in memory of its own."""
         if self._device is None:
             pieces, size = compact(self._records(bucket))
-            run = torch.empty(size, dtype=torch.uint8)
+            run = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
             return run, self._run(bucket, pieces, run)
         run, share = self.pack_device_run(bucket)
-        return torch.empty(len(run), dtype=torch.uint8, pin_memory=True).copy_(run), share
+        place = torch.empty(len(run), dtype=torch.uint8, pin_memory=True) if memory is None else memory[: len(run)]
+        return place.copy_(run), share
 
     def pack_at(self, bucket: int, address: int) -> Share:
         """`pack` into memory of a GPU, this rank's or another's, that its own reaches at `address`."""

@@ -119,14 +119,25 @@ def compact(pieces: np.ndarray) -> tuple[np.ndarray, int]:
 
     All start at a multiple of 16 bytes, the widest access of the kernels."""
     out = pieces.copy()
-    values, scales = (
-        -(-nbytes // 16) * 16
-        for nbytes in (pieces["rows"] * _row_bytes(pieces), _scale_rows(pieces) * _scale_row_bytes(pieces))
-    )
+    values, scales = _compact_bytes(pieces)
     ends = np.cumsum(values + scales)
     out["dst"], out["dst_ld"] = ends - values - scales, _row_bytes(pieces)
     out["scale"], out["scale_ld"] = ends - scales, _scale_row_bytes(pieces)
     return out, int(ends[-1]) if len(ends) else 0
+
+
+def run_bytes(pieces: np.ndarray) -> np.ndarray:
+    """Bytes [pieces] that each piece takes in what `compact` makes of it together with others."""
+    return sum(_compact_bytes(pieces))
+
+
+def _compact_bytes(pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes [pieces] of the values and of the scales."""
+    values, scales = (
+        -(-nbytes // 16) * 16
+        for nbytes in (pieces["rows"] * _row_bytes(pieces), _scale_rows(pieces) * _scale_row_bytes(pieces))
+    )
+    return values, scales
 
 
 def spread(pieces: np.ndarray, run: torch.Tensor) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import pickle
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +25,7 @@ from slimx.engines.server.spec import EngineSpec, NodeShare, server_args, server
 from slimx.errors import SlimxError
 from slimx.layout.ranks import EngineSizes
 from slimx.orchestration.reach import refuse
-from slimx.preflight.checks import serving
+from slimx.preflight.checks import reach, serving
 from slimx.preflight.checks.serving import external_hosts
 from slimx.reshard.packed import PackedBucket, PackedTensor
 from slimx.rewards import judge
@@ -49,7 +50,7 @@ def config_of(**keys: Any) -> Config:
 
 def asked(config: Config, device: str, **facts: Any) -> list[str]:
     """Codes of the rules about engines and devices that the configuration breaks."""
-    return [problem.code for problem in broken(rules_in(serving), config.sections | {"device": device} | facts)]
+    return [problem.code for problem in broken(rules_in(serving, reach), config.sections | {"device": device} | facts)]
 
 
 def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> None:
@@ -77,6 +78,8 @@ def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> Non
         ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nccl"}, "engines.urls_transport"),
         ({"rollout.engines": [{"urls": [URL]}], "schedule.colocate": True}, "engines.urls_colocate"),
         ({"rollout.engines": [{"tensor": 16, "nodes": 2}]}, "engines.nodes_transport"),
+        ({"rollout.engines": [{"tensor": 16, "nodes": 2}], "publish.transport": "nixl"}, "engines.nodes_nixl"),
+        ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nixl"}, "engines.urls_transport"),
         (SPLIT | {"rollout.engines": PAIR[:1]}, "engines.role_missing"),
         (SPLIT | {"rollout.engines": PAIR[1:]}, "engines.role_missing"),
         (SPLIT | {"rollout.engines": [*PAIR, {"name": "c"}]}, "engines.roles_mixed"),
@@ -111,6 +114,33 @@ def test_groups_are_refused_on_devices_that_cannot_serve_them(monkeypatch: pytes
     assert asked(many, "cuda") == ["engines.colocated_ranks"]
     monkeypatch.setattr(serving, "TRANSFER_PACKAGES", {"mooncake": "no_such_package"})
     assert asked(config_of(**SPLIT), "cuda", local_device="cuda") == ["engines.transfer_package"] * 2
+
+
+def test_direct_transfers_are_refused_where_they_were_never_proven() -> None:
+    direct = config_of(**{"publish.transport": "nixl"})
+    assert asked(direct, "cpu") == [] and asked(direct, "cuda") == ["publish.nixl_device"]
+
+
+def test_direct_transfers_are_refused_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert asked(config_of(**{"publish.transport": "nixl"}), "cpu", local_device="cpu") == ["publish.nixl_package"]
+    assert asked(config_of(), "cpu", local_device="cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"trainer.world_size": 32}, ["publish.idle_nodes"]),
+        ({"trainer.world_size": 8}, []),
+        ({"trainer.world_size": 32, "publish.transport": "gloo"}, []),
+        ({"trainer.world_size": 32, "cluster.gpu": None}, []),
+        ({"trainer.world_size": 8, "cluster.gpus_per_node": 4}, ["publish.idle_nodes"]),
+    ],
+)
+def test_nodes_that_one_machines_transport_would_leave_idle_are_refused(changes: dict[str, Any], codes: list[str]):
+    keys = {"publish.transport": "cuda_ipc", "schedule.colocate": True, "cluster.gpu": "h100", "cluster.nodes": 4}
+    engines = {"rollout.engines": [{"tensor": 4, "count": 2}]}
+    assert asked(config_of(**keys | engines | changes), "cuda") == codes
 
 
 def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine() -> None:

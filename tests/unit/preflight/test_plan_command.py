@@ -71,7 +71,7 @@ def test_the_text_tells_layouts_bytes_work_and_proof(plan):
         "encoding local",
         "rule ieee",
         "kernel launches",
-        "(publish.transport memory)",
+        "(publish.transport gloo)",
         "proven: ",
     ):
         assert told in text

@@ -111,7 +111,7 @@ def test_a_critic_beside_the_policy_is_weighed_with_it(plan):
 
 def test_engines_that_do_not_fit_are_told_which_would(plan):
     engines = "rollout.engines=[{tensor: 1, expert: 1, sglang: {mem_fraction_static: 0.6}}]"
-    code, text = plan(QWEN3_30B, RUN_30B[0], H100, FULL, engines)
+    code, text = plan(QWEN3_30B, RUN_30B[0], RUN_30B[2], H100, FULL, engines)
     (refused,) = lines_of(text, "slimx: ")
     assert code == 2 and "engine actor" in refused and 56.9 in numbers(refused), "GiB of weights"
     (line,) = lines_of(text, "  engines   actor: count")
@@ -156,6 +156,15 @@ def test_engines_on_blackwell_name_kernels_that_keep_the_published_layout(plan, 
     assert problems == [f"rollout.engines.sglang.{key}" for key in refused]
 
 
+@pytest.mark.costly
+def test_engines_that_the_transport_cannot_reach_are_refused_before_anything_starts(plan):
+    """Trainers fill the first node, so that engines are on the second."""
+    code, text = plan(SHALLOW, *RUN_30B, H100, "publish.transport=cuda_ipc")
+    (refused,) = lines_of(text, "slimx: ")
+    assert code == 2 and "publish.transport cuda_ipc" in refused and {2, 8, 1, 0} <= {*numbers(refused)}
+    assert plan(SHALLOW, *RUN_30B, H100, "publish.transport=cuda_ipc", "schedule.colocate=true")[0] == 0
+
+
 def test_colocated_ranks_are_weighed_in_turns(plan):
     run = ("trainer={world_size: 8, expert: 8, expert_tensor: 1}", "schedule.colocate=true", FULL, "cluster.gpu=h200")
     shared = "rollout.engines=[{tensor: 8, expert: 8, sglang: {mem_fraction_static: %s}}]"
@@ -197,7 +206,7 @@ def test_bytes_go_over_the_links_between_the_ranks(plan):
     engines = "{tensor: 4, expert: 4, count: 2, sglang: {moe_runner_backend: triton}}"
     tray = "cluster.gpu=gb300", f"rollout.engines=[{engines}]"
     assert set(links("publish.transport=nccl", *tray)) == {"NVLink"}, "one domain of 72"
-    assert set(links("publish.transport=memory")) == {"host memory (PCIe)"}
+    assert set(links("publish.transport=memory", "schedule.colocate=true")) == {"host memory (PCIe)"}
     own = links("publish.transport=cuda_ipc", "schedule.colocate=true")
     assert set(own) == {"one GPU", "NVLink"}
 

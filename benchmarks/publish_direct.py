@@ -1,0 +1,350 @@
+"""A publication from every trainer rank to every engine rank, over links of a known rate, beside one link for all.
+
+    sudo python benchmarks/publish_direct.py [--mbit 400] [--rounds 3] [--layers 4] [--hosts 1x1 2x2 2x4]
+
+Network namespaces are the machines, with two ranks each and one link of `--mbit` Mbit/s (`tc ... tbf`) that the two
+share. Trainer hosts hold a small Qwen3-MoE (data parallel, experts on two ranks); each engine host is an engine of two
+ranks with SGLang's fused parameters. *direct* is slimx's own publisher, dealing, senders and receivers (NIXL over tcp),
+with every tensor proven in staging and as it is held. *one link* is what leaves trainer rank 0's host with
+`publish.transport: gloo`: slimx's channels bring all buckets to every engine at once, already gathered and without any
+proof, which favours it.
+
+    link limit     bytes of the busiest link, as they were dealt out, over its rate
+    of limit       seconds of the buckets over that (goal: 1.15)
+    busiest        bytes of the busiest link over the average of its side
+
+Needs root and iproute2; elsewhere it says why it is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # slimx need not be installed
+
+from publish_hosts import Host, Resident, hosts, unavailable  # noqa: E402
+
+from slimx.engines.delivery.direct import DirectDelivery, DirectSource  # noqa: E402
+from slimx.errors import SlimxError  # noqa: E402
+from slimx.layout.engine import EngineLayout  # noqa: E402
+from slimx.layout.megatron import MegatronLayout  # noqa: E402
+from slimx.layout.ranks import EngineSizes, Sizes  # noqa: E402
+from slimx.models.families.qwen3_moe import engine_table, weight_table  # noqa: E402
+from slimx.preflight.links.rehearsal import MODEL, EngineRank  # noqa: E402
+from slimx.reshard.direct.offer import Offer  # noqa: E402
+from slimx.reshard.direct.receiver import Invitation, Receiver  # noqa: E402
+from slimx.reshard.direct.sender import Sender  # noqa: E402
+from slimx.reshard.outcome import Publication  # noqa: E402
+from slimx.reshard.pack.packer import Packer, Share  # noqa: E402
+from slimx.reshard.pack.pieces import PlannedBuckets  # noqa: E402
+from slimx.reshard.packed import PackedBucket  # noqa: E402
+from slimx.reshard.parties import LocalRecipient  # noqa: E402
+from slimx.reshard.plan.copy_plan import Plan, compile_plan  # noqa: E402
+from slimx.reshard.plan.dealing import link_load  # noqa: E402
+from slimx.reshard.plan.precision import Precision  # noqa: E402
+from slimx.reshard.publish import Publisher  # noqa: E402
+from slimx.reshard.transports.collective import Meeting, Receiving, Sending  # noqa: E402
+
+MIB, RANKS, DEADLINE_S = 2**20, 2, 240
+ENGINE = EngineSizes(tensor=RANKS, expert=RANKS)
+
+
+def trainer_sizes(count: int) -> Sizes:
+    """`count` hosts of two ranks: every rank has the dense layers, every second one the same experts."""
+    return Sizes(data=RANKS * count, expert=2)
+
+
+def plan_of(layers: int, trainers: int) -> Plan:
+    hf = {**MODEL, "num_hidden_layers": layers}
+    return compile_plan(
+        MegatronLayout(weight_table(hf), trainer_sizes(trainers)).parts(),
+        EngineLayout(engine_table(hf), ENGINE).parts(),
+        precision=Precision("bfloat16", "bfloat16"),
+        bucket_bytes=16 * MIB,
+        ranks=RANKS,
+    )
+
+
+# Processes on the hosts ---------------------------------------------------------------------------------------------
+
+
+class TrainerRank:
+    def __init__(self, rank: int, layers: int, trainers: int, address: str):
+        torch.set_num_threads(1)
+        self.rank, self.address = rank, address
+        layout = MegatronLayout(weight_table({**MODEL, "num_hidden_layers": layers}), trainer_sizes(trainers))
+        # The same values wherever a part is held.
+        self.held = {}
+        for number, part in enumerate(layout.parts()):
+            if rank in part.ranks and not part.copy:
+                draw = torch.Generator().manual_seed(number)
+                self.held[part.name] = torch.randn(part.shape, generator=draw).to(torch.bfloat16)
+
+    def prepare(self, plan: bytes) -> None:
+        packer = Packer(Plan.from_bytes(plan), self.rank, self.held)
+        self.sender = Sender(packer, f"trainer rank {self.rank}", self.address, ranks=RANKS)
+
+    def connect(self, engine: int, offer: bytes) -> None:
+        self.sender.connect(engine, Offer.from_bytes(offer))
+
+    def send(self, bucket: int, transfer: int, engines: list[int]) -> tuple[Share, dict[int, str]]:
+        return self.sender.send(bucket, transfer, engines)
+
+    # One link for all: rank 0 beside a courier.
+
+    def open(self, engines: int) -> list[Meeting]:
+        self.openings = [
+            Sending.open(f"e{k}", 0, ranks=1, host=self.address, backend="gloo", deadline_s=DEADLINE_S)
+            for k in range(engines)
+        ]
+        return [opening.meeting for opening in self.openings]
+
+    def broadcast(self, sizes: list[int]) -> float:
+        """Seconds of buckets of `sizes` to every engine, each by a channel of its own."""
+        with ThreadPoolExecutor(len(self.openings)) as pool:
+            channels = list(pool.map(lambda opening: opening.join(), self.openings))
+            data = torch.zeros(max(sizes), dtype=torch.uint8)
+            began = time.perf_counter()
+            for size in sizes:
+                list(pool.map(lambda channel, size=size: channel.broadcast(data[:size]), channels))
+            return time.perf_counter() - began
+
+
+class EngineHost:
+    def __init__(self, address: str):
+        torch.set_num_threads(1)
+        self.address = address
+
+    def join(self, invitation: Invitation) -> Offer:
+        self.receiver = Receiver.invited(invitation, self.address)
+        parts = [Plan.from_bytes(part) for part in invitation.parts]
+        self.forms = [PlannedBuckets(part).forms()[0] for part in parts]
+        self.ranks = []
+        for part in parts:
+            tensors = [tensor for bucket in part.buckets[0] for tensor in bucket.tensors]
+            self.ranks.append(EngineRank({t.name: torch.zeros(t.shape, dtype=torch.bfloat16) for t in tensors}))
+        return self.receiver.offer()
+
+    def receive(self, packed: PackedBucket) -> None:
+        with self.receiver.landed(packed) as landed:
+            paths = (landed.path, *landed.copies)
+            for rank, path, tensors in zip(self.ranks, paths, landed.targets, strict=True):
+                rank.stage(path, landed.size, tensors)
+
+    def load(self) -> None:
+        for rank in self.ranks:
+            rank.load()
+
+    def verify(self) -> int:
+        return sum(rank.verify() for rank in self.ranks)
+
+    def drop(self) -> None:
+        for rank in self.ranks:
+            rank.drop()
+
+    def take(self, meeting: Meeting, sizes: list[int]) -> None:
+        channel = Receiving.join(meeting, 0)
+        data = torch.zeros(max(sizes), dtype=torch.uint8)
+        for size in sizes:
+            channel.receive(data[:size])
+
+
+# The publisher's parties ----------------------------------------------------------------------------------------------
+
+
+class Trainers:
+    """The senders, as the delivery calls them."""
+
+    def __init__(self, ranks: Sequence[Resident]):
+        self.ranks = ranks
+
+    async def prepare_direct(self, dealt: Plan, ranks: int) -> None:
+        data = dealt.to_bytes()
+        await self._all("prepare", [(data,)] * len(self.ranks))
+
+    async def connect_direct(self, engine: int, offer: Offer) -> None:
+        await self._all("connect", [(engine, offer.of(rank).to_bytes()) for rank in range(len(self.ranks))])
+
+    async def send_direct(self, bucket: int, transfer: int, engines: list[int]) -> list[tuple[Share, dict[int, str]]]:
+        return await self._all("send", [(bucket, transfer, engines)] * len(self.ranks))
+
+    async def _all(self, method: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = zip(self.ranks, given, strict=True)
+        return await asyncio.gather(*(asyncio.to_thread(rank.ask, method, *one) for rank, one in calls))
+
+
+class Engine(LocalRecipient):
+    """An engine host as the publisher reaches it."""
+
+    def __init__(self, number: int, resident: Resident, plan: Plan):
+        self.name, self.resident = f"e{number}", resident
+        self._forms = PlannedBuckets(plan).forms()
+
+    async def inventory(self, encoding: str) -> list[dict[str, str]]:
+        return self._forms
+
+    async def join(self, invitation: Invitation) -> Offer:
+        return await asyncio.to_thread(self.resident.ask, "join", invitation)
+
+    async def begin(self, manifest: Any, staging: str) -> None: ...
+
+    async def receive(self, packed: PackedBucket, bucket: int) -> None:
+        await asyncio.to_thread(self.resident.ask, "receive", packed)
+
+    async def abort(self) -> None:
+        await asyncio.to_thread(self.resident.ask, "drop")
+
+    async def pause(self) -> None: ...
+
+    async def load(self) -> None:
+        await asyncio.to_thread(self.resident.ask, "load")
+
+    async def verify(self) -> dict[str, int]:
+        return {"checked": await asyncio.to_thread(self.resident.ask, "verify")}
+
+    async def commit(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class Members:
+    """Engines of which one that fails is out."""
+
+    def __init__(self, engines: Sequence[Engine]):
+        self.engines, self.epoch = list(engines), 0
+        self.lost: dict[str, SlimxError] = {}
+
+    def candidates(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.name not in self.lost]
+
+    async def quarantine(self, engine: Engine, error: SlimxError) -> None:
+        self.lost[engine.name] = error
+        self.epoch += 1
+
+    async def admit(self, engine: Engine) -> None: ...
+
+
+class Stand:
+    """Trainer hosts and engine hosts with everything of a publication running on them."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        trainers: int,
+        engines: int,
+        *,
+        mbit: float,
+        layers: int,
+        step_deadline_s: float = DEADLINE_S,
+    ):
+        names = [f"t{k}" for k in range(trainers)] + [f"e{k}" for k in range(engines)]
+        self.hosts: list[Host] = stack.enter_context(hosts(names, mbit))
+        self.plan = plan_of(layers, trainers)
+        homes = self.hosts[:trainers]
+        # The two ranks of a host send through one link.
+        self.links = [rank // RANKS for rank in range(RANKS * trainers)]
+        self.ranks = [
+            Resident(homes[home], TrainerRank, rank, layers, trainers, homes[home].address)
+            for rank, home in enumerate(self.links)
+        ]
+        self.residents = [Resident(host, EngineHost, host.address) for host in self.hosts[trainers:]]
+        for each in (*self.ranks, *self.residents):
+            stack.callback(each.stop)
+        self.engines = [Engine(number, resident, self.plan) for number, resident in enumerate(self.residents)]
+        self.members = Members(self.engines)
+        self.delivery = DirectDelivery(
+            Trainers(self.ranks),
+            self.plan,
+            [engine.name for engine in self.engines],
+            ranks=len(self.ranks),
+            links=self.links,
+            step_deadline_s=step_deadline_s,
+        )
+        self.publisher = Publisher(
+            DirectSource(self.delivery),
+            self.members,
+            self.delivery,
+            deadline_s=2 * DEADLINE_S,
+            step_deadline_s=step_deadline_s,
+            encoding="local",
+        )
+
+    async def publish(self, version: int) -> Publication:
+        return await self.publisher.publish(version, trainer_step=version)
+
+    def one_link(self) -> float:
+        """Seconds of all buckets from trainer rank 0's host to every engine by today's channels."""
+        form = PlannedBuckets(self.plan).form
+        sizes = [form(bucket).size for bucket in range(self.plan.count)]
+        meetings = self.ranks[0].ask("open", len(self.residents))
+        with ThreadPoolExecutor(len(self.residents)) as pool:
+            taking = [pool.submit(r.ask, "take", m, sizes) for r, m in zip(self.residents, meetings, strict=True)]
+            seconds = self.ranks[0].ask("broadcast", sizes)
+            for one in taking:
+                one.result()
+        return seconds
+
+
+def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: int) -> float:
+    """Print one row of hosts; the median seconds of the buckets."""
+    rate = mbit * 1e6 / 8
+    with ExitStack() as stack:
+        stand = Stand(stack, trainers, engines, mbit=mbit, layers=layers)
+        load = link_load(stand.delivery.dealt, ranks=len(stand.ranks), links=stand.links)
+        received = load.received.reshape(engines, RANKS).sum(axis=1)
+        busiest = max(load.sent.max(), received.max())
+        asyncio.run(stand.publish(0))  # connections, and first touches of memory
+        before = [host.carried() for host in stand.hosts]
+        done = [asyncio.run(stand.publish(version)) for version in range(1, rounds + 1)]
+        after = [host.carried() for host in stand.hosts]
+        assert not any(one.lost for one in done), [o.error for one in done for o in one.engines.values()]
+        staged = median(one.seconds["stage"] for one in done)
+        total = median(one.seconds["total"] for one in done)
+        old = median(stand.one_link() for _ in range(rounds))
+        print(
+            f"{trainers} x {engines}{busiest / MIB:>11.1f}{busiest / rate:>12.2f}{staged:>10.2f}{total:>8.2f}"
+            f"{staged / (busiest / rate):>10.2f}{load.sent.max() / load.sent.mean():>9.3f}"
+            f"{received.max() / received.mean():>9.3f}{old:>10.2f}{old / staged:>8.2f}"
+        )
+        for k, (host, (sent0, got0), (sent1, got1)) in enumerate(zip(stand.hosts, before, after, strict=True)):
+            dealt = (load.sent[k], 0) if k < trainers else (0, received[k - trainers])
+            print(
+                f"      {'trainer' if k < trainers else 'engine'} host {host.address}: sent "
+                f"{(sent1 - sent0) / rounds / MIB:.1f} MiB a publication (dealt {dealt[0] / MIB:.1f}), received "
+                f"{(got1 - got0) / rounds / MIB:.1f} (dealt {dealt[1] / MIB:.1f})"
+            )
+    return staged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mbit", type=float, default=400)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hosts", nargs="+", default=["1x1", "2x2", "2x4"])
+    options = parser.parse_args()
+    if (why := unavailable()) is not None:
+        print(f"skipped: {why}")
+        return
+    print("hosts  busiest MiB  limit s  buckets s  all s  of limit  busiest send/receive  one link s  ratio")
+    seconds = {}
+    for case in options.hosts:
+        trainers, engines = map(int, case.split("x"))
+        seconds[case] = measure(trainers, engines, mbit=options.mbit, layers=options.layers, rounds=options.rounds)
+    if {"1x1", "2x2"} <= seconds.keys():
+        print(f"\nhosts doubled on both sides, 2x2 / 1x1: {seconds['2x2'] / seconds['1x1']:.2f} (goal: 0.9 to 1.1)")
+
+
+if __name__ == "__main__":
+    main()

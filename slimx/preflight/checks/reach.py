@@ -1,0 +1,66 @@
+"""Rules about what `publish.transport` reaches, from where trainers and engines are to be."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from slimx.config.rule import rule
+from slimx.config.sections.publish import Publish
+from slimx.config.sections.rollout import Rollout
+from slimx.config.sections.run import Cluster
+from slimx.config.sections.schedule import Schedule
+from slimx.config.sections.trainer import Trainer
+from slimx.preflight.hardware import machine_of
+from slimx.preflight.record import RankMap
+
+
+@rule("publish.nodes", about="publish.transport")
+def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Iterator[str]:
+    """A server that slimx starts is on the node that the map gives it, where the nodes' sizes are known."""
+    if not (cluster.gpu or cluster.gpus_per_node) or device != "cuda" or not publish.one_machine:
+        return
+    publisher = places.trainer[0].node
+    for place in places.engines:
+        if place.node != publisher:
+            yield (
+                f"publish.transport {publish.transport} reaches one machine, and of the {places.nodes} nodes of "
+                f"{places.per_node} GPUs that the run takes, server {place.server} of {place.group} would be on node "
+                f"{place.node}, trainer rank 0, which packs the weights, on node {publisher}; set it to gloo, nccl or "
+                "disk"
+            )
+            return
+
+
+@rule("publish.idle_nodes", about="publish.transport")
+def leaves_no_node_idle(
+    publish: Publish, schedule: Schedule, trainer: Trainer, cluster: Cluster, rollout: Rollout, device: str
+) -> Iterator[str]:
+    """Engines that take turns with trainers are where these are: one machine's transport keeps them on the first."""
+    if not (cluster.gpu or cluster.gpus_per_node) or device != "cuda" or not rollout.policy_engines:
+        return
+    per_node = machine_of(cluster).per_node
+    if schedule.colocate and publish.one_machine and trainer.world_size > per_node:
+        yield (
+            f"publish.transport {publish.transport} reaches engines on the node of trainer rank 0 alone, and with "
+            f"schedule.colocate the {trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size "
+            f"{trainer.world_size}, {per_node} a node) would idle while engines generate; set it to gloo or disk, with "
+            "servers on every node"
+        )
+
+
+@rule("publish.nixl_device", about="publish.transport")
+def is_proven(publish: Publish, device: str) -> Iterator[str]:
+    if publish.transport == "nixl" and device == "cuda":
+        yield (
+            "publish.transport nixl was proven on the CPU only, and this run is on GPUs; set it to gloo, nccl or disk"
+        )
+
+
+@rule("publish.nixl_package", about="publish.transport")
+def has_nixl(publish: Publish, local_device: str) -> Iterator[str]:
+    if publish.transport == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
+        yield (
+            "publish.transport=nixl, but the package nixl-cu13 is not installed here; install it as "
+            "requirements/cpu.txt pins it, or set publish.transport=gloo"
+        )

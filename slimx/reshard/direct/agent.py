@@ -1,0 +1,180 @@
+"""A NIXL agent with memory of this process: written for nixl 1.5, whose transport UCX takes RDMA, shared memory or tcp.
+
+Descriptors are made here from (address, bytes, device). NIXL's own serialised descriptors are pickles and are not used.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from slimx.errors import SlimxError
+from slimx.reshard.direct.offer import Region
+from slimx.runtime.ports import is_loopback
+
+RDMA = Path("/sys/class/infiniband")
+BACKEND, HOST = "UCX", "DRAM"
+
+
+class LinkError(SlimxError):
+    """An agent that cannot be reached, or a transfer that failed."""
+
+
+class Agent:
+    """One end of direct transfers. All of its methods are called from one thread at a time."""
+
+    def __init__(self, name: str, host: str):
+        """`name`: of its own among the agents of a run. `host`: this machine's address in the run's network; without
+        RDMA its interface alone carries transfers."""
+        api = load_nixl()
+        self.name = name
+        try:
+            self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+            # A peer that dies fails the transfers to it, and nothing else.
+            options = {"ucx_error_handling_mode": "peer", "ucx_devices": ",".join(devices_at(host))}
+            self._agent.create_backend(BACKEND, options)
+        except Exception as error:  # NIXL has no class of its own for what goes wrong in its library
+            raise LinkError(
+                f"NIXL cannot start {name} at {host} ({first_words(error)}); check the network devices of this "
+                "machine, or set publish.transport=gloo",
+                code="direct.agent",
+                about=name,
+            ) from None
+        self._held: list[tuple[torch.Tensor, Any]] = []
+
+    def register(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8 [nbytes], that transfers read and write; it lives as long as the agent."""
+        memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+        try:
+            held = self._agent.register_memory([(memory.data_ptr(), len(memory), 0, "")], mem_type=HOST)
+        except Exception as error:
+            raise LinkError(
+                f"NIXL cannot register {nbytes >> 20} MiB of host memory for {self.name} ({first_words(error)}); raise "
+                "the limit of locked memory (ulimit -l), or lower publish.bucket_mib",
+                code="direct.register",
+                about="publish.bucket_mib",
+            ) from None
+        self._held.append((memory, held))
+        return memory
+
+    @property
+    def metadata(self) -> bytes:
+        """Bytes that another agent needs to write into memory registered so far."""
+        return self._agent.get_agent_metadata()
+
+    def meet(self, metadata: bytes) -> str:
+        """Get to know another agent; its name. Raises LinkError if these are no agent's metadata."""
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise LinkError(
+                f"NIXL does not take what came as an agent's metadata ({first_words(error)}); run the same nixl on "
+                "every machine",
+                code="direct.metadata",
+                about=self.name,
+            ) from None
+        return name.decode() if isinstance(name, bytes) else name
+
+    def part(self, peer: str) -> None:
+        """Forget another agent. Does not raise: it may be gone."""
+        try:
+            self._agent.remove_remote_agent(peer)
+        except Exception as error:
+            print(f"slimx: {self.name} cannot take leave of {peer}: {first_words(error)}", flush=True)
+
+    def write(self, peer: str, here: Sequence[Region], there: Sequence[Region], notice: bytes) -> Transfer:
+        """Begin to write memory of this agent into `peer`'s, region by region; `notice` comes after the last byte."""
+        try:
+            handle = self._agent.initialize_xfer("WRITE", self._descs(here), self._descs(there), peer, notice)
+            transfer = Transfer(self._agent, handle, peer)
+            transfer.state = self._agent.transfer(handle)
+        except Exception as error:
+            raise LinkError(
+                f"{self.name} cannot write to {peer} ({first_words(error)})", code="direct.write", about=peer
+            ) from None
+        return transfer
+
+    def notices(self) -> Iterator[bytes]:
+        """Notices that have come since the last look."""
+        for received in self._agent.get_new_notifs().values():
+            yield from received
+
+    def close(self) -> None:
+        """Give the memory back: writes that still come fail."""
+        for _, held in self._held:
+            self._agent.deregister_memory(held)
+        self._held.clear()
+        self._agent = None
+
+    def _descs(self, regions: Sequence[Region]) -> Any:
+        return self._agent.get_xfer_descs([(r.address, r.nbytes, r.device) for r in regions], mem_type=HOST)
+
+
+class Transfer:
+    """A write under way."""
+
+    def __init__(self, agent: Any, handle: Any, peer: str):
+        self._agent, self._handle, self.peer = agent, handle, peer
+        self.state = "PROC"
+
+    @property
+    def ended(self) -> bool:
+        """True once it is done or has failed. NIXL goes on with a transfer only while it is asked."""
+        if self.state == "PROC":
+            try:
+                self.state = self._agent.check_xfer_state(self._handle)
+            except Exception as error:
+                self.state = f"ERR: {first_words(error)}"
+        return self.state != "PROC"
+
+    @property
+    def done(self) -> bool:
+        """True once all bytes are there. Raises LinkError if they never will be."""
+        if self.ended and self.state != "DONE":
+            raise LinkError(f"the transfer to {self.peer} failed ({self.state})", code="direct.broken", about=self.peer)
+        return self.state == "DONE"
+
+    def drop(self) -> None:
+        """Give it up, done or not. What cannot be called back is written into memory that nobody trusts."""
+        try:
+            self._handle.release()
+        except Exception as error:
+            print(f"slimx: a transfer to {self.peer} cannot be called back: {first_words(error)}", flush=True)
+
+
+def load_nixl() -> Any:
+    """NIXL's Python interface. Raises SlimxError where it is not installed, or does not load."""
+    try:
+        from nixl_cu13 import _api
+    except ImportError as error:
+        raise SlimxError(
+            f"publish.transport=nixl needs NIXL, which cannot be imported ({error}); install nixl-cu13 as "
+            "requirements/cpu.txt pins it, or set publish.transport=gloo",
+            code="direct.nixl",
+            about="publish.transport",
+        ) from None
+    return _api
+
+
+def devices_at(host: str) -> list[str]:
+    """Network devices that transfers of a machine whose address is `host` use; none: all, RDMA among them."""
+    if not is_loopback(host) and RDMA.is_dir() and any(RDMA.iterdir()):
+        return []
+    for device, addresses in psutil.net_if_addrs().items():
+        if any(
+            a.family in (socket.AF_INET, socket.AF_INET6) and a.address.partition("%")[0] == host for a in addresses
+        ):
+            return [device]
+    raise SlimxError(
+        f"no network interface of {socket.gethostname()} has the address {host}", code="direct.interface", about=host
+    )
+
+
+def first_words(error: Exception) -> str:
+    """The beginning of what an error says, in one line."""
+    return " ".join(f"{type(error).__name__} {error}".split())[:200]

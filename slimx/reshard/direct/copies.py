@@ -1,0 +1,45 @@
+"""One description of a bucket that several engines get, each from other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slimx.errors import SlimxError
+from slimx.reshard.pack.packer import Share, describe
+from slimx.reshard.pack.pieces import BucketForm
+from slimx.reshard.packed import PackedBucket
+
+IN_FLIGHT = "nixl:"
+"""Prefix of the path of a bucket on its way to engines; the numbers of its publication and the bucket follow."""
+
+
+def describe_copies(
+    form: BucketForm, shares: Sequence[Share], *, engines: int, transfer: int, bucket: int
+) -> PackedBucket:
+    """The bucket of `form`, one engine's, of which `shares` were packed for `engines` engines.
+
+    Raises SlimxError naming a tensor that is not finite, or that two engines would get differently: the ranks that sent
+    it do not hold the same weights.
+    """
+    count = len(form.tensors)
+    sums = sum((share.sums for share in shares), np.zeros(engines * count, np.uint64)).reshape(engines, count)
+    flags = np.bitwise_or.reduce([share.flags for share in shares]).reshape(engines, count)
+    # Flags first: what is not finite need not be equal.
+    packed = describe(form, f"{IN_FLIGHT}{transfer}/{bucket}", [Share(sums[0], np.bitwise_or.reduce(flags))])
+    if len(odd := np.flatnonzero((sums != sums[0]).any(axis=0))):
+        name = form.tensors[odd[0]].name
+        raise SlimxError(
+            f"trainer ranks that should hold the same weights packed different bytes of {name} for different engines; "
+            "their data-parallel copies have come apart: restart from the last checkpoint",
+            code="direct.copies",
+            about=name,
+        )
+    return packed
+
+
+def in_flight(packed: PackedBucket) -> tuple[int, int]:
+    """Numbers of the publication in which a bucket is on its way, and of the bucket."""
+    transfer, bucket = packed.path.removeprefix(IN_FLIGHT).split("/")
+    return int(transfer), int(bucket)

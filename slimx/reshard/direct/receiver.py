@@ -1,0 +1,144 @@
+"""An engine's end of direct transfers: memory that trainer ranks write into, and buckets made of what came."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from slimx.reshard.direct.agent import Agent, LinkError
+from slimx.reshard.direct.copies import in_flight
+from slimx.reshard.direct.offer import Notice, Offer, Region, arrivals
+from slimx.reshard.kernels import cpu as kernel
+from slimx.reshard.pack.pieces import PlannedBuckets, pieces_of, spread
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.plan.copy_plan import Plan
+from slimx.reshard.transports.memory import MemoryFile
+
+SLOTS = 2
+"""Buckets that may be under way to one engine: one comes while the other is proven."""
+LOOK_S = 0.001
+"""Seconds between two looks at the notices that have come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """The transfers that an engine will get, as it is told of them."""
+
+    name: str
+    """Name of its agent, another one for each start of the engine."""
+    parts: tuple[bytes, ...]
+    """By rank the plan of what it takes."""
+    deadline_s: float
+    """Seconds in which a bucket must have come."""
+
+
+class Receiver:
+    """The memory of one engine, for all of its ranks. `landed` is called for one bucket after the other."""
+
+    def __init__(self, parts: Sequence[Plan], name: str, host: str, *, deadline_s: float):
+        """`parts`: by rank the plan of what it takes (`slimx.reshard.plan.dealing.only`). `name`: of the engine's
+        agent. `deadline_s`: seconds in which a bucket must have come."""
+        self.name, self.deadline_s = name, deadline_s
+        self._parts = [PlannedBuckets(part) for part in parts]
+        self._runs, room = arrivals(list(parts))
+        self.agent = Agent(name, host)
+        self._slots = [self.agent.register(room) for _ in range(min(SLOTS, parts[0].count))]
+        self._come: dict[tuple[int, int], set[int]] = {}
+        """By transfer and bucket the trainer ranks whose bytes are here."""
+        self._copies: dict[tuple[int, int], np.ndarray | None] = {}
+        """By rank and bucket the records that put what came where the tensors are."""
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        """Guards the agent: `close` may come from another thread than the one that waits."""
+
+    @classmethod
+    def invited(cls, invitation: Invitation, host: str) -> Receiver:
+        """The receiver that `invitation` asks for, on this machine, whose address is `host`."""
+        parts = [Plan.from_bytes(part) for part in invitation.parts]
+        return cls(parts, invitation.name, host, deadline_s=invitation.deadline_s)
+
+    def offer(self) -> Offer:
+        slots = tuple(Region(slot.data_ptr(), len(slot)) for slot in self._slots)
+        return Offer(self.name, self.agent.metadata, slots, tuple(self._runs))
+
+    @contextmanager
+    def landed(self, packed: PackedBucket) -> Iterator[PackedBucket]:
+        """A bucket once it has come, for the time of the block: each rank's part in memory of
+        its own, which whoever has opened it keeps beyond the block.
+
+        Raises LinkError naming the trainer ranks whose bytes have not come in time.
+        """
+        transfer, bucket = in_flight(packed)
+        self._wait(transfer, bucket)
+        forms = [part.form(bucket) for part in self._parts]
+        size = max(form.size for form in forms)
+        files = [MemoryFile(size) for _ in forms]
+        try:
+            for rank, file in enumerate(files):
+                self._put(rank, bucket, file)
+            targets = tuple(
+                tuple(replace(t, offset=int(offset)) for t, offset in zip(target, form.offset, strict=True))
+                for target, form in zip(packed.targets, forms, strict=True)
+            )
+            yield PackedBucket(files[0].path, size, targets, tuple(file.path for file in files[1:]))
+        finally:
+            for file in files:
+                file.close()
+
+    def close(self) -> None:
+        """Give the memory back; a wait under way ends."""
+        self._closed.set()
+        with self._lock:
+            self._slots.clear()
+            self.agent.close()
+
+    def _wait(self, transfer: int, bucket: int) -> None:
+        runs = [run for run in self._runs if run.bucket == bucket]
+        wanted = {run.source for run in runs}
+        ends = time.monotonic() + self.deadline_s
+        # What belongs to an older publication, or to a bucket before, came too late for anybody.
+        self._come = {key: come for key, come in self._come.items() if key >= (transfer, bucket)}
+        while True:
+            for data in self._notices():
+                if (notice := Notice.from_bytes(data)) is not None:
+                    self._come.setdefault((notice.transfer, notice.bucket), set()).add(notice.source)
+            missing = wanted - self._come.get((transfer, bucket), set())
+            if not missing:
+                return
+            if time.monotonic() > ends:
+                lacking = sum(run.nbytes for run in runs if run.source in missing)
+                total = sum(run.nbytes for run in runs)
+                raise LinkError(
+                    f"{self.name}: of bucket {bucket} {lacking} of {total} bytes have not come within "
+                    f"{self.deadline_s:.0f} s, those of trainer ranks {', '.join(map(str, sorted(missing)))}",
+                    code="direct.missing",
+                    about=f"trainer rank {min(missing)}",
+                )
+            if self._closed.wait(LOOK_S):
+                raise LinkError(f"{self.name} has been closed", code="direct.closed", about=self.name)
+
+    def _notices(self) -> list[bytes]:
+        with self._lock:
+            return [] if self._closed.is_set() else list(self.agent.notices())
+
+    def _put(self, rank: int, bucket: int, file: MemoryFile) -> None:
+        """Put the runs of `bucket` for `rank` where its tensors are."""
+        if (rank, bucket) not in self._copies:
+            part, slot = self._parts[rank], self._slots[bucket % len(self._slots)]
+            copies = [
+                spread(
+                    pieces_of(part.plan, part.plan.moves_of(run.source, bucket), part.form(bucket), None),
+                    slot[run.offset : run.offset + run.nbytes],
+                )
+                for run in self._runs
+                if (run.bucket, run.rank) == (bucket, rank)
+            ]
+            self._copies[rank, bucket] = np.concatenate(copies) if copies else None
+        # The senders' shares of the checksums cover these bytes: what happens to them here is found by a receiver.
+        if (pieces := self._copies[rank, bucket]) is not None:
+            kernel.pack(pieces, file.bytes, np.zeros(1, np.uint64))

@@ -1,0 +1,197 @@
+"""A trainer rank's end of direct transfers: a ring of packed buckets, and the engines that they are written to.
+
+NIXL goes on with a write, and sends its notice, only while somebody looks at it: a thread does, from the first write of
+a bucket to the end of its last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from slimx.errors import SlimxError
+from slimx.reshard.direct.agent import Agent, LinkError, Transfer
+from slimx.reshard.direct.offer import Notice, Offer, Region, Run, sizes_of_runs
+from slimx.reshard.pack.packer import Packer, Share
+from slimx.reshard.pack.pieces import PlannedBuckets
+
+SLOTS = 2
+"""Buckets in the ring: one is packed while the other is under way."""
+LOOK_S = 0.0005
+"""Seconds between two looks at the writes under way."""
+
+
+@dataclass(slots=True)
+class Write:
+    """One bucket's bytes for one engine."""
+
+    here: list[Region]
+    there: list[Region]
+    notice: bytes
+    transfer: Transfer | None = None
+    """None: it waits for its turn."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """An engine that took part in a publication."""
+
+    peer: str
+    """Name of its agent."""
+    offer: Offer
+    runs: dict[int, list[Run]]
+    """By bucket, those of this rank."""
+    writes: dict[int, Write] = field(default_factory=dict)
+    """By slot, the older one first: a bucket is written when the one before it is done, and so comes before it."""
+    failed: str = ""
+    """Why a write to it failed."""
+
+
+class Sender:
+    """Packs this rank's part of each bucket for all engines in one go, and writes to each engine what is its own."""
+
+    def __init__(self, packer: Packer, name: str, host: str, *, ranks: int):
+        """`packer`: of a plan whose targets are `ranks` ranks of each engine, engine by engine."""
+        self.packer, self.ranks, self.agent = packer, ranks, Agent(name, host)
+        self._buckets = PlannedBuckets(packer.plan)
+        self._known: dict[int, dict[int, int]] = {}
+        sizes = [sum(self._sizes(bucket).values()) for bucket in range(packer.plan.count)]
+        self._ring = [self.agent.register(max(sizes)) for _ in range(min(SLOTS, packer.plan.count))]
+        self.engines: dict[int, Engine] = {}
+        self._lock = threading.Lock()
+        """Guards the agent and the writes."""
+        self._wake, self._closed = threading.Event(), False
+        self._watching = threading.Thread(target=self._watch, name="slimx-direct", daemon=True)
+        self._watching.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ring."""
+        return sum(len(slot) for slot in self._ring)
+
+    def connect(self, number: int, offer: Offer) -> None:
+        """Get to know the memory of engine `number`, in place of what it had before.
+
+        Raises SlimxError if it expects other bytes than this rank packs.
+        """
+        self.disconnect(number)
+        runs: dict[int, list[Run]] = {bucket: [] for bucket in range(self.packer.plan.count)}
+        for run in offer.runs:
+            runs.setdefault(run.bucket, []).append(run)
+        first = number * self.ranks
+        for bucket, own in runs.items():
+            packed = self._sizes(bucket) if bucket < self.packer.plan.count else {}
+            wanted = {first + run.rank: run.nbytes for run in own}
+            if wanted != {t: nbytes for t, nbytes in packed.items() if first <= t < first + self.ranks}:
+                raise SlimxError(
+                    f"engine {offer.engine} expects other bytes of bucket {bucket} than trainer rank "
+                    f"{self.packer.rank} packs for it; run the same slimx on every machine",
+                    code="direct.sizes",
+                    about=offer.engine,
+                )
+        with self._lock:
+            self.engines[number] = Engine(self.agent.meet(offer.metadata), offer, runs)
+
+    def disconnect(self, number: int) -> None:
+        """Forget engine `number`; what is under way to it is called back where that can be."""
+        with self._lock:
+            if (engine := self.engines.pop(number, None)) is not None:
+                for write in engine.writes.values():
+                    if write.transfer is not None:
+                        write.transfer.drop()
+                self.agent.part(engine.peer)
+
+    def send(self, bucket: int, transfer: int, engines: Iterable[int]) -> tuple[Share, dict[int, str]]:
+        """Pack `bucket` and have it written to `engines`; does not wait for the writes.
+
+        Returns this rank's share of the bucket, and by engine why it could not be written to. The bucket that was in
+        the same slot has reached every engine that still counts: an engine to which it is still under way is lost.
+        """
+        slot = bucket % len(self._ring)
+        failed = self._vacate(slot)
+        run, share = self.packer.pack_run(bucket, self._ring[slot])
+        with self._lock:
+            for number in engines:
+                if number not in failed:
+                    self._queue(number, bucket, transfer, slot, run)
+        self._look()
+        self._wake.set()
+        return share, failed
+
+    def close(self) -> None:
+        """Forget all engines and give the ring back."""
+        for number in list(self.engines):
+            self.disconnect(number)
+        self._closed = True
+        self._wake.set()
+        self._watching.join()
+        self._ring.clear()
+        self.agent.close()
+
+    def _vacate(self, slot: int) -> dict[int, str]:
+        """Take `slot` back from all engines; by engine why its bytes never arrived."""
+        failed = {}
+        with self._lock:
+            for number, engine in self.engines.items():
+                if (before := engine.writes.pop(slot, None)) is not None:
+                    if before.transfer is None or not before.transfer.ended:
+                        engine.failed = engine.failed or f"an earlier bucket is still under way to {engine.peer}"
+                    if before.transfer is not None:
+                        before.transfer.drop()
+                if engine.failed:
+                    failed[number] = engine.failed
+        return failed
+
+    def _watch(self) -> None:
+        """Keep writes going until the sender is closed."""
+        while True:
+            self._wake.wait()
+            if self._closed:
+                return
+            self._wake.clear()
+            while self._look() and not self._closed:
+                time.sleep(LOOK_S)
+
+    def _look(self) -> bool:
+        """Look at everything under way, and begin what has its turn; True while there is anything left to do."""
+        with self._lock:
+            return any([self._go_on(engine) for engine in self.engines.values()])  # every one is looked at
+
+    def _go_on(self, engine: Engine) -> bool:
+        """Go on with the writes to one engine; True while some are left."""
+        for write in engine.writes.values():
+            if engine.failed:
+                return False
+            try:
+                if write.transfer is None:
+                    write.transfer = self.agent.write(engine.peer, write.here, write.there, write.notice)
+                if not write.transfer.done:
+                    return True
+            except LinkError as error:
+                engine.failed = str(error)
+        return False
+
+    def _queue(self, number: int, bucket: int, transfer: int, slot: int, packed: torch.Tensor) -> None:
+        engine = self.engines[number]
+        if not (runs := engine.runs[bucket]):
+            return
+        offset, starts = 0, {}
+        for target, nbytes in self._sizes(bucket).items():
+            starts[target], offset = offset, offset + nbytes
+        place = engine.offer.slots[bucket % len(engine.offer.slots)]
+        first = number * self.ranks
+        here = [Region(packed.data_ptr() + starts[first + run.rank], run.nbytes) for run in runs]
+        there = [Region(place.address + run.offset, run.nbytes, place.device) for run in runs]
+        notice = Notice(transfer, bucket, self.packer.rank)
+        engine.writes[slot] = Write(here, there, notice.to_bytes())
+
+    def _sizes(self, bucket: int) -> dict[int, int]:
+        """By target the bytes of the run of `bucket`, in the order in which they are packed."""
+        if bucket not in self._known:
+            moves = self.packer.plan.moves_of(self.packer.rank, bucket)
+            self._known[bucket] = dict(sizes_of_runs(self._buckets, bucket, moves, "target"))
+        return self._known[bucket]

@@ -1,0 +1,189 @@
+"""Trainer ranks write straight into the memory of every engine: NIXL's own agents, on loopback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from slimx.reshard.direct.agent import Agent, LinkError, devices_at
+from slimx.reshard.direct.copies import describe_copies
+from slimx.reshard.direct.offer import Notice, Offer, Region, Run
+from slimx.reshard.direct.receiver import Receiver
+from slimx.reshard.direct.sender import Sender
+from slimx.reshard.pack.packer import Packer
+from slimx.reshard.pack.pieces import PlannedBuckets
+from slimx.reshard.packed import PackedBucket
+from slimx.reshard.plan.dealing import deal, only
+from slimx.reshard.transports.memory import open_memory
+from tests.refusals import numbers, refused
+from tests.unit.layout.engine_stand import SERVED, engine_rank
+from tests.unit.layout.layout_stand import Tensors, checkpoint, held_by_trainers
+from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, WORLD, dressed, plan
+from tests.unit.reshard.transport_peer import check
+
+pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
+HOST = "127.0.0.1"
+ENGINES, RANKS = 2, ENGINE.world
+DEADLINE_S = 20
+
+
+class Stand:
+    """Three trainer ranks and two engines of two ranks, each with an agent of its own."""
+
+    def __init__(self, stack: ExitStack, *, deadline_s: float = DEADLINE_S):
+        self.plan = plan()
+        self.dealt = deal(self.plan, ranks=WORLD, engines=ENGINES, grain=1)
+        self.form = PlannedBuckets(self.plan).form
+        trainers = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
+        mark = time.monotonic_ns()
+        self.senders = [
+            Sender(Packer(self.dealt, rank, held), f"trainer-{rank}-{mark}", HOST, ranks=RANKS)
+            for rank, held in enumerate(trainers)
+        ]
+        self.receivers = [self.receiver(number, f"engine-{number}-{mark}", deadline_s) for number in range(ENGINES)]
+        for each in (*self.senders, *self.receivers):
+            stack.callback(each.close)
+        for number in range(ENGINES):
+            self.connect(number)
+
+    def receiver(self, number: int, name: str, deadline_s: float = DEADLINE_S) -> Receiver:
+        parts = [only(self.dealt, number * RANKS + rank) for rank in range(RANKS)]
+        return Receiver(parts, name, HOST, deadline_s=deadline_s)
+
+    def connect(self, number: int) -> None:
+        offer = Offer.from_bytes(self.receivers[number].offer().to_bytes())
+        for rank, sender in enumerate(self.senders):
+            sender.connect(number, offer.of(rank))
+
+    def send(self, bucket: int, transfer: int = 0, *, ranks: range = range(WORLD)) -> PackedBucket:
+        sent = [
+            self.senders[rank].send(bucket, transfer, range(ENGINES) if rank in ranks else ()) for rank in range(WORLD)
+        ]
+        assert not any(failed for _, failed in sent)
+        shares = [share for share, _ in sent]
+        return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    with ExitStack() as stack:
+        yield Stand(stack)
+
+
+def take(packed: PackedBucket, number: int) -> Tensors:
+    """What rank `number` finds of a landed bucket, by name, each tensor proven by its checksum."""
+    part = packed.parts("local", RANKS)[str(number)]
+    memory = open_memory(part["fd_path"], part["size"], private=True)
+    check(replace(packed, path=part["fd_path"]), number, memory)
+    return {
+        t.name: memory[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape).clone()
+        for t in packed.targets[number]
+    }
+
+
+def test_every_engine_rank_gets_its_own_bytes_from_ranks_that_share_the_work(stand: Stand) -> None:
+    held: list[list[Tensors]] = [[{} for _ in range(RANKS)] for _ in range(ENGINES)]
+    # A bucket is sent before the one before it is taken, twice over: slots are used again.
+    for transfer in range(2):
+        coming = [stand.send(0, transfer)]
+        for bucket in range(stand.plan.count):
+            if bucket + 1 < stand.plan.count:
+                coming.append(stand.send(bucket + 1, transfer))
+            for number, receiver in enumerate(stand.receivers):
+                with receiver.landed(coming[bucket]) as landed:
+                    for rank in range(RANKS):
+                        held[number][rank] |= take(landed, rank)
+    assert stand.plan.count > 2
+    whole = checkpoint(MODEL)
+    for number in range(ENGINES):
+        for rank in range(RANKS):
+            wanted = engine_rank(SERVED["qwen"], whole, ENGINE, rank)
+            assert held[number][rank].keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                expected = dressed({name: tensor})[name].to(held[number][rank][name].dtype)
+                assert torch.equal(held[number][rank][name], expected), name
+    sent = {int(source) for source in np.unique(stand.dealt.moved["source"])}
+    assert sent == set(range(WORLD))
+
+
+def test_bytes_that_do_not_come_are_counted_and_their_ranks_named() -> None:
+    with ExitStack() as stack:
+        stand = Stand(stack, deadline_s=1.0)
+        packed = stand.send(0, ranks=range(1, WORLD))
+        with pytest.raises(LinkError) as error, stand.receivers[0].landed(packed):
+            pytest.fail("rank 0 sent nothing")
+        assert (error.value.code, error.value.about) == ("direct.missing", "trainer rank 0")
+        runs = [run for run in stand.receivers[0].offer().runs if run.bucket == 0]
+        lacking = sum(run.nbytes for run in runs if run.source == 0)
+        assert {lacking, sum(run.nbytes for run in runs)} <= set(numbers(error.value))
+
+
+def test_an_older_publications_bytes_are_not_taken_for_this_ones() -> None:
+    with ExitStack() as stack:
+        stand = Stand(stack, deadline_s=1.0)
+        late = stand.send(0, transfer=6)
+        with refused("direct.missing"), stand.receivers[1].landed(replace(late, path="nixl:7/0")):
+            pytest.fail("nothing came of publication 7")
+
+
+def test_an_engine_that_was_started_again_gets_new_memory_and_the_other_goes_on(stand: Stand) -> None:
+    stand.receivers[1].close()
+    stand.receivers[1] = stand.receiver(1, f"again-{time.monotonic_ns()}")
+    stand.connect(1)
+    packed = stand.send(0, transfer=1)
+    for receiver in stand.receivers:
+        with receiver.landed(packed) as landed:
+            assert all(take(landed, rank) for rank in range(RANKS))
+    stand.receivers[1].close()
+
+
+def test_an_engine_that_expects_other_bytes_is_refused_before_any_is_sent(stand: Stand) -> None:
+    offer = stand.receivers[0].offer().of(0)
+    wrong = tuple(msgspec.structs.replace(run, nbytes=run.nbytes - 16) for run in offer.runs)
+    with refused("direct.sizes", about=offer.engine):
+        stand.senders[0].connect(0, msgspec.structs.replace(offer, runs=wrong))
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [(Run(0, 0, 0, 100, 29), "direct.extent"), (Run(0, 0, 0, -1, 4), "direct.extent"), (None, "direct.offer")],
+    ids=str,
+)
+def test_an_offer_of_memory_that_is_not_there_is_refused(run: Run | None, code: str) -> None:
+    data = Offer("e", b"", (Region(4096, 128),), (run,)).to_bytes() if run else b"\x93abc"
+    with refused(code):
+        Offer.from_bytes(data)
+
+
+def test_ranks_whose_copies_have_come_apart_are_found_out(stand: Stand) -> None:
+    held = stand.senders[0].packer.parameters
+    with torch.no_grad():
+        for tensor in held.values():
+            tensor.add_(1.0)
+    with refused("direct.copies"):
+        stand.send(0)
+
+
+def test_what_is_no_notice_is_passed_over() -> None:
+    assert Notice.from_bytes(Notice(1, 2, 3).to_bytes()) == Notice(1, 2, 3)
+    assert Notice.from_bytes(b"") is None and Notice.from_bytes(b"\x93\x01\x02\xa1x") is None
+
+
+def test_metadata_of_no_agent_are_refused() -> None:
+    agent = Agent(f"lonely-{time.monotonic_ns()}", HOST)
+    with refused("direct.metadata", about=agent.name, kind=LinkError):
+        agent.meet(b"not an agent")
+    agent.close()
+
+
+def test_transfers_on_loopback_use_its_device_alone() -> None:
+    assert devices_at(HOST) == ["lo"]
+    with refused("direct.interface", about="198.51.100.7"):
+        devices_at("198.51.100.7")
