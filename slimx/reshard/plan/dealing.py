@@ -123,7 +123,7 @@ def share(amounts: np.ndarray, holders: Sequence[np.ndarray], link_of: np.ndarra
 
 
 def _pour(held: np.ndarray, amount: float) -> np.ndarray:
-    """The part that each vessel gets of `amount` if all are filled to one level, those that `held` more already excepted."""
+    """The part of `amount` that each vessel gets if all are filled to one level, but for those that `held` more."""
     low = np.sort(held)
     level = (amount + low.cumsum()) / np.arange(1, len(low) + 1)
     # The level of the k lowest vessels holds if it does not reach the next one.
