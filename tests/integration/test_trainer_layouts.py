@@ -47,7 +47,10 @@ SIZES = {
 }
 RESTORES = {"TP2": ["DP2"], "EP2": ["DP2"], "EP2xTP2": ["EP2"]}
 """Layout -> whose checkpoints it loads."""
-ALL = [pytest.param(name, marks=[pytest.mark.slow] if SIZES[name].world > 2 else []) for name in LAYOUTS]
+SLOW = ("PP2", "EP2xTP2")
+"""In `make test` test_families has every model's logits and gradients in pipeline stages, test_checkpoints their
+checkpoints, and test_invariance layouts of four ranks."""
+ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
 SEVERAL = ALL[1:]
 
 

@@ -292,6 +292,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.costly
 def test_a_killed_tree_leaves_no_semaphore_in_shared_memory(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(SEMAPHORE)

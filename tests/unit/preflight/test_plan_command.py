@@ -59,6 +59,7 @@ def test_the_published_models_are_planned_from_config_json_alone(plan, hf, run, 
     assert publication["compile_seconds"] < 30
 
 
+@pytest.mark.costly
 def test_the_text_tells_layouts_bytes_work_and_proof(plan):
     code, text = plan(QWEN3_30B, *RUN_30B, "publish.quantise=ieee")
     assert code == 0, text
@@ -95,6 +96,7 @@ def test_memory_for_buckets_follows_transport_and_staging(plan):
     assert memory("publish.transport=nccl", "publish.staging=bucket")[1] == pytest.approx(256 + two / 2, rel=0.25)
 
 
+@pytest.mark.costly
 def test_fp8_halves_the_bytes_and_counts_the_quantised_tensors(plan):
     plain, quantised = (
         json.loads(plan(QWEN3_30B, *RUN_30B, *more, "--json")[1])["publication"]

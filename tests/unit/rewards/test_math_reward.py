@@ -47,6 +47,7 @@ def test_words_are_refused_as_answers(answer):
     assert (refused.value.code, refused.value.about) == ("reward.answer", "p7")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "response",
     [
