@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from slimx.adapters.transformers import import_transformers
 from slimx.cluster.connection import device_of
 from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
@@ -109,6 +110,7 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
     for group in config.rollout.served:
         values = spec_values(config, group, group.name, device=device, moe=spec.experts > 0)
         server_args(EngineSpec(port=0, **values))
+    import_transformers()
     tokenizer = load_tokenizer(config.model.path)
     refuse(broken(RULES, facts | {"tokenizer": tokenizer}, before=facts))
     prompts: list[Prompt] = []

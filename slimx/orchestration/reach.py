@@ -3,20 +3,18 @@ weight is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import ray
 
+from slimx.cluster.place import place_among, place_of
 from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup
-from slimx.engines.fleet.nodes import place_of
 from slimx.errors import SlimxError
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.preflight.checks.serving import external_hosts
 from slimx.reshard.pack.gather import PUBLISHER
-from slimx.runtime.ports import is_own
 
 
 async def check_reach(config: Config, trainers: RankGroup, engines: EngineGroup) -> None:
@@ -26,7 +24,7 @@ async def check_reach(config: Config, trainers: RankGroup, engines: EngineGroup)
     hosts, deadline_s = external_hosts(config.rollout), config.cluster.start_deadline
     started = [engine for engine in engines.engines if engine.name not in hosts]
     (publisher,) = await gather(
-        [trainers.actors[PUBLISHER].__ray_call__.remote(_look, list(hosts.values()))],
+        [trainers.actors[PUBLISHER].__ray_call__.remote(place_among, list(hosts.values()))],
         what="the look for the publisher's machine",
         holders=[f"trainer rank {PUBLISHER}"],
         deadline_s=deadline_s,
@@ -40,10 +38,10 @@ async def check_reach(config: Config, trainers: RankGroup, engines: EngineGroup)
         logs=[engine.log for engine in started],
     )
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    here, others = publisher
+    here, beside = publisher
     found = {engine.name: place.node for engine, place in zip(started, places, strict=True)}
     elsewhere = {name: addresses.get(node, node) for name, node in found.items() if node != here}
-    elsewhere |= {name: host for name, host in hosts.items() if host in others}
+    elsewhere |= {name: host for name, host in hosts.items() if host not in beside}
     refuse(config.publish.transport, addresses.get(here, here), elsewhere)
 
 
@@ -56,8 +54,3 @@ def refuse(transport: str, here: str, elsewhere: Mapping[str, str]) -> None:
             code="publish.reach",
             about=name,
         )
-
-
-def _look(actor: Any, hosts: Sequence[str]) -> tuple[str, list[str]]:
-    """Ray's id of this machine, and which of `hosts` are no addresses of it."""
-    return place_of(actor).node or "", [host for host in hosts if not is_own(host)]

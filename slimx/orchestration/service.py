@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 
 from slimx.cluster.connection import device_of
+from slimx.cluster.place import Placement
 from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.engines.fleet.group import EngineGroup, tell_restarts
 from slimx.engines.fleet.handle import EngineHandle
-from slimx.engines.fleet.nodes import Placement
 from slimx.engines.fleet.roster import follow
 from slimx.orchestration.frozen import FrozenEngines
 from slimx.orchestration.lifetime.lifetime import stopping

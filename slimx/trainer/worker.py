@@ -343,7 +343,10 @@ def install_adapters(*, exact: bool = False, deep_ep: bool = False) -> list[str]
     adapters = megatron_cpu.install()
     if not adapters:  # a trainer on a GPU
         adapters += megatron_deep_ep.install(needed=deep_ep)
-    from slimx.adapters.megatron import layers as megatron_layers
+    from slimx.adapters.megatron.imports import untracked
+
+    with untracked():
+        from slimx.adapters.megatron import layers as megatron_layers
 
     adapters += megatron_cpu.install_megatron()
     return adapters + (["torch_layers"] if megatron_layers.install(always=exact) else [])

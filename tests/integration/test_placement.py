@@ -12,7 +12,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from slimx.engines.fleet.nodes import Placement, place_of, share_of
+from slimx.cluster.place import Placement, place_of
+from slimx.engines.fleet.nodes import share_of
 from slimx.errors import DeadlineError
 from slimx.orchestration.ranks.placement import PackedGpus
 from tests.refusals import numbers

@@ -21,6 +21,7 @@ def test_an_offloaded_worker_publishes_the_same_bytes_also_from_other_addresses(
     command = [sys.executable, "-m", "tests.integration.worker_rank", str(tmp_path / "job.json"), "0"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
     said = json.loads((tmp_path / "0.json").read_text())
+    assert said["imported"] == []
     assert said["moved_by_training"] and said["trains"]
     assert said["without_state"], "gradients and optimizer state are gone, the weights are not"
     assert said["away"] == 0

@@ -20,6 +20,9 @@ from slimx.reshard.plan.publication import export_plan
 from slimx.trainer.worker import TrainerWorker
 from tests.integration.trainer_rank import demonstrations
 
+UNUSED = ("torch._dynamo", "tensorboard", "wandb", "transformers")
+"""Packages that take long to import, and of which training on the CPU uses nothing."""
+
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -74,6 +77,7 @@ def main() -> None:
     said["memory"] = worker.memory()
     said["trains"] = trained(1)["optim/skipped"] == 0.0 and published() != second
     said["memory_of_step"] = worker.memory()
+    said["imported"] = [name for name in UNUSED if name in sys.modules]
     del taken
     worker.stop()
     (out / "0.json").write_text(json.dumps(said))

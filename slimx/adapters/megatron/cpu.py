@@ -152,8 +152,11 @@ def _collectives() -> None:
 
 def _compile() -> None:
     """megatron.core's jit_fuser is torch.compile; inductor costs a compiler run per small function and gains nothing
-    here."""
+    here. torch imports the compiler too, a second of CPU time, for it to pass over these methods."""
     torch.compile = lambda model=None, **kwargs: model or (lambda function: function)
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(torch.optim.Optimizer, name).__wrapped__
+        setattr(method, "__dynamo_disable", method)
 
 
 def _yarn_device() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import ray
 
 from slimx.cluster.calls import kill
+from slimx.cluster.place import DEVICES, place_of
 from slimx.cluster.restarts import Restarts, told_of
 from slimx.cluster.waiting import ActorDied, first_line, gather
 from slimx.config.schema import Config
-from slimx.engines.fleet.nodes import DEVICES, place_of
 from slimx.errors import DeadlineError, PartLost, SlimxError
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.packed import PackedBucket

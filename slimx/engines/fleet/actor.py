@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from slimx.engines.fleet.nodes import ChannelEnd, DirectEnd, OtherNodes, Placement
+from slimx.cluster.place import Placement
+from slimx.engines.fleet.nodes import ChannelEnd, DirectEnd, OtherNodes
 from slimx.engines.server.control import PortTaken
 from slimx.engines.server.engine import Engine, State
 from slimx.engines.server.spec import EngineSpec, NodeShare

@@ -11,13 +11,14 @@ from typing import Any
 
 import ray
 
+from slimx.cluster.place import Placement
 from slimx.cluster.restarts import Restart
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.engines.fleet.actor import EngineActor
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.fleet.membership import Membership
-from slimx.engines.fleet.nodes import Placement, share_of
+from slimx.engines.fleet.nodes import share_of
 from slimx.engines.server.keys import Keys, key_in
 from slimx.engines.server.router import Router
 from slimx.errors import SlimxError

@@ -7,50 +7,21 @@ guards of their processes end these.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slimx.cluster.place import Placement
 from slimx.engines.server.spec import EngineSpec, NodeShare, ending_grace, server_argv, server_env
 from slimx.errors import DeadlineError, SlimxError
 from slimx.reshard.packed import PackedBucket
 from slimx.runtime.ports import address, free_port, own_address
 from slimx.runtime.process import SupervisedProcess
-
-DEVICES = "CUDA_VISIBLE_DEVICES"
-"""CUDA's own variable: the GPUs of a process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The machine and the GPUs of one machine's share of a server."""
-
-    node: str | None = None
-    """Ray's id of the machine; None: Ray chooses one that has room."""
-    gpus: tuple[str, ...] | None = None
-    """GPUs that it shares with trainer ranks; None: Ray gives it its own."""
-    owned: int = 0
-    """GPUs of its own."""
-
-    def options(self, cpus: float) -> dict[str, Any]:
-        """Options of the share's Ray actor."""
-        options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": self.owned}
-        if self.node is not None:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
-        return options
-
-
-def place_of(actor: Any) -> Placement:
-    """The placement of the Ray actor that runs this: its machine, and the GPUs that it sees."""
-    gpus = os.environ.get(DEVICES)
-    return Placement(ray.get_runtime_context().get_node_id(), tuple(gpus.split(",")) if gpus is not None else None)
 
 
 def share_of(ranks: Sequence[Placement], name: str) -> Placement:

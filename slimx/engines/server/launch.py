@@ -14,6 +14,7 @@ import shlex
 import signal
 import sys
 
+from slimx.adapters.transformers import import_transformers
 from slimx.engines.server.keys import Keys
 from slimx.runtime.allocator import drop_expandable_segments
 from slimx.runtime.process import end_with_parent
@@ -47,9 +48,11 @@ def prepare(arguments: list[str]) -> None:
 
 
 def prepare_imports() -> None:
-    """Hide megatron-core and put stand-ins for absent GPU packages, before SGLang's first import."""
+    """Hide megatron-core, import transformers and put stand-ins for absent GPU packages, before SGLang's first
+    import."""
     # SGLang's dumper of tensors, which trainers use too, imports megatron-core if it can: a second for nothing here.
     sys.modules["megatron"] = None
+    import_transformers()
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":  # on a GPU nothing may be absent
         from slimx.adapters.sglang import absent as sglang_absent
 

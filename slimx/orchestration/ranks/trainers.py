@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from slimx.cluster.place import Placement, place_of
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch
 from slimx.data.routes import for_stage
-from slimx.engines.fleet.nodes import Placement, place_of
 from slimx.errors import SlimxError
 from slimx.layout.ranks import Sizes, coordinates, stage_layers
 from slimx.layout.table import Table

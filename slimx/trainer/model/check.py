@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slimx.adapters.megatron.uncompiled import uncompiled
+from slimx.adapters.megatron.imports import uncompiled, untracked
 from slimx.config.schema import Config
 from slimx.models.families import ModelSpec
 from slimx.trainer.device.backends import Backends
@@ -16,7 +16,7 @@ from slimx.trainer.device.backends import Backends
 def check_transformer(spec: ModelSpec, config: Config, backends: Backends, *, cpu: bool) -> None:
     """Build Megatron's configuration as each rank will. Raises SlimxError as `transformer_config` does. Not for a
     process that trains: megatron-core is imported without its compiled functions."""
-    with warnings.catch_warnings(), _errors_only("torch.utils.cpp_extension"), uncompiled():
+    with warnings.catch_warnings(), _errors_only("torch.utils.cpp_extension"), uncompiled(), untracked():
         # megatron-core warns of what this process has not installed, torch's logger of a toolkit without a GPU.
         warnings.simplefilter("ignore")
         from slimx.trainer.model.transformer import transformer_config  # imports megatron-core

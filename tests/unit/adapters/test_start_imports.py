@@ -1,8 +1,10 @@
-"""Imports that a start does without: SGLang's models that nothing is published to, megatron-core's compiler."""
+"""Imports that a start does without: SGLang's models that nothing is published to, megatron-core's compiler and
+trackers, files of installed packages."""
 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from slimx.adapters.transformers import recorded_packages
 from slimx.models.families import FAMILIES
 
 LISTED = Path(__file__).parents[3] / "slimx/adapters/sglang/models/published.py"
@@ -20,12 +23,13 @@ TRAINED_ONLY = {
 """Families that engines are refused."""
 UNCOMPILED = """
 import sys, torch
-from slimx.adapters.megatron.uncompiled import uncompiled
+from slimx.adapters.megatron.imports import uncompiled, untracked
 compiler = torch.compile
-with uncompiled():
+with uncompiled(), untracked():
     import megatron.core
 assert torch.compile is compiler
-print("torch._inductor.compile_fx" in sys.modules, "megatron.core.transformer" in sys.modules)
+print(*(name in sys.modules for name in ("torch._inductor.compile_fx", "tensorboard", "megatron.core.transformer")))
+import torch.utils.tensorboard  # which a driver needs later
 """
 
 
@@ -39,6 +43,20 @@ def test_every_family_has_its_class_among_the_models_that_servers_import():
 
 
 @pytest.mark.costly
-def test_a_process_that_trains_nothing_imports_megatron_core_without_the_compiler():
+def test_a_process_that_trains_nothing_imports_megatron_core_without_compiler_and_trackers():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNCOMPILED], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "True"], done.stderr
+    assert done.stdout.split() == ["False", "False", "True"] and done.returncode == 0, done.stderr
+
+
+def test_a_rank_that_is_asked_where_it_runs_imports_no_torch_yet():
+    """Variables that torch reads are set later, by `slimx.trainer.worker.prepare_process`."""
+    script = "import sys, slimx.trainer.worker, slimx.cluster.place; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"], done.stderr
+
+
+def test_packages_are_mapped_by_their_records_as_by_their_files():
+    found, by_files = recorded_packages(), importlib.metadata.packages_distributions()
+    assert {name: sorted(packages) for name, packages in found.items()} == {
+        name: sorted(packages) for name, packages in by_files.items()
+    }

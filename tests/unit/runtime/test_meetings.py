@@ -113,7 +113,10 @@ for number, sent in enumerate(sys.argv[2:]):
     sender = context.socket(zmq.PUSH)
     sender.setsockopt(zmq.LINGER, 0)
     sender.connect(f"tcp://{sent}:0;127.0.0.1:{port}")
-    sender.send(pickle.dumps(Program(executed)))
+    try:
+        sender.send(pickle.dumps(Program(executed)), zmq.NOBLOCK)
+    except zmq.Again:  # who was turned away before it sent has nobody to send to
+        pass
     if receiver.poll(5000):
         try:
             sock_recv(receiver)
