@@ -36,12 +36,12 @@ class Algorithm(Section):
     name: Name = "grpo"
     """A published algorithm: default values of the other keys (docs/algorithms.md has the table)."""
     advantages: str = Field(
-        "grpo",
+        default="grpo",
         description=f"Estimator: {', '.join(ADVANTAGES)}; or the dotted path of a hook: advantages(groups) -> "
         "one number or array [L-1] per trajectory.",
     )
     loss: str = Field(
-        "clip",
+        default="clip",
         description=f"Objective of a token: {', '.join(LOSSES)}; or the dotted path of a hook: loss(inputs) -> "
         "(loss, metrics), which is then the whole loss.",
     )
@@ -49,7 +49,7 @@ class Algorithm(Section):
     """Ratio clipped below 1 - clip_low."""
     clip_high: Positive = 0.2
     """Ratio clipped above 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1, le=MOST)
+    dual_clip: float | None = Field(default=None, gt=1, le=MOST)
     """Loss clip: a ratio above this pushes a token with a negative advantage no further; null: no bound."""
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation."""

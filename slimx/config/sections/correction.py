@@ -64,7 +64,7 @@ class Rejection(Section):
     """Lower bound of w; 0: none."""
     high: Positive = 2.0
     """Upper bound of w."""
-    veto: float = Field(0.0, ge=0, lt=1)
+    veto: float = Field(default=0.0, ge=0, lt=1)
     """A sequence in which any token's w is below this is left out whole; 0: none is."""
 
     @model_validator(mode="after")

@@ -18,9 +18,9 @@ class Sampling(Section):
     temperature: Weight = 1.0
     """Softmax temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description=f"Nucleus mass kept, of at most {MAX_SUPPORT} candidates."
+        default=1.0, description=f"Nucleus mass kept, of at most {MAX_SUPPORT} candidates."
     )
-    top_k: int = Field(-1, ge=-1, le=LARGEST, description=f"Candidates kept, at most {MAX_SUPPORT}; -1: all.")
+    top_k: int = Field(default=-1, ge=-1, le=LARGEST, description=f"Candidates kept, at most {MAX_SUPPORT}; -1: all.")
     max_new_tokens: Amount = 1024
     """Tokens sampled per turn, at most."""
     stop_token_ids: tuple[Count, ...] = ()
@@ -67,7 +67,7 @@ class Rollout(Section):
     """JSONL file of prompts: {messages | token_ids, answer, metadata}."""
     prompts_per_step: Amount = 32
     """Prompts (groups) trained per step."""
-    over_sampling: float | None = Field(None, ge=1, le=1_000_000)
+    over_sampling: float | None = Field(default=None, ge=1, le=1_000_000)
     """Groups in flight while a step waits for its own, over prompts_per_step, rounded up; null: max_staleness + 1 -
     window, as many as can be trained in time. Those that cannot are generated anew."""
     partial: bool = False

@@ -17,7 +17,7 @@ class RunSection(Section):
     """Name of the run in trackers and the report."""
     dir: str
     """Directory that holds everything the run writes."""
-    seed: int = Field(1, ge=0, le=2**63 - 1)
+    seed: int = Field(default=1, ge=0, le=2**63 - 1)
     """Seed of prompt order, sampling and initialisation."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir` if there is one."""
