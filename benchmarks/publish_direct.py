@@ -49,7 +49,7 @@ from slimx.reshard.outcome import Publication  # noqa: E402
 from slimx.reshard.pack.packer import Packer, Share  # noqa: E402
 from slimx.reshard.pack.pieces import PlannedBuckets  # noqa: E402
 from slimx.reshard.packed import PackedBucket  # noqa: E402
-from slimx.reshard.parties import LocalRecipient  # noqa: E402
+from slimx.reshard.parties import LocalRecipient, ReceiverLost  # noqa: E402
 from slimx.reshard.plan.copy_plan import Plan, compile_plan  # noqa: E402
 from slimx.reshard.plan.dealing import link_load  # noqa: E402
 from slimx.reshard.plan.precision import Precision  # noqa: E402
@@ -195,27 +195,33 @@ class Engine(LocalRecipient):
         return self._forms
 
     async def join(self, invitation: Invitation) -> Offer:
-        return await asyncio.to_thread(self.resident.ask, "join", invitation)
+        return await self._ask("join", invitation)
 
     async def begin(self, manifest: Any, staging: str) -> None: ...
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
-        await asyncio.to_thread(self.resident.ask, "receive", packed)
+        await self._ask("receive", packed)
 
     async def abort(self) -> None:
-        await asyncio.to_thread(self.resident.ask, "drop")
+        await self._ask("drop")
 
     async def pause(self) -> None: ...
 
     async def load(self) -> None:
-        await asyncio.to_thread(self.resident.ask, "load")
+        await self._ask("load")
 
     async def verify(self) -> dict[str, int]:
-        return {"checked": await asyncio.to_thread(self.resident.ask, "verify")}
+        return {"checked": await self._ask("verify")}
 
     async def commit(self, version: int) -> None: ...
 
     async def resume(self) -> None: ...
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await asyncio.to_thread(self.resident.ask, method, *arguments)
+        except (EOFError, OSError) as error:  # the process has ended, or is silent
+            raise ReceiverLost(f"engine {self.name} is gone: {error}", code="engine.gone", about=self.name) from None
 
 
 class Members:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -29,16 +30,17 @@ from tests.unit.reshard.gather_stand import ENGINE, MODEL, SIZES, WORLD, dressed
 from tests.unit.reshard.transport_peer import check
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed (requirements/cpu.txt pins it)")
+pytestmark = pytest.mark.costly
 HOST = "127.0.0.1"
 ENGINES, RANKS = 2, ENGINE.world
-DEADLINE_S = 20
+DEADLINE_S = 120
 
 
 class Stand:
     """Three trainer ranks and two engines of two ranks, each with an agent of its own."""
 
-    def __init__(self, stack: ExitStack, *, deadline_s: float = DEADLINE_S):
-        self.plan = plan()
+    def __init__(self, stack: ExitStack):
+        self.plan, self._transfers = plan(), count()
         self.dealt = deal(self.plan, ranks=WORLD, engines=ENGINES, grain=1)
         self.form = PlannedBuckets(self.plan).form
         trainers = [dressed(held) for held in held_by_trainers(MODEL, SIZES)]
@@ -47,22 +49,29 @@ class Stand:
             Sender(Packer(self.dealt, rank, held), f"trainer-{rank}-{mark}", HOST, ranks=RANKS)
             for rank, held in enumerate(trainers)
         ]
-        self.receivers = [self.receiver(number, f"engine-{number}-{mark}", deadline_s) for number in range(ENGINES)]
-        for each in (*self.senders, *self.receivers):
-            stack.callback(each.close)
+        self.receivers = [self.receiver(number, f"engine-{number}-{mark}") for number in range(ENGINES)]
+        stack.callback(self.close)
         for number in range(ENGINES):
             self.connect(number)
 
-    def receiver(self, number: int, name: str, deadline_s: float = DEADLINE_S) -> Receiver:
+    def close(self) -> None:
+        for each in (*self.senders, *self.receivers):
+            each.close()
+
+    def next(self) -> int:
+        """The number of another publication."""
+        return next(self._transfers)
+
+    def receiver(self, number: int, name: str) -> Receiver:
         parts = [only(self.dealt, number * RANKS + rank) for rank in range(RANKS)]
-        return Receiver(parts, name, HOST, deadline_s=deadline_s)
+        return Receiver(parts, name, HOST, deadline_s=DEADLINE_S)
 
     def connect(self, number: int) -> None:
         offer = Offer.from_bytes(self.receivers[number].offer().to_bytes())
         for rank, sender in enumerate(self.senders):
             sender.connect(number, offer.of(rank))
 
-    def send(self, bucket: int, transfer: int = 0, *, ranks: range = range(WORLD)) -> PackedBucket:
+    def send(self, bucket: int, transfer: int, *, ranks: range = range(WORLD)) -> PackedBucket:
         sent = [
             self.senders[rank].send(bucket, transfer, range(ENGINES) if rank in ranks else ()) for rank in range(WORLD)
         ]
@@ -71,8 +80,9 @@ class Stand:
         return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stand() -> Iterator[Stand]:
+    """One for all tests, each of which leaves both engines connected."""
     with ExitStack() as stack:
         yield Stand(stack)
 
@@ -91,7 +101,7 @@ def take(packed: PackedBucket, number: int) -> Tensors:
 def test_every_engine_rank_gets_its_own_bytes_from_ranks_that_share_the_work(stand: Stand) -> None:
     held: list[list[Tensors]] = [[{} for _ in range(RANKS)] for _ in range(ENGINES)]
     # A bucket is sent before the one before it is taken, twice over: slots are used again.
-    for transfer in range(2):
+    for transfer in (stand.next(), stand.next()):
         coming = [stand.send(0, transfer)]
         for bucket in range(stand.plan.count):
             if bucket + 1 < stand.plan.count:
@@ -113,35 +123,36 @@ def test_every_engine_rank_gets_its_own_bytes_from_ranks_that_share_the_work(sta
     assert sent == set(range(WORLD))
 
 
-def test_bytes_that_do_not_come_are_counted_and_their_ranks_named() -> None:
-    with ExitStack() as stack:
-        stand = Stand(stack, deadline_s=1.0)
-        packed = stand.send(0, ranks=range(1, WORLD))
-        with pytest.raises(LinkError) as error, stand.receivers[0].landed(packed):
-            pytest.fail("rank 0 sent nothing")
-        assert (error.value.code, error.value.about) == ("direct.missing", "trainer rank 0")
-        runs = [run for run in stand.receivers[0].offer().runs if run.bucket == 0]
-        lacking = sum(run.nbytes for run in runs if run.source == 0)
-        assert {lacking, sum(run.nbytes for run in runs)} <= set(numbers(error.value))
+def test_bytes_that_do_not_come_are_counted_and_their_ranks_named(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = stand.receivers[0]
+    monkeypatch.setattr(receiver, "deadline_s", 1.0)
+    packed = stand.send(0, stand.next(), ranks=range(1, WORLD))
+    with pytest.raises(LinkError) as error, receiver.landed(packed):
+        pytest.fail("rank 0 sent nothing")
+    assert (error.value.code, error.value.about) == ("direct.missing", "trainer rank 0")
+    runs = [run for run in receiver.offer().runs if run.bucket == 0]
+    lacking = sum(run.nbytes for run in runs if run.source == 0)
+    assert 0 < lacking < sum(run.nbytes for run in runs)
+    assert {lacking, sum(run.nbytes for run in runs)} <= set(numbers(error.value))
 
 
-def test_an_older_publications_bytes_are_not_taken_for_this_ones() -> None:
-    with ExitStack() as stack:
-        stand = Stand(stack, deadline_s=1.0)
-        late = stand.send(0, transfer=6)
-        with refused("direct.missing"), stand.receivers[1].landed(replace(late, path="nixl:7/0")):
-            pytest.fail("nothing came of publication 7")
+def test_an_older_publications_bytes_are_not_taken_for_this_ones(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand.receivers[1], "deadline_s", 1.0)
+    late = stand.send(0, stand.next())
+    with refused("direct.missing"), stand.receivers[1].landed(replace(late, path=f"nixl:{stand.next()}/0")):
+        pytest.fail("nothing came of this publication")
 
 
 def test_an_engine_that_was_started_again_gets_new_memory_and_the_other_goes_on(stand: Stand) -> None:
     stand.receivers[1].close()
     stand.receivers[1] = stand.receiver(1, f"again-{time.monotonic_ns()}")
     stand.connect(1)
-    packed = stand.send(0, transfer=1)
+    packed = stand.send(0, stand.next())
     for receiver in stand.receivers:
         with receiver.landed(packed) as landed:
             assert all(take(landed, rank) for rank in range(RANKS))
-    stand.receivers[1].close()
 
 
 def test_an_engine_that_expects_other_bytes_is_refused_before_any_is_sent(stand: Stand) -> None:
@@ -149,6 +160,7 @@ def test_an_engine_that_expects_other_bytes_is_refused_before_any_is_sent(stand:
     wrong = tuple(msgspec.structs.replace(run, nbytes=run.nbytes - 16) for run in offer.runs)
     with refused("direct.sizes", about=offer.engine):
         stand.senders[0].connect(0, msgspec.structs.replace(offer, runs=wrong))
+    stand.connect(0)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +176,13 @@ def test_an_offer_of_memory_that_is_not_there_is_refused(run: Run | None, code: 
 
 def test_ranks_whose_copies_have_come_apart_are_found_out(stand: Stand) -> None:
     held = stand.senders[0].packer.parameters
-    with torch.no_grad():
-        for tensor in held.values():
-            tensor.add_(1.0)
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    for tensor in held.values():
+        tensor.add_(1.0)
     with refused("direct.copies"):
-        stand.send(0)
+        stand.send(0, stand.next())
+    for name, tensor in held.items():
+        tensor.copy_(before[name])
 
 
 def test_what_is_no_notice_is_passed_over() -> None:
