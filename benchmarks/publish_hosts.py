@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,6 +17,8 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("spawn")
 NETWORK = "10.213.7"
 ANSWER_S = 300
+TURNS = itertools.count()
+"""Names of links are not used twice in a row: the kernel takes a namespace's links away some time after it."""
 
 
 def unavailable() -> str | None:
@@ -61,7 +64,7 @@ class Host:
 @contextmanager
 def hosts(names: Sequence[str], mbit: float) -> Iterator[list[Host]]:
     """Hosts on one bridge, each with a link of `mbit` Mbit/s in each direction."""
-    mark = f"{os.getpid() % 100000}"
+    mark = f"{os.getpid() % 100000}{next(TURNS) % 10}"
     bridge, found = f"sb{mark}", []
     run("ip", "link", "add", bridge, "type", "bridge")
     try:
@@ -83,7 +86,8 @@ def hosts(names: Sequence[str], mbit: float) -> Iterator[list[Host]]:
         yield found
     finally:
         for host in found:
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
+            for gone in (["ip", "link", "del", host.link], ["ip", "netns", "del", host.name]):
+                subprocess.run(gone, capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
