@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from slimx.config.rule import Told, rule
@@ -16,6 +17,7 @@ from slimx.errors import SlimxError
 from slimx.layout.engine_kernels import unpublishable
 from slimx.layout.ranks import engine_sizes
 from slimx.models.families import ModelSpec
+from slimx.models.files.index import read_object
 from slimx.models.flops import delta_net_layers
 from slimx.preflight.hardware import GPUS, Machine
 from slimx.runtime.ports import is_own
@@ -105,6 +107,19 @@ def publishes_to_plain_layouts(
                 f"rollout.engines.sglang.{field}",
                 f"{group.where}: on cluster.gpu=gb300 SGLang would hold weights in a layout that cannot be published "
                 f"with sglang.{field}={group.sglang.get(field, 'auto')}; set it to {plain}",
+            )
+
+
+@rule("engines.fp8_model", about="rollout.engines.model")
+def starts_in_fp8(rollout: Rollout, publish: Publish, spec: ModelSpec) -> Iterator[str]:
+    """Engines that start from bf16 weights have no place for fp8 ones. A copy that is made later is not looked at."""
+    for group in rollout.policy_engines if publish.quantise else ():
+        file = Path(group.model or spec.path) / "config.json"
+        if file.is_file() and "quantization_config" not in read_object(file):
+            yield (
+                f"publish.quantise={publish.quantise} sends fp8 weights, and {group.where} starts from "
+                f"{file.parent}, which is not in fp8; write a copy with `slimx convert hf-to-fp8` and name it in the "
+                "group's model"
             )
 
 
