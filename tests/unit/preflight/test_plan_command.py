@@ -36,6 +36,9 @@ RUN_671B = (
 )
 
 
+IN_FP8 = ("publish.quantise=ieee", "rollout.engines=[{tensor: 4, expert: 4, count: 2, model: a-copy-in-fp8}]")
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize(
     ("hf", "run", "parameters", "tensors"),
@@ -61,7 +64,7 @@ def test_the_published_models_are_planned_from_config_json_alone(plan, hf, run, 
 
 @pytest.mark.costly
 def test_the_text_tells_layouts_bytes_work_and_proof(plan):
-    code, text = plan(QWEN3_30B, *RUN_30B, "publish.quantise=ieee")
+    code, text = plan(QWEN3_30B, *RUN_30B, *IN_FP8)
     assert code == 0, text
     for told in (
         "Qwen3MoeForCausalLM",
@@ -99,13 +102,18 @@ def test_memory_for_buckets_follows_transport_and_staging(plan):
 @pytest.mark.costly
 def test_fp8_halves_the_bytes_and_counts_the_quantised_tensors(plan):
     plain, quantised = (
-        json.loads(plan(QWEN3_30B, *RUN_30B, *more, "--json")[1])["publication"]
-        for more in ((), ("publish.quantise=ieee",))
+        json.loads(plan(QWEN3_30B, *RUN_30B, *more, "--json")[1])["publication"] for more in ((), IN_FP8)
     )
     # Per layer and rank: qkv, o, w13 and w2; the embeddings stay as they are.
     assert (plain["quantised"], quantised["quantised"]) == (0, 4 * 48 * 4)
     assert quantised["tensors"] == plain["tensors"] + quantised["quantised"]
     assert 0.5 < quantised["nbytes"] / plain["nbytes"] < 0.52
+
+
+def test_engines_that_start_from_bf16_weights_have_no_place_for_fp8_ones(plan):
+    code, text = plan(SHALLOW, *RUN_30B, "publish.quantise=ieee")
+    assert code == 2 and "publish.quantise=ieee" in text and "rollout.engines group actor" in text
+    assert plan(SHALLOW, *RUN_30B, *IN_FP8)[0] == 0
 
 
 def test_what_slimx_cannot_write_in_place_falls_back_and_says_why(plan):
@@ -159,7 +167,7 @@ def test_a_run_without_engines_publishes_nothing(plan):
         (("trainer={world_size: 3, expert: 3, expert_tensor: 1}",), "layout.divides", "trainer.expert", [3, 128]),
         (("rollout.engines=[{tensor: 4, expert: 3}]",), "engines.sizes", "rollout.engines", ["expert=3", 4]),
         (
-            ("trainer={world_size: 4, tensor: 4}", "publish.quantise=ieee"),
+            ("trainer={world_size: 4, tensor: 4}", *IN_FP8),
             "plan.blocks",
             "model.layers.0.mlp.experts.0.gate_proj.weight",
             [192, 2048, 128],
@@ -191,7 +199,7 @@ def test_a_run_without_engines_publishes_nothing(plan):
             [32, 3, "rollout.engines.tensor"],
         ),
         (
-            ("publish.quantise=ieee", "cluster.device=cpu"),
+            (*IN_FP8, "cluster.device=cpu"),
             "publish.quantise_on_cpu",
             "publish.quantise",
             ["numerics.mode=exact"],
