@@ -18,11 +18,11 @@ import bare_engine
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.prompts import PromptSource
 from slimx.engines.server.keys import bearer
 from slimx.errors import SlimxError
 from slimx.models.families import configured_model
 from slimx.orchestration.prepare import check_sources
+from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving
 from slimx.rollout.flow.manager import RolloutManager
@@ -51,7 +51,7 @@ async def compare(service: EngineService, pairs: int) -> dict[str, Any]:
     """`measure`, with engines that run."""
     config, sources = service.config, service.sources
     sides = Sides(service.engines.engines[0].url, service.engines.keys.api_key, config.rollout.request_deadline)
-    manager = RolloutManager(config, PromptSource(sources.prompts, config.run.seed), service.make_maker())
+    manager = RolloutManager(config, make_source(config, sources.by_source), service.make_maker())
     seconds: dict[str, list[float]] = {"slimx": [], "bare": []}
     try:
         for number in range(WARMUP + pairs):

@@ -1,4 +1,5 @@
-"""The command line: slimx train | generate | eval | plan | convert | doctor | health | status | rollouts | report."""
+"""The command line: slimx train | generate | eval | plan | data | convert | doctor | health | status | rollouts |
+report."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typer.core import TyperCommand
 
 from slimx import __version__
 from slimx.commands.convert import app as convert
+from slimx.commands.data import command as data
 from slimx.config import load_config
 from slimx.config.schema import Config
 from slimx.config.suggestions import for_flag
@@ -25,6 +27,7 @@ app = typer.Typer(
     help="Reinforcement-learning training for large mixture-of-experts language models.",
 )
 app.add_typer(convert, name="convert")
+app.command("data")(data)
 
 
 def _print_version(asked: bool) -> None:
@@ -208,6 +211,12 @@ def doctor(
         from slimx.orchestration.prepare import check_run
 
         prepared = check_run(config)
+        first = next(iter(prepared.prompts), None)
+        if first is not None:
+            from slimx.commands.data import rendered_lines
+
+            for line in ["the first prompt, as the model is given it:", *rendered_lines(first, prepared.tokenizer)]:
+                console.print(plain(line))
         told = f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way"
         console.print(plain(told))
     if not healthy:

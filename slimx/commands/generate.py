@@ -16,7 +16,6 @@ from rich.console import Console
 
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
-from slimx.data.prompts import PromptSource
 from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
 from slimx.errors import Preempted, SlimxError
@@ -27,6 +26,7 @@ from slimx.observability.live.table import GENERATE_COLUMNS, LiveTable
 from slimx.observability.tracking.jsonl import JsonlFile
 from slimx.orchestration.lifetime.lifetime import Alarm, EndingStack, run_with_ray
 from slimx.orchestration.prepare import Sources, check_sources
+from slimx.orchestration.prompts import make_source
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.serving import serving, without_trainers
 from slimx.orchestration.state.recording import drop_record, open_tracker
@@ -119,7 +119,7 @@ async def generate(
         def drop(outcome: GroupOutcome) -> None:
             drops.write(drop_record(outcome, step + 1))
 
-        source = PromptSource(sources.prompts, config.run.seed)
+        source = make_source(config, sources.by_source)
         manager = RolloutManager(config, source, service.make_maker(), drop, service.engines.interrupt)
         stack.push_async_callback(manager.stop)
         if state is not None:

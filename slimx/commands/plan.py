@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from slimx.commands.data import rendered_lines
 from slimx.config.schema import Config
+from slimx.data.prompt_files.rows import HUB
 from slimx.errors import SlimxError
 from slimx.models.families import ModelSpec
 from slimx.models.flops import delta_net_layers
+from slimx.orchestration.prompts import first_prompt, run_tokenizer
 from slimx.preflight.plan.report import Planned, plan_report, predictions
 from slimx.preflight.plan.suggest import nearest_layout, suggest_layouts
 from slimx.preflight.plan.suggest_engines import suggest_engines
@@ -38,9 +42,26 @@ def run_plan(config: Config, *, predict: bool = False, suggest: bool = False, as
         return Said([report.model_dump_json(indent=1)], report.violations)
     lines = describe(report) if report.complete else []
     lines += [f"warning     {sentence}" for sentence in report.warnings]
+    lines += _first_prompt(config)
     if report.predicted is not None:
         lines += describe_predictions(report.predicted)
     return Said([*lines, *describe_suggestions(report)], report.violations)
+
+
+def _first_prompt(config: Config) -> list[str]:
+    """The first prompt as the model is given it, where a local file has it; else the reason why it is not shown. A plan
+    needs neither prompts nor a tokenizer."""
+    rollout = config.rollout
+    path = rollout.prompts or rollout.sources[0].path
+    if rollout.replay or path.startswith(HUB) or not Path(path).exists():
+        return []
+    try:
+        return [
+            "prompt      the first one, as the model is given it",
+            *rendered_lines(first_prompt(config), run_tokenizer(config)),
+        ]
+    except SlimxError as error:
+        return [f"prompt      not shown: {error}"]
 
 
 def _kernels(config: Config, spec: ModelSpec, device: str) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
-"""Prompts from a JSONL file, and the endless shuffled stream of them whose cursor a checkpoint keeps.
+"""Prompts from a file, and the endless shuffled stream of them whose cursor a checkpoint keeps.
 
-One line is one prompt: `{"messages": [...]}` or `{"token_ids": [...]}`, and optionally `id`, `answer`, `metadata`.
+One row is one prompt: `{"messages": [...]}` or `{"token_ids": [...]}`, and optionally `id`, `answer`, `metadata`,
+`tools` and `template`; rows of other forms are mapped first (`slimx.data.prompt_files.mapping`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +15,15 @@ import msgspec
 import numpy as np
 
 from slimx.data.codec import encode
+from slimx.data.prompt_files.mapping import RowMapping, fitting_fields, written
+from slimx.data.prompt_files.rows import read_rows, stem_of
 from slimx.data.records import Prompt
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
 
-KEYS = ("id", "messages", "token_ids", "answer", "metadata")
+KEYS = ("id", "messages", "token_ids", "answer", "metadata", "tools", "template")
+LATER = ("tools", "template")
+"""Fields that prompts of earlier releases lack: where they are empty, the identity of prompts is what it was."""
 
 
 class DataSource(Protocol):
@@ -36,64 +42,65 @@ class DataSource(Protocol):
         ...
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of a JSONL file in its order; a prompt without an id is called `{file stem}:{line}`.
+def read_prompts(
+    path: str | Path,
+    mapping: RowMapping | None = None,
+    *,
+    dataset: str | None = None,
+    subset: str | None = None,
+    split: str | None = None,
+) -> list[Prompt]:
+    """The prompts of a file, a directory or a data set of the Hub, in their order; a prompt without an id is called
+    `{file stem}:{line}`.
 
-    Lines count from 1; blank lines are skipped. Raises SlimxError naming file, line and what is wrong with it.
+    Lines and rows count from 1; blank lines are skipped. `mapping`: from rows of another form; `dataset`: what
+    metadata.dataset is where a row names none. Raises SlimxError naming file, line and what is wrong with it.
     """
-    path = Path(path)
-    prompts: list[Prompt] = []
-    seen: dict[str, int] = {}
-    try:
-        with path.open("rb") as lines:  # bytes: text mode would also end lines at characters that JSON strings may hold
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                prompt = _parse(line, f"{path.stem}:{number}", f"{path}, line {number}")
-                if prompt.id in seen:
-                    first = seen[prompt.id]
-                    raise SlimxError(
-                        f"{path}, line {number}: id {prompt.id!r} is that of line {first}; make it unique",
-                        code="prompts.id",
-                        about=prompt.id,
-                    )
-                seen[prompt.id] = number
-                prompts.append(prompt)
-    except OSError as error:
-        raise SlimxError(
-            f"{path}: cannot be read ({error.strerror}); name a JSONL file of prompts",
-            code="prompts.unreadable",
-            about=str(path),
-        ) from error
-    if not prompts:
+    return list(iter_prompts(path, mapping, dataset=dataset, subset=subset, split=split))
+
+
+def iter_prompts(
+    path: str | Path,
+    mapping: RowMapping | None = None,
+    *,
+    dataset: str | None = None,
+    subset: str | None = None,
+    split: str | None = None,
+) -> Iterator[Prompt]:
+    """The prompts of `read_prompts`, one after the other: a wrong row raises when it is reached."""
+    mapping = mapping or RowMapping()
+    seen: dict[str, str] = {}
+    stem = stem_of(path)
+    for where, number, row in read_rows(path, subset, split):
+        prompt = _prompt(mapping(row, where), f"{stem}:{number}", where)
+        if prompt.id in seen:
+            raise SlimxError(
+                f"{where}: id {prompt.id!r} is that of {seen[prompt.id]}; make it unique",
+                code="prompts.id",
+                about=prompt.id,
+            )
+        seen[prompt.id] = where.rpartition(", ")[2]
+        if dataset is not None:
+            prompt.metadata.setdefault("dataset", dataset)
+        yield prompt
+    if not seen:
         raise SlimxError(
             f"{path}: holds no prompt; write one JSON object per line", code="prompts.empty", about=str(path)
         )
-    return prompts
 
 
-def _parse(line: bytes, default_id: str, where: str) -> Prompt:
-    try:
-        fields = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise SlimxError(
-            f"{where}: not a JSON object ({error}); write one object per line", code="prompts.line", about=where
-        ) from error
-    if not isinstance(fields, dict):
-        raise SlimxError(
-            f"{where}: holds a {type(fields).__name__}, not a JSON object; write one object per line",
-            code="prompts.line",
-            about=where,
-        )
-    for key in fields:
+def _prompt(row: dict[str, Any], default_id: str, where: str) -> Prompt:
+    for key in row:
         if key not in KEYS:
+            fitting = fitting_fields(row)
+            hint = f"; this row would fit rollout.fields: {written(fitting)}" if fitting else ""
             raise SlimxError(
-                f"{where}: unknown key {key!r}; known are {', '.join(KEYS)}, the rest goes under metadata",
+                f"{where}: unknown key {key!r}; known are {', '.join(KEYS)}, the rest goes under metadata{hint}",
                 code="prompts.key",
                 about=key,
             )
     try:
-        prompt = msgspec.convert({"id": default_id, **fields}, Prompt)
+        prompt = msgspec.convert({"id": default_id, **row}, Prompt)
     except msgspec.ValidationError as error:
         raise SlimxError(
             f"{where}: a value has the wrong type ({error}); correct it", code="prompts.type", about=where
@@ -130,7 +137,7 @@ class PromptSource:
             "seed": seed,
             "count": len(prompts),
             "ids": _fingerprint([prompt.id for prompt in prompts]),
-            "contents": _fingerprint(prompts),
+            "contents": _fingerprint([_written_down(prompt) for prompt in prompts]),
         }
         self._start_epoch(0)
 
@@ -196,6 +203,11 @@ class PromptSource:
         keys = np.random.PCG64([self._identity["seed"], epoch]).random_raw(len(self._prompts))
         self._order = np.argsort(keys, kind="stable")
         self._epoch, self._position = epoch, 0
+
+
+def _written_down(prompt: Prompt) -> dict[str, Any]:
+    values = {each.name: getattr(prompt, each.name) for each in fields(prompt)}
+    return {name: value for name, value in values.items() if value or name not in LATER}
 
 
 def _fingerprint(value: Any) -> str:

@@ -37,6 +37,16 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Anything a hook wants to find again."""
     schema_version: int = SCHEMA_VERSION
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the chat template shows the model, as JSON schemas."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this prompt, which go before those of `rollout.template`."""
+
+    @property
+    def source(self) -> str | None:
+        """Name of the data set that the prompt is from: `metadata.dataset`."""
+        name = self.metadata.get("dataset")
+        return None if name is None else str(name)
 
 
 @dataclass(kw_only=True, slots=True)

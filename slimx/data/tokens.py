@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimx.data.records import Prompt
+from slimx.data.template import check_arguments, with_template
 from slimx.errors import SlimxError
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     if prompt.token_ids is not None:
         return list(prompt.token_ids)
     try:
-        return encode_chat(tokenizer, prompt.messages or [])
+        check_arguments(tokenizer, prompt.template, "its template")
+        own = with_template(tokenizer, prompt.template)
+        return encode_chat(own, prompt.messages or [], prompt.tools)
     except SlimxError as error:
         raise SlimxError(
             f"prompt {prompt.id!r}: {error}; change its messages or give token_ids",
@@ -69,23 +72,29 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
         ) from error
 
 
+def rendered_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """Text that the model is given of a prompt, special tokens included. Errors are those of `encode_prompt`."""
+    return tokenizer.decode(encode_prompt(tokenizer, prompt), skip_special_tokens=False)
+
+
 class PromptIds:
     """`encode_prompt` for the rollouts of a group, most of which begin with the same prompt: rendering its template
     takes longer than all else that the driver does for a short request."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
-        self._messages: list[dict[str, Any]] | None = None
-        """A copy: hooks may change a prompt's own."""
+        self.tokenizer = tokenizer
+        self._rendered: tuple[Any, ...] | None = None
+        """Messages, tools and template arguments, copied: hooks may change a prompt's own."""
         self._ids: list[int] = []
 
     def of(self, prompt: Prompt) -> list[int]:
         """A list of the caller's own. Errors are those of `encode_prompt`."""
         if prompt.token_ids is not None or not prompt.messages:
-            return encode_prompt(self._tokenizer, prompt)
-        if prompt.messages != self._messages:
-            self._ids = encode_prompt(self._tokenizer, prompt)
-            self._messages = copy.deepcopy(prompt.messages)
+            return encode_prompt(self.tokenizer, prompt)
+        rendered = (prompt.messages, prompt.tools, prompt.template)
+        if rendered != self._rendered:
+            self._ids = encode_prompt(self.tokenizer, prompt)
+            self._rendered = copy.deepcopy(rendered)
         return list(self._ids)
 
 
@@ -171,13 +180,14 @@ def _encoded(
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Each prompt of file `path` with its `encode_prompt`."""
     for several in batched(prompts, BATCH):
-        chats = [prompt.messages for prompt in several if prompt.token_ids is None]
+        plain = [prompt.token_ids is None and not (prompt.tools or prompt.template) for prompt in several]
+        chats = [prompt.messages for prompt, alike in zip(several, plain, strict=True) if alike]
         try:
             ids = iter(tokenizer.apply_chat_template(chats, **_given(None), return_dict=False) if chats else [])
         except Exception:  # whose prompt it is, and what it lacks, is told for one alone
             ids = None
-        for prompt in several:
-            if ids is not None and prompt.token_ids is None:
+        for prompt, alike in zip(several, plain, strict=True):
+            if ids is not None and alike:
                 yield prompt, next(ids)
                 continue
             try:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from slimx.adapters.transformers import import_transformers
 from slimx.cluster.connection import device_of
 from slimx.config.rule import broken, refuse
 from slimx.config.schema import Config
-from slimx.data.prompts import read_prompts
 from slimx.data.records import Prompt
-from slimx.data.tokens import check_prompts, load_tokenizer
 from slimx.engines.fleet.group import spec_values
 from slimx.engines.server.spec import EngineSpec, server_args
 from slimx.layout.ranks import Sizes
 from slimx.models.families import ModelSpec, configured_model
 from slimx.models.flops import delta_net_layers
+from slimx.orchestration.prompts import heldout_prompts, make_source, run_tokenizer, training_prompts
 from slimx.preflight.checks import RULES, model_facts, weight_facts
 from slimx.preflight.checks.layout import critic_keys
 from slimx.preflight.effects.probe import try_hooks
@@ -39,10 +37,15 @@ class Sources:
     spec: ModelSpec
     hooks: Hooks
     tokenizer: Any
-    prompts: list[Prompt]
-    """Empty where rollouts are replayed, as `eval_prompts`."""
+    by_source: dict[str, list[Prompt]]
+    """Prompts of each of `rollout.sources`, or all under ""; empty where rollouts are replayed, as `eval_prompts`."""
     eval_prompts: dict[str, list[Prompt]]
     """By name, as `eval.files`."""
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Prompts of all sources."""
+        return [prompt for several in self.by_source.values() for prompt in several]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +114,16 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         values = spec_values(config, group, group.name, device=device, moe=spec.experts > 0)
         server_args(EngineSpec(port=0, **values))
     import_transformers()
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = run_tokenizer(config)
     refuse(broken(RULES, facts | {"tokenizer": tokenizer}, before=facts))
-    prompts: list[Prompt] = []
+    by_source: dict[str, list[Prompt]] = {}
     eval_prompts: dict[str, list[Prompt]] = {}
     if not config.rollout.replay:
-        prompts = _prompts(config, config.rollout.prompts, tokenizer, spec)
-        eval_prompts = {name: _prompts(config, path, tokenizer, spec) for name, path in config.eval.files.items()}
+        by_source = training_prompts(config, tokenizer, spec)
+        make_source(config, by_source)  # that of the user is refused now
+        eval_prompts = {
+            name: heldout_prompts(config, path, tokenizer, spec) for name, path in config.eval.files.items()
+        }
     if isinstance(hooks.reward, Mixture):
-        hooks.reward.check([*prompts, *chain.from_iterable(eval_prompts.values())])
-    return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, prompts=prompts, eval_prompts=eval_prompts)
-
-
-def _prompts(config: Config, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:
-    prompts = read_prompts(path)
-    check_prompts(tokenizer, prompts, Path(path), config.rollout.max_prompt_tokens, spec.vocab_size)
-    return prompts
+        hooks.reward.check([*chain.from_iterable(by_source.values()), *chain.from_iterable(eval_prompts.values())])
+    return Sources(spec=spec, hooks=hooks, tokenizer=tokenizer, by_source=by_source, eval_prompts=eval_prompts)

@@ -11,12 +11,12 @@ from typing import Any
 
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.data.batch import TrainingRow
-from slimx.data.prompts import PromptSource
 from slimx.data.records import Group
 from slimx.data.routes import check_routes
 from slimx.errors import Preempted
 from slimx.orchestration.batches import make_packer, make_update_rows
 from slimx.orchestration.prepare import Prepared
+from slimx.orchestration.prompts import make_source
 from slimx.orchestration.publications import Publications, publication_metrics
 from slimx.orchestration.ranks.critic import CriticGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
@@ -70,7 +70,7 @@ class Run:
         if self.config.rollout.replay:
             return Replay(Path(self.config.rollout.replay))
         abort = {} if self.engines is None else {"abort": self.engines.interrupt}
-        source = PromptSource(prepared.prompts, self.config.run.seed)
+        source = make_source(self.config, prepared.by_source)
         return RolloutManager(self.config, source, maker, on_drop=self._drop, **abort)
 
     @property
@@ -178,6 +178,9 @@ class Run:
         self.step, self.maker.version = state.step, state.version
         if isinstance(self.rollouts, Replay):
             self.rollouts.seek(state.step)
+        elif self.config.run.fork_prompts == "anew" and path.parent != self.checkpoints.saves.directory:
+            left = self.rollouts.restart(state.rollouts)
+            self.records.table.note(f"prompts begin anew after {path}: {left} groups that waited there are left out")
         else:
             self.rollouts.restore(state.rollouts)
 

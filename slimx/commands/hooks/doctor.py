@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,11 @@ from slimx.commands.hooks.scripted_server import LOGPROB, VERDICT, ScriptedServe
 from slimx.commands.hooks.trial import HookTrial, Tried
 from slimx.config.schema import Config
 from slimx.data.codec import encode_groups
-from slimx.data.prompts import read_prompts
 from slimx.data.records import Group, Prompt, Trajectory
-from slimx.data.tokens import check_prompts, load_tokenizer
 from slimx.errors import SlimxError, raised
 from slimx.models.families import ModelSpec, configured_model
 from slimx.orchestration.batches import longest_trajectory
+from slimx.orchestration.prompts import run_tokenizer, training_prompts
 from slimx.preflight.checks.layout import check_layout
 from slimx.preflight.effects.probe import try_hooks
 from slimx.rewards.mixture import Mixture
@@ -55,11 +53,9 @@ def examine_hooks(config: Config, texts: Sequence[str] = ()) -> Examined:
         found.notes.append(SlimxError(untried, code="hooks.untried", about="hooks"))
         return found
     try:
-        spec, tokenizer = configured_model(config), load_tokenizer(config.model.path)
-        prompts = read_prompts(config.rollout.prompts)
-        check_prompts(
-            tokenizer, prompts, Path(config.rollout.prompts), config.rollout.max_prompt_tokens, spec.vocab_size
-        )
+        spec, tokenizer = configured_model(config), run_tokenizer(config)
+        by_source = training_prompts(config, tokenizer, spec)
+        prompts = [prompt for several in by_source.values() for prompt in several]
         if isinstance(hooks.reward, Mixture):
             hooks.reward.check(prompts)
     except SlimxError as error:

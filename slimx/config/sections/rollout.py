@@ -9,9 +9,13 @@ from pydantic import Field, model_validator
 from slimx.config.rule import Refusal
 from slimx.config.section import LARGEST, Amount, Count, Real, Seconds, Section, Share, Weight
 from slimx.config.sections.engines import Engines, Health, check_groups
+from slimx.config.sections.prompts import Fields, PromptSet, check_sources
 
 MAX_SUPPORT = 4096
 """Candidates that an engine reports for a token sampled under top-k or top-p (SGLang's sampling_mask_max_tokens)."""
+
+RENDERED = {"conversation", "messages", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict"}
+"""Arguments of a chat template's rendering that are not the user's."""
 
 
 class Sampling(Section):
@@ -63,8 +67,21 @@ class Proxy(Section):
 
 
 class Rollout(Section):
-    prompts: str
-    """JSONL file of prompts: {messages | token_ids, answer, metadata}."""
+    prompts: str | None = None
+    """File of prompts (JSONL, parquet, Arrow, CSV), directory of such files, or hf://OWNER/NAME; docs/data.md."""
+    sources: tuple[PromptSet, ...] = ()
+    """Several sources instead of `prompts`, each with its share of every batch."""
+    fields: Fields | None = None
+    """Columns of rows that are not of slimx's own form; null: they are."""
+    map: str | None = None
+    """Dotted path of a hook instead of `fields`: to_prompt(row) -> dict of id, messages or token_ids, answer,
+    metadata, tools, template."""
+    system: str | None = None
+    """System turn that prompts without one begin with."""
+    template: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, such as {enable_thinking: false}; a prompt's own `template` goes before them."""
+    source: str | None = None
+    """Dotted path of the user's own order of prompts: source(prompts, seed) -> DataSource; null: shuffled epochs."""
     prompts_per_step: Amount = 32
     """Prompts (groups) trained per step."""
     over_sampling: float | None = Field(default=None, ge=1, le=1_000_000)
@@ -145,6 +162,42 @@ class Rollout(Section):
         return any(group.role != "regular" for group in self.engines)
 
     @model_validator(mode="after")
+    def _prompt_files(self) -> Rollout:
+        if self.prompts is None and not self.sources:
+            raise Refusal(
+                "rollout.prompts is missing; set it in the file or with rollout.prompts=VALUE, or give rollout.sources",
+                code="config.missing_key",
+                about="rollout.prompts",
+            )
+        if self.prompts is not None and self.sources:
+            raise Refusal(
+                "rollout.prompts and rollout.sources are both given; make the file one of the sources",
+                code="sources.both",
+                about="rollout.prompts",
+            )
+        if self.map is not None and (self.fields is not None or any(each.fields for each in self.sources)):
+            raise Refusal(
+                "rollout.map and fields are both given; a mapping hook returns the prompt itself, so leave one out",
+                code="prompts.map",
+                about="rollout.map",
+            )
+        if self.source is not None and self.sources:
+            raise Refusal(
+                "rollout.source is given, which orders prompts itself, and rollout.sources, which have weights; leave "
+                "one out",
+                code="sources.source",
+                about="rollout.source",
+            )
+        if taken := sorted(self.template.keys() & RENDERED):
+            raise Refusal(
+                f"rollout.template has {taken[0]!r}, which slimx gives the chat template itself; leave it out",
+                code="template.argument",
+                about=f"rollout.template.{taken[0]}",
+            )
+        check_sources(self.sources)
+        return self
+
+    @model_validator(mode="after")
     def _groups(self) -> Rollout:
         check_groups(self.engines)
         if self.disaggregated and self.routed_experts:
@@ -159,7 +212,10 @@ class Rollout(Section):
 
 class Eval(Section):
     prompts: str | dict[str, str] | None = None
-    """JSONL file of held-out prompts, or several by name; null: no evaluation."""
+    """File of held-out prompts (as `rollout.prompts`), or several by name; null: no evaluation."""
+    fields: Fields | None = None
+    """Columns of their rows where these are not of slimx's own form; `rollout.fields` and `rollout.map` are for
+    training prompts alone, `rollout.system` and `rollout.template` for both."""
     every: Count = 0
     """Steps between evaluations; 0: only before and after."""
     samples: Amount = 1

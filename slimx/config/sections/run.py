@@ -24,6 +24,9 @@ class RunSection(Section):
     fork: str | None = None
     """Checkpoint of another run (RUN/checkpoints/iter_NNNNNNN) that this one continues from, optimizer and waiting
     groups included, while run.dir has none of its own."""
+    fork_prompts: Literal["continue", "anew"] = "continue"
+    """Prompts of a run that forks. anew: its own from their beginning, without the groups that were waiting, so that
+    the stages of a curriculum may have different prompts."""
 
 
 class Model(Section):

@@ -42,8 +42,8 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Reward and length by the data set of the prompt; {} where prompts name none."""
     by_source: dict[str, list[Trajectory]] = defaultdict(list)
     for group in groups:
-        if group.prompt.metadata.get("dataset") is not None:
-            by_source[str(group.prompt.metadata["dataset"])] += group.trajectories
+        if group.prompt.source is not None:
+            by_source[group.prompt.source] += group.trajectories
     out: dict[str, float] = {}
     for source, trajectories in sorted(by_source.items()):
         prefix, rewards = f"source/{source}", [t.reward for t in trajectories if t.reward is not None]

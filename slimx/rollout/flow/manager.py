@@ -162,6 +162,12 @@ class RolloutManager:
                 ticket.outcome = GroupOutcome(saved.group)
             self._tickets.append(ticket)
 
+    def restart(self, state: dict[str, Any]) -> int:
+        """Begin with this manager's own prompts after `state`, with seeds of its own; returns how many groups of
+        `state` are left out."""
+        self._next = state["next"]
+        return len(state["tickets"])
+
     # Tickets ----------------------------------------------------------------------------------------------------------
 
     async def _selected(self) -> list[Ticket]:

@@ -14,6 +14,7 @@ import numpy as np
 from slimx.adapters.slime.arguments import RunFacts
 from slimx.config.schema import Config
 from slimx.data.records import Group, Prompt, Trajectory
+from slimx.data.template import with_template
 from slimx.data.tokens import PromptIds
 from slimx.engines.outage import Outage
 from slimx.environments.processes import Environments
@@ -102,7 +103,7 @@ class GroupMaker:
         run. `progress`: what is done of them already; it is kept up to date."""
         progress = GroupProgress() if progress is None else progress
         size = self.config.eval.samples if evaluation else self.config.rollout.group_size
-        ids = PromptIds(self.tokenizer)
+        ids = PromptIds(with_template(self.tokenizer, prompt.template))
         rollouts = [self._rollout(prompt, ids, group_id, number, i, evaluation, progress) for i in range(size)]
         if self.config.algorithm.advantages == "remax" and not evaluation:
             rollouts.append(self._rollout(prompt, ids, group_id, number, size, evaluation, progress, greedy=True))
@@ -167,7 +168,7 @@ class GroupMaker:
             client = Interruptible(client, self._slots, clock, self.gate, progress.journal(index))
         ctx = RolloutContext(
             engine=RolloutEngine(client, sampling, seed, routed, self._affinity(group_id, index)),
-            tokenizer=self.tokenizer,
+            tokenizer=prompt_ids.tokenizer,
             version=self.version,
             evaluation=evaluation,
             seed=seed,

@@ -69,7 +69,7 @@ def sources_of(keep: Any = None) -> Sources:
         spec=None,
         hooks=Hooks(single_turn.generate, one, keep),
         tokenizer=the_tokenizer(),
-        prompts=prompts(),
+        by_source={"": prompts()},
         eval_prompts={"few": prompts()[:3]},
     )
 

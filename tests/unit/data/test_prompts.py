@@ -60,7 +60,8 @@ def test_a_file_is_read_in_order_with_every_field(tmp_path):
         ({"messages": [{"role": 1, "content": "x"}]}, "prompts.message", "messages[0]"),
         ({"token_ids": [1, 2.5]}, "prompts.type", "$.token_ids[1]"),
         ({"token_ids": [True]}, "prompts.type", "$.token_ids[0]"),
-        ({"messages": [TURN], "answer": 2}, "prompts.type", "$.answer"),
+        ({"messages": [TURN], "answer": True}, "prompts.type", "$.answer"),
+        ({"messages": [TURN], "answer": [2]}, "prompts.type", "$.answer"),
         ({"messages": [TURN], "id": 7}, "prompts.type", "$.id"),
         ({"messages": [TURN], "id": None}, "prompts.type", "$.id"),
         ({"messages": [TURN], "metadata": [1]}, "prompts.type", "$.metadata"),
@@ -91,7 +92,8 @@ def test_an_empty_missing_or_binary_file_is_named(tmp_path):
         (tmp_path / "empty.jsonl").write_bytes(content)
         with refused("prompts.empty", about=str(tmp_path / "empty.jsonl")):
             read_prompts(tmp_path / "empty.jsonl")
-    for path in (tmp_path / "absent.jsonl", tmp_path):
+    (tmp_path / "directory").mkdir()
+    for path in (tmp_path / "absent.jsonl", tmp_path / "directory"):
         with refused("prompts.unreadable", about=str(path)):
             read_prompts(path)
     (tmp_path / "binary.jsonl").write_bytes(b'{"messages": [{"role": "\xff"}]}\n')

@@ -127,7 +127,7 @@ class Service(EngineService):
             spec=None,
             hooks=Hooks(single_turn.generate, one, None),
             tokenizer=the_tokenizer(),
-            prompts=prompts(),
+            by_source={"": prompts()},
             eval_prompts={},
         )
         self.config, self.client, self.proxy, self.logs = config, parts.client, None, Path(config.run.dir)
@@ -149,7 +149,7 @@ def run_of(directory: Path, parts: Parts, leaving: asyncio.Event | None = None, 
     config = config.model_copy(update={"run": run, "model": config.model.model_copy(update={"path": str(model)})})
     service = Service(config, parts)
     prepared = SimpleNamespace(
-        spec=None, sizes=SIZES, prompts=service.sources.prompts, eval_prompts={}, encoding="hf", critic=None
+        spec=None, sizes=SIZES, by_source=service.sources.by_source, eval_prompts={}, encoding="hf", critic=None
     )
     records = Records(config, LiveTable(config.schedule.steps, 0, Console(quiet=True)), the_tokenizer())
     saves = Saves(directory / "checkpoints", keep=2)
@@ -203,6 +203,24 @@ async def test_every_step_trains_publishes_records_and_saves_and_a_second_run_go
     await asyncio.wait_for(train(again), LIMIT_S)
     await stopped(again)
     assert parts.done == ["restore iter_0000002", "publish 2", "train 2 at version 2", "publish 3", "save 3"]
+
+
+async def test_a_fork_may_begin_its_prompts_anew_and_its_own_checkpoints_do_not(tmp_path, parts):
+    first = run_of(tmp_path / "first", parts, schedule__steps=1)
+    await asyncio.wait_for(train(first), LIMIT_S)
+    await stopped(first)
+    newest = Saves(tmp_path / "first" / "checkpoints", keep=2).newest()
+    state = read_state(newest)
+    served = state.rollouts["next"]
+    assert served > 0 and state.rollouts["source"]["position"] > 0
+    for anew, directory, position in ((True, "stage", 0), (False, "stage", served), (True, "first", served)):
+        keys = {"run__dir": "d", "run__fork_prompts": "anew" if anew else "continue"}
+        run = run_of(tmp_path / directory, parts, **keys)
+        await run.restore(newest, state)
+        source = run.rollouts.state()["source"]
+        assert source["epoch"] * source["count"] + source["position"] == position, (anew, directory)
+        assert (run.step, run.rollouts.state()["next"]) == (1, served)
+        await stopped(run)
 
 
 async def test_colocated_engines_sleep_while_trainers_train_and_while_they_save(tmp_path, parts):

@@ -63,7 +63,7 @@ def service_in(directory: Path, notes: list[str], config: Config | None = None) 
         spec=SimpleNamespace(experts=0),
         hooks=Hooks(single_turn.generate, one, None),
         tokenizer=the_tokenizer(),
-        prompts=[],
+        by_source={},
         eval_prompts={},
     )
     return EngineService(config or config_of(), sources, directory, note=notes.append)

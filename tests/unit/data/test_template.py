@@ -1,0 +1,65 @@
+"""Arguments of the chat template reach every rendering; a prompt's own go first; unknown ones are refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from slimx.data.records import Prompt
+from slimx.data.template import check_arguments, with_template
+from slimx.data.tokens import check_prompts, encode_prompt, encode_turn, rendered_text
+from tests.refusals import refused
+from tests.unit.rollout.proxy_stand import END, TEMPLATE, tokenizer
+
+THINKING = TEMPLATE.replace(
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ note }}{% endif %}",
+)
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1+1="}])
+
+
+def thinking(**arguments: object) -> Any:
+    """A tokenizer of Qwen's kind, whose template reads enable_thinking and note."""
+    out = copy.copy(tokenizer())
+    out.chat_template = THINKING
+    return with_template(out, arguments)
+
+
+@pytest.mark.parametrize("note", ["x", "a'b\"c", "%} {{ 1 }}", "line\nbreak", None, 3])
+def test_arguments_reach_the_first_turn_and_the_next(note):
+    model = thinking(enable_thinking=False, note=note)
+    assert rendered_text(model, PROMPT).endswith(f"<assistant><think></think>{note}")
+    following = model.decode(encode_turn(model, "again", role="user", after=[END]))
+    assert following.endswith(f"<assistant><think></think>{note}")
+    plain = thinking()
+    assert rendered_text(plain, PROMPT).endswith("<assistant>")
+    assert rendered_text(thinking(enable_thinking=True), PROMPT) == rendered_text(plain, PROMPT)
+
+
+def test_a_prompts_own_arguments_go_before_the_runs():
+    model = thinking(enable_thinking=False)
+    own = Prompt(id="p", messages=PROMPT.messages, template={"enable_thinking": True})
+    assert rendered_text(model, own) == rendered_text(thinking(), PROMPT) != rendered_text(model, PROMPT)
+    assert model.chat_template == thinking(enable_thinking=False).chat_template, "the run's tokenizer is as it was"
+
+
+def test_tools_of_a_prompt_are_rendered_and_counted():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    own = Prompt(id="p", messages=PROMPT.messages, tools=tools)
+    text = rendered_text(thinking(), own)
+    assert text.startswith("[tools ") and '"add"' in text
+    length = len(encode_prompt(thinking(), own))
+    check_prompts(thinking(), [PROMPT, own, PROMPT], "f.jsonl", length, 10**6)
+    with refused("prompts.length", about="p"):
+        check_prompts(thinking(), [PROMPT, own, PROMPT], "f.jsonl", length - 1, 10**6)
+
+
+def test_an_argument_that_the_template_never_reads_is_refused():
+    with refused("template.argument", about="rollout.template.enable_thinkng"):
+        check_arguments(thinking(), {"enable_thinkng": False}, "rollout.template")
+    wrong = Prompt(id="p", messages=PROMPT.messages, template={"enable_thinkng": False})
+    with refused("prompts.template", about="p"):
+        check_prompts(thinking(), [wrong], "f.jsonl", 100, 10**6)
