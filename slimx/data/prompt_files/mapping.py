@@ -19,7 +19,7 @@ ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solu
 
 @dataclass(frozen=True, slots=True)
 class RowMapping:
-    """How the rows of a file become prompts."""
+    """The way from the rows of a file to prompts."""
 
     fields: Fields | None = None
     hook: Callable[[dict[str, Any]], Any] | None = None

@@ -22,7 +22,7 @@ SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
 NAMED = 6
 """Subsets and splits that a refusal names, at most."""
 Row = tuple[str, int, dict[str, Any]]
-"""Where a row stands, for messages; its number, from 1; and its values by column."""
+"""The place of a row, for messages; its number, from 1; and its values by column."""
 
 
 def read_rows(path: str | Path, subset: str | None = None, split: str | None = None) -> Iterator[Row]:
