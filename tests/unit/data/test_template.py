@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from slimx.commands.data import rendered_lines
+from slimx.config.schema import Config
 from slimx.data.records import Prompt
 from slimx.data.template import check_arguments, with_template
 from slimx.data.tokens import check_prompts, encode_prompt, encode_turn, rendered_text
+from slimx.orchestration.prompts import first_prompt, run_tokenizer
 from tests.refusals import refused
 from tests.unit.rollout.proxy_stand import END, TEMPLATE, tokenizer
 
@@ -63,3 +66,20 @@ def test_an_argument_that_the_template_never_reads_is_refused():
     wrong = Prompt(id="p", messages=PROMPT.messages, template={"enable_thinkng": False})
     with refused("prompts.template", about="p"):
         check_prompts(thinking(), [wrong], "f.jsonl", 100, 10**6)
+
+
+def test_the_first_prompt_is_shown_as_the_model_is_given_it(tmp_path):
+    model = thinking()
+    model.save_pretrained(tmp_path / "m")
+    (tmp_path / "p.jsonl").write_text('{"question": "1+1=", "answer": 4}\nnot read\n')
+    rollout = {"prompts": str(tmp_path / "p.jsonl"), "fields": {"prompt": "question", "answer": "answer"}}
+    keys = {"run": {"dir": "d"}, "model": {"path": str(tmp_path / "m")}}
+    config = Config.model_validate(keys | {"rollout": rollout | {"template": {"enable_thinking": False}}})
+    first = first_prompt(config)
+    assert (first.id, first.answer) == ("p:1", "4")
+    assert list(rendered_lines(first, run_tokenizer(config)))[1] == rendered_text(
+        thinking(enable_thinking=False), first
+    )
+    wrong = Config.model_validate(keys | {"rollout": rollout | {"template": {"enable_thinkng": False}}})
+    with refused("template.argument", about="rollout.template.enable_thinkng"):
+        run_tokenizer(wrong)
