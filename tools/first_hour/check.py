@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step."""
+    """The outcome of a step."""
 
     step: Step
     state: Literal["ok", "FAILED", "left out"]

@@ -1,4 +1,4 @@
-"""What one GPU and its libraries can do, each in a process of its own: the last line that it prints is what was found.
+"""Probes of one GPU and its libraries, each in a process of its own: the last line printed is what was found.
 
     python -m tools.first_hour.probes NAME
 

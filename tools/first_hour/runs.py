@@ -28,7 +28,7 @@ MODES = {
     "colocated": (),
     "resumed": ("checkpoint.every=1", "checkpoint.keep=1"),
 }
-"""What is different from configs/moe/qwen3-30b-a3b.yaml."""
+"""By mode, overrides of configs/moe/qwen3-30b-a3b.yaml."""
 STEPS = 3
 
 
