@@ -1,53 +1,15 @@
-"""Whole runs of algorithms whose steps have other parts than GRPO's: pairs from a file, penalties in every token's
-reward with tokens selected, and a user's own advantages and loss."""
+"""Whole runs of algorithms whose steps have other parts than GRPO's: penalties in every token's reward with tokens
+selected, and a user's own advantages and loss. `test_run_checkpoints.py` has pairs from a file."""
 
 from __future__ import annotations
-
-import json
-import math
 
 import pytest
 
 from tests.integration.runs import TrainProcess, steps, write_config
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-def test_preferences_from_a_file_are_learned_without_engines(tiny_model, task_of_sums, tmp_path):
-    """The chosen answer is right, the rejected one is one more. The first margin is 0, its loss ln 2."""
-    pairs = tmp_path / "pairs.jsonl"
-    with pairs.open("w") as file:
-        for line in (task_of_sums / "train.jsonl").read_text().splitlines()[:16]:
-            prompt = json.loads(line)
-            prompt["metadata"] = {"rejected": str(int(prompt["answer"]) + 1)}
-            file.write(json.dumps(prompt) + "\n")
-    config = write_config(
-        tmp_path,
-        tiny_model,
-        pairs,
-        trainer={"world_size": 2, "expert": 1, "pipeline": 2},
-        rollout={
-            "prompts": str(pairs),
-            "prompts_per_step": 16,
-            "engines": [],
-            "generate": "slimx.rollout.preferences.generate",
-            "sampling": {},
-        },
-        reward={"function": None},
-        algorithm={"name": "dpo", "dpo_beta": 0.5},
-        schedule={"steps": 6},
-    )
-    run = TrainProcess(config)
-    assert run.wait() == 0, run.text()
-    rows = steps(tmp_path / "run")
-    assert rows[1]["dpo/loss"] == pytest.approx(math.log(2), abs=1e-5) and rows[1]["dpo/groups_without_pair"] == 0
-    assert [rows[step]["dpo/loss"] for step in range(1, 7)] == sorted(
-        (rows[step]["dpo/loss"] for step in range(1, 7)), reverse=True
-    )
-    assert rows[6]["dpo/loss"] < 0.6 and rows[6]["dpo/accuracy"] == 1.0 and rows[6]["dpo/margin"] > 0
-
-
-@pytest.mark.slow
 def test_penalised_rewards_and_selected_tokens_in_a_run(tiny_model, task_of_sums, tmp_path):
     config = write_config(
         tmp_path,
@@ -71,7 +33,6 @@ def test_penalised_rewards_and_selected_tokens_in_a_run(tiny_model, task_of_sums
         assert 0.1 < row["covariance/selected"] <= 0.2 and row["loss/clip_fraction"] > 0
 
 
-@pytest.mark.slow
 def test_own_advantages_and_an_own_loss_in_a_run(tiny_model, task_of_sums, tmp_path):
     hooks = "tests.integration.hooks"
     config = write_config(

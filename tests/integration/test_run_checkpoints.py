@@ -1,36 +1,49 @@
-"""Checkpoints of whole runs of `slimx train`, from weights of Megatron-LM to another layout."""
+"""Checkpoints of whole runs of `slimx train`: from weights of Megatron-LM over demonstrations to another layout, where
+preferences are learned."""
 
 from __future__ import annotations
 
 import json
-import runpy
+import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 
-from tests.integration.conftest import ROOT, Weights
+from slimx.config.load import load_config
+from slimx.orchestration.session import run_session
+from tests.integration.conftest import Weights
 from tests.integration.megatron_stand import megatron_tensors, write_megatron
 from tests.integration.runs import TrainProcess, steps, write_config
+from tests.refusals import refused
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+PROMPTS = 16
+"""Of both runs, and of each step: demonstrations, which the second run takes as pairs."""
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, tiny_weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tiny_model: Path, tiny_weights: Weights, task_of_sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The configuration of a finished run of three steps on one rank; its directory is beside it."""
     directory = tmp_path_factory.mktemp("run")
-    runpy.run_path(str(ROOT / "tools/quickstart/make_task.py"))["make_task"](directory, seed=1)
+    prompts = directory / "prompts.jsonl"
+    with prompts.open("w") as file:
+        for line in (task_of_sums / "demonstrations.jsonl").read_text().splitlines()[:PROMPTS]:
+            prompt = json.loads(line)
+            prompt["metadata"] = {"rejected": str(int(prompt["answer"]) + 1)}
+            file.write(json.dumps(prompt) + "\n")
     config = json.loads((tiny_model / "config.json").read_text())
     tensors = megatron_tensors(tiny_weights, config, per_layer=True)
     write_megatron(directory / "megatron", tensors, directory / "witness")
     file = write_config(
         directory,
         tiny_model,
-        directory / "demonstrations.jsonl",
+        prompts,
         trainer={"world_size": 1, "expert": 1, "load": str(directory / "megatron")},
         rollout={
-            "prompts": str(directory / "demonstrations.jsonl"),
+            "prompts": str(prompts),
+            "prompts_per_step": PROMPTS,
             "group_size": 1,
             "generate": "slimx.rollout.demonstrations.generate",
             "engines": [],
@@ -63,13 +76,37 @@ def test_what_was_asked_for_is_kept_and_exported(run, tiny_weights):
     assert not (run.parent / "witness").exists()
 
 
-def test_a_layout_that_the_optimizer_cannot_go_to_is_refused_and_reached_without_it(run):
-    wider = ["schedule.steps=4", "trainer.world_size=2", "trainer.expert=2"]
-    refused = TrainProcess(run, *wider)
-    assert refused.wait() == 2
-    assert "TP1 PP1 VPP1 CP1 DP1 EP1 ETP1" in refused.text() and "DP2 EP2" in refused.text()
-    assert "starting" not in refused.text().lower()
-    resumed = TrainProcess(run, *wider, "checkpoint.load_optimizer=false")
-    assert resumed.wait() == 0, resumed.text()
-    assert "checkpoint.load_optimizer" in resumed.text() and "resumed at step 3" in resumed.text()
-    assert sorted(steps(run.parent / "run")) == [1, 2, 3, 4]
+def test_where_the_optimizer_cannot_go_weights_alone_do_and_learn_preferences(run, tmp_path):
+    """The model is what the first run has exported, and its weights are those of that run's checkpoint, so the first
+    margin is 0 and its loss ln 2. Of each pair the chosen answer is the demonstrated one, the other is one more."""
+    prompts = run.parent / "prompts.jsonl"
+    checkpoint = run.parent / "run" / "checkpoints" / "iter_0000003"
+    config = write_config(
+        tmp_path,
+        run.parent / "run" / "hf",
+        prompts,
+        run={"fork": str(checkpoint)},
+        rollout={
+            "prompts": str(prompts),
+            "prompts_per_step": PROMPTS,
+            "engines": [],
+            "generate": "slimx.rollout.preferences.generate",
+            "sampling": {},
+        },
+        reward={"function": None},
+        algorithm={"name": "dpo", "dpo_beta": 0.5},
+        schedule={"steps": 3 + 6},
+        checkpoint={"load_optimizer": False},
+    )
+    with refused("resume.layout", about="trainer.expert") as told:
+        run_session(load_config(config, ["checkpoint.load_optimizer=true"]), Console(quiet=True), None)
+    assert "TP1 PP1 VPP1 CP1 DP1 EP1 ETP1" in str(told.value) and "DP2 EP2" in str(told.value)
+    process = TrainProcess(config)
+    assert process.wait() == 0, process.text()
+    assert "checkpoint.load_optimizer" in process.text() and f"resumed at step 3 from {checkpoint}" in process.text()
+    rows = steps(tmp_path / "run")
+    assert sorted(rows) == [*range(4, 10)]
+    losses = [rows[step]["dpo/loss"] for step in sorted(rows)]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and rows[4]["dpo/groups_without_pair"] == 0
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.6
+    assert rows[9]["dpo/accuracy"] == 1.0 and rows[9]["dpo/margin"] > 0
