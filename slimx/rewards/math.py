@@ -16,10 +16,13 @@ from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 from slimx.rewards.needs import needs_process
 from slimx.rewards.shared.context import Context, answer_of
-from slimx.rewards.shared.notation import DELIMITED, expression, last_boxes, latex
+from slimx.rewards.shared.notation import DELIMITED, depth, expression, last_boxes, latex
 
 SECONDS = 5
 """For parsing a response, and again for comparing it."""
+DEEPEST = 100
+"""Brackets inside one another that a response may have: at thousands the grammar computes for minutes, and its time
+bound is an exception, which Python drops where it strikes in a finaliser."""
 ANSWER_SECONDS = 60
 """For parsing a prompt's answer: the first one of a process waits for the library's grammar, and on a busy machine
 longer than a response may. An answer that is not read in time would refuse its prompt."""
@@ -41,7 +44,7 @@ async def reward(ctx: Context, trajectory: Trajectory) -> float:
         )
     # parse and verify take what they cannot do, or not in time, for wrong.
     stated = _in_time(lambda: _stated(latex(ctx.text)))
-    said = parse(stated, parsing_timeout=SECONDS) if stated else []
+    said = parse(stated, parsing_timeout=SECONDS) if stated and depth(stated) <= DEEPEST else []
     compared = _in_time(lambda: (_complex(gold), _complex(said)))
     return float(verify(*compared, timeout_seconds=SECONDS)) if compared else 0.0
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
 from slimx.config.rule import Refusal
-from slimx.config.section import Section, Weight
+from slimx.config.section import Count, Section, Weight
 
 
 class Fields(Section):
@@ -40,7 +36,7 @@ class PromptSet(Section):
     """File, directory or hf://OWNER/NAME."""
     name: str
     """Name of the source in metrics, and the prompts' metadata.dataset where a row names none."""
-    weight: Weight | dict[Annotated[int, Field(ge=0)], Weight] = 1.0
+    weight: Weight | dict[Count, Weight] = 1.0
     """Share of the prompts in proportion to the other sources', or a mapping from a step to the weight that holds from
     then on; before the first of them it is 0."""
     subset: str | None = None

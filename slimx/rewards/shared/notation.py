@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import accumulate
 
 DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
 """Text that says itself where its mathematics stands."""
@@ -46,6 +47,12 @@ def latex(text: str) -> str:
     for pattern, instead in _RULES:
         text = pattern.sub(instead, text)
     return _REPEATING.sub(_fraction, text)
+
+
+def depth(text: str) -> int:
+    """The greatest number of brackets that are open at once."""
+    steps = (1 if character in "([{" else -1 for character in text if character in "()[]{}")
+    return max(accumulate(steps), default=0)
 
 
 def expression(text: str) -> str | None:
