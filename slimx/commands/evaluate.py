@@ -82,7 +82,11 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
     """A row for each set, and one for all where there are several."""
     metrics = found["metrics"]
     overall = [key.removeprefix("eval/") for key in metrics if key.count("/") == 1 and key != "eval/failed"]
-    yield f"{found['checkpoint']}: {found['samples']} answers per prompt, temperature {found['temperature']:g}"
+    samples = found["samples"]
+    yield (
+        f"{found['checkpoint']}: {samples} answers per prompt (accuracy is avg@{samples}), temperature "
+        f"{found['temperature']:g}"
+    )
     yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in overall)
     rows = {f"eval/{name}/": (name, count) for name, count in found["prompts"].items() if name}
     rows["eval/"] = ("all", sum(found["prompts"].values()))

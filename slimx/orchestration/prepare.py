@@ -122,7 +122,7 @@ def _sources(config: Config, spec: ModelSpec, device: str, facts: dict[str, Any]
         by_source = training_prompts(config, tokenizer, spec)
         make_source(config, by_source)  # that of the user is refused now
         eval_prompts = {
-            name: heldout_prompts(config, path, tokenizer, spec) for name, path in config.eval.files.items()
+            name: heldout_prompts(config, name, path, tokenizer, spec) for name, path in config.eval.files.items()
         }
     if isinstance(hooks.reward, Mixture):
         hooks.reward.check([*chain.from_iterable(by_source.values()), *chain.from_iterable(eval_prompts.values())])

@@ -94,8 +94,9 @@ def source_prompts(rollout: Rollout) -> dict[str, list[Prompt]]:
     return out
 
 
-def heldout_prompts(config: Config, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:
-    """Prompts of one file of `eval.prompts`, checked."""
-    prompts = read_prompts(path, make_mapping(config.eval.fields, None, config.rollout.system))
+def heldout_prompts(config: Config, name: str, path: str, tokenizer: Any, spec: ModelSpec) -> list[Prompt]:
+    """Prompts of one file of `eval.prompts`, checked; `name`: the file's, "" if it has none."""
+    mapping = make_mapping(config.eval.fields, None, config.rollout.system)
+    prompts = read_prompts(path, mapping, dataset=name or None)
     check_prompts(tokenizer, prompts, path, config.rollout.max_prompt_tokens, spec.vocab_size)
     return prompts

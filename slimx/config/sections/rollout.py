@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count, takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -212,7 +213,8 @@ class Rollout(Section):
 
 class Eval(Section):
     prompts: str | dict[str, str] | None = None
-    """File of held-out prompts (as `rollout.prompts`), or several by name; null: no evaluation."""
+    """File of held-out prompts (as `rollout.prompts`), or several by name, which is metadata.dataset of prompts whose
+    row names none, so that `reward.parts` can judge each file by its own reward; null: no evaluation."""
     fields: Fields | None = None
     """Columns of their rows where these are not of slimx's own form; `rollout.fields` and `rollout.map` are for
     training prompts alone, `rollout.system` and `rollout.template` for both."""
@@ -220,12 +222,20 @@ class Eval(Section):
     """Steps between evaluations; 0: only before and after."""
     samples: Amount = 1
     """Answers per prompt: eval/accuracy is their mean reward (avg@k), eval/pass@k is for k up to this."""
+    pass_at: tuple[Amount, ...] = ()
+    """Values of k for which eval/pass@k is given, none above `samples`; empty: 2, 4, 8, ... up to it."""
     temperature: Weight = 0.0
     """Softmax temperature of the answers; 0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass kept where it is not greedy."""
     passing: Real = 1.0
     """Reward from which an answer counts as right: in pass@k, and where lengths are measured by outcome."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Values of k for which pass@k is given, ascending."""
+        doubled = takewhile(lambda k: k <= self.samples, (2**n for n in count(1)))
+        return tuple(sorted(set(self.pass_at or doubled)))
 
     @property
     def files(self) -> dict[str, str]:
@@ -242,6 +252,13 @@ class Eval(Section):
                 "set a temperature, or eval.samples=1",
                 code="eval.samples",
                 about="eval.samples",
+            )
+        if beyond := [k for k in self.pass_at if k > self.samples]:
+            raise Refusal(
+                f"eval.pass_at has {beyond[0]}, but eval.samples is {self.samples}: pass@k takes k answers or "
+                "more; raise eval.samples or leave it out",
+                code="eval.pass_at",
+                about="eval.pass_at",
             )
         if self.temperature == 0 and self.top_p < 1:
             raise Refusal(

@@ -55,7 +55,7 @@ def judge(options: Eval, prompts: Mapping[str, Sequence[Prompt]], outcomes: Sequ
     for name, outcome in zip(names, outcomes, strict=True):
         rewards[name].append([0.0] * options.samples if outcome.failed else answers(outcome.group))
     answered = [trajectory for outcome in outcomes if not outcome.failed for trajectory in outcome.group.trajectories]
-    metrics = score(rewards, options.passing) | {"eval/failed": float(len(failed))}
+    metrics = score(rewards, options.passing, options.ks) | {"eval/failed": float(len(failed))}
     return metrics | part_metrics(answered, "eval_reward") | hook_metrics(answered, "eval_hook")
 
 
@@ -67,26 +67,26 @@ def answers(group: Group) -> list[float]:
     return [float(np.mean(rewards)) for rewards in by_rollout.values()]
 
 
-def score(rewards: Mapping[str, Sequence[Sequence[float]]], passing: float) -> dict[str, float]:
-    """`eval/accuracy`, the mean reward of all answers, and `eval/pass@k` for k = 2, 4, ... up to the number of answers;
-    where sets have names, for each set too.
+def score(rewards: Mapping[str, Sequence[Sequence[float]]], passing: float, ks: Sequence[int]) -> dict[str, float]:
+    """`eval/accuracy`, the mean reward of all answers (avg@k), and `eval/pass@k` for each of `ks`; where sets have
+    names, for each set too. A k above the number of answers that some prompt of a set has is left out.
 
     `rewards`: by set, of each prompt all of its answers. pass@k is the unbiased estimate of the chance that one of k
     answers is right, 1 - C(n - c, k) / C(n, k) with c of n right (2107.03374)."""
     everything = [prompt for prompts in rewards.values() for prompt in prompts]
-    out = _score(everything, passing, "eval/")
+    out = _score(everything, passing, ks, "eval/")
     for name, prompts in rewards.items():
         if name:
-            out |= _score(prompts, passing, f"eval/{name}/")
+            out |= _score(prompts, passing, ks, f"eval/{name}/")
     return out
 
 
-def _score(prompts: Sequence[Sequence[float]], passing: float, prefix: str) -> dict[str, float]:
+def _score(prompts: Sequence[Sequence[float]], passing: float, ks: Sequence[int], prefix: str) -> dict[str, float]:
     out = {f"{prefix}accuracy": float(np.mean([np.mean(rewards) for rewards in prompts]))}
-    k, most = 2, min(len(rewards) for rewards in prompts)
-    while k <= most:
-        out[f"{prefix}pass@{k}"] = float(np.mean([_pass_at(k, rewards, passing) for rewards in prompts]))
-        k *= 2
+    most = min(len(rewards) for rewards in prompts)
+    for k in ks:
+        if k <= most:
+            out[f"{prefix}pass@{k}"] = float(np.mean([_pass_at(k, rewards, passing) for rewards in prompts]))
     return out
 
 

@@ -17,21 +17,21 @@ from tests.unit.rollout.rollout_stand import config_of, prompts
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_hold_a_right_one():
     rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.5], [1.0, 1.0, 1.0, 1.0]]
-    found = score({"": rewards}, passing=1.0)
+    found = score({"": rewards}, 1.0, (2, 4, 8))
     for k in (2, 4):
         chosen = [[max(some) >= 1.0 for some in combinations(prompt, k)] for prompt in rewards]
         assert found[f"eval/pass@{k}"] == pytest.approx(np.mean([np.mean(each) for each in chosen]))
     assert found["eval/accuracy"] == pytest.approx(np.mean(rewards))
     assert found.keys() == {"eval/accuracy", "eval/pass@2", "eval/pass@4"}
-    assert score({"": rewards}, passing=0.5)["eval/pass@4"] == 1.0
+    assert score({"": rewards}, 0.5, (4,))["eval/pass@4"] == 1.0
 
 
 def test_one_answer_gives_the_accuracy_alone():
-    assert score({"": [[1.0], [0.0]]}, 1.0) == {"eval/accuracy": 0.5}
+    assert score({"": [[1.0], [0.0]]}, 1.0, Eval().ks) == {"eval/accuracy": 0.5}
 
 
 def test_sets_with_names_have_figures_of_their_own_beside_those_of_all_prompts():
-    found = score({"easy": [[1.0, 1.0]], "hard": [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]}, 1.0)
+    found = score({"easy": [[1.0, 1.0]], "hard": [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]}, 1.0, (2,))
     assert found["eval/accuracy"] == pytest.approx(3 / 8) and found["eval/pass@2"] == pytest.approx(2 / 4)
     assert found["eval/easy/accuracy"] == 1.0 and found["eval/hard/pass@2"] == pytest.approx(1 / 3)
 
@@ -48,12 +48,20 @@ def test_a_rollout_of_several_trajectories_is_one_answer():
     [
         ({"samples": 4}, "eval.samples", "eval.samples"),
         ({"top_p": 0.9}, "eval.top_p", "eval.top_p"),
+        ({"samples": 4, "temperature": 1.0, "pass_at": (4, 8)}, "eval.pass_at", "eval.pass_at"),
         ({"prompts": {"a/b": "f"}}, "eval.name", "a/b"),
     ],
 )
 def test_an_evaluation_that_would_say_nothing_is_refused(options, code, about):
     with invalid(code, about=about):
         config_of(**{f"eval__{key}": value for key, value in options.items()})
+
+
+def test_k_is_doubled_up_to_the_number_of_answers_unless_it_is_given():
+    assert Eval().ks == () and Eval(samples=12, temperature=1.0).ks == (2, 4, 8)
+    given = Eval(samples=12, temperature=1.0, pass_at=(5, 1, 5))
+    assert given.ks == (1, 5)
+    assert score({"": [[1.0, 0.0, 0.0, 0.0, 0.0]]}, 1.0, given.ks)["eval/pass@1"] == pytest.approx(0.2)
 
 
 def test_files_have_names():
