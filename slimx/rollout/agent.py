@@ -130,7 +130,7 @@ async def generate(
     if not (trajectories := session.trajectories({"result": result})):
         told = f"; it was told: {session.last_error}" if session.last_error else ""
         raise GivenUp("agent without answers", f"{name} ended without an answer of the policy{told}")
-    ctx.log("tool_calls", session.tool_calls)
+    ctx.add("tool_calls", session.tool_calls)
     return trajectories
 
 

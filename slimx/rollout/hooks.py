@@ -116,6 +116,12 @@ class _Logging:
             raise logged_twice(name)
         self.metrics[name] = as_number(name, value)
 
+    def add(self, name: str, value: float) -> None:
+        """Add to a number of this call, which begins at 0: for what several parts of a rollout count. Raises as `log`
+        does."""
+        check_hook_name(name)
+        self.metrics[name] = self.metrics.get(name, 0.0) + as_number(name, value)
+
 
 def logged_twice(name: str) -> SlimxError:
     """The refusal of a second value of `name` for one trajectory."""

@@ -102,7 +102,7 @@ async def generate(
             draft.add_inserted(ctx.turn(step.text, role=step.role, after=draft.token_ids))
     finally:
         await asyncio.shield(world.close())
-    ctx.log("tool_calls", tool_calls)
+    ctx.add("tool_calls", tool_calls)
     return draft.finish(metadata={"rewards": rewards, "turns": draft.turn, "ended": ended, "info": info})
 
 

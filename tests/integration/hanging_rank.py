@@ -31,8 +31,8 @@ def main() -> None:
     print(f"rank {rank} is in", flush=True)
     if job["fails"] == rank:
         raise RuntimeError(f"rank {rank} fails on purpose")
-    if job["fails"] is None:
-        never_comes() if rank else waits_in_a_collective()
+    # Who fails not waits too: a rank that left would take the store from one that has not quite joined.
+    never_comes() if rank or job["fails"] is not None else waits_in_a_collective()
 
 
 if __name__ == "__main__":

@@ -151,10 +151,9 @@ class Laboratory:
 
 @pytest.fixture(scope="module")
 def laboratory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    asking = [
-        item.callspec.params for item in request.session.items if "laboratory" in getattr(item, "fixturenames", ())
-    ]
-    asked = {(name_of(each["case"]), each["model"]) for each in asking}
+    asking = [getattr(item, "callspec", None) for item in request.session.items]
+    given = [each.params for each in asking if each is not None and {"case", "model"} <= {*each.params}]
+    asked = {(name_of(each["case"]), each["model"]) for each in given if isinstance(each["case"], dict)}
     return Laboratory(tmp_path_factory.mktemp("invariance"), asked)
 
 

@@ -24,7 +24,8 @@ any text. Algorithms that you write add names of their own.
 
 ## Your own
 
-A hook logs a number by `ctx.log(name, value)`, in generate and in reward, also where the reward runs in a process:
+A hook logs a number by `ctx.log(name, value)`, once per name, or adds to one by `ctx.add(name, value)`, in generate and
+in reward, also where the reward runs in a process:
 
 ```python
 async def generate(ctx, prompt):

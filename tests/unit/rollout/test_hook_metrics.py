@@ -29,7 +29,9 @@ from tests.unit.rollout.rollout_stand import Stand, config_of
 
 
 async def generate(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Logs the number of the rollout, and NaN in the first one of each group."""
+    """Logs the number of the rollout, and NaN in the first one of each group; counts in two parts."""
+    for times in (1, 2):
+        ctx.add("asked", times)
     ctx.log("search/hits", ctx.index)
     ctx.log("odd", math.nan if ctx.index == 0 else 2)
     return await single_turn.generate(ctx, prompt)
@@ -51,6 +53,7 @@ async def test_numbers_of_both_hooks_and_parts_of_the_reward_are_metrics_of_the_
     found = group_metrics(batch, passing=0.0)
     assert [found[f"hook/search/hits/{leaf}"] for leaf in ("mean", "min", "max", "count")] == [0.5, 0, 1, 8]
     assert (found["hook/odd/mean"], found["hook/odd/count"], found["hook/odd/nonfinite"]) == (2.0, 8, 4)
+    assert (found["hook/asked/mean"], found["hook/asked/count"]) == (3, 8)
     assert found["hook/words/count"] == 8 and "hook/words/nonfinite" not in found
     assert (found["reward/part/right/mean"], found["reward/part/right/std"]) == (0.5, 0.5)
     assert (found["reward/part/short/mean"], found["reward/part/short/count"]) == (-0.25, 8)
