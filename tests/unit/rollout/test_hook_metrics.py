@@ -65,7 +65,7 @@ async def test_what_was_logged_is_part_of_a_saved_group():
         batch = await stand.next_batch()
     again = Batch(decode_groups(encode_groups(batch.groups)))
     assert group_metrics(again, 0.0) == group_metrics(batch, 0.0)
-    assert again.groups[0].trajectories[1].metrics.keys() == {"search/hits", "odd", "words"}
+    assert again.groups[0].trajectories[1].metrics.keys() == {"asked", "search/hits", "odd", "words"}
 
 
 async def test_a_resumed_group_has_the_numbers_of_the_rollouts_that_were_done():
