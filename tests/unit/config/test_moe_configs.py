@@ -1,19 +1,23 @@
-"""Every configuration in configs/moe for a large model is one that `slimx plan` accepts, from its config.json alone."""
+"""`slimx plan` accepts every recipe and configuration of a large model, from its config.json alone."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from slimx.config import load_config
+from slimx.models.files.megatron_directory import iteration_name
 from slimx.preflight.plan.report import plan_report
 
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted(file for file in (ROOT / "configs/moe").glob("*.yaml") if not file.stem.startswith("quickstart"))
+FILES += sorted((ROOT / "configs/recipes").glob("*.yaml"))
+STAGES = [ROOT / f"configs/recipes/curriculum/{name}.yaml" for name in ("1-format", "2-action", "3-task")]
 PARAMETERS = {  # billions, as published, without layers of multi-token prediction
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-235B-A22B": 235,
@@ -26,6 +30,8 @@ PARAMETERS = {  # billions, as published, without layers of multi-token predicti
     "GLM-5": 744,
     "gpt-oss-120b-bf16": 116.8,
     "Ling-flash-2.0": 103,
+    "Qwen2.5-0.5B-Instruct": 0.494,
+    "Qwen2.5-32B-Instruct": 32.8,
 }
 
 
@@ -66,3 +72,15 @@ def test_every_kind_of_run_has_a_configuration() -> None:
     assert {config.publish.quantise is None for config in configs} == {True, False}
     assert any(config.rollout.disaggregated for config in configs)
     assert {config.cluster.gpu for config in configs} == {"h100", "gb300"}
+
+
+def test_each_stage_of_the_curriculum_forks_from_the_last_checkpoint_of_the_one_before() -> None:
+    stages = [load_config(file, []) for file in STAGES]
+    assert stages[0].run.fork is None
+    for before, stage in pairwise(stages):
+        assert stage.run.fork == f"{before.run.dir}/checkpoints/{iteration_name(before.schedule.steps)}"
+        assert stage.run.fork_prompts == "anew"
+        assert before.schedule.steps % before.checkpoint.every == 0
+        assert stage.schedule.steps > before.schedule.steps, "steps are counted on, so the same number trains nothing"
+        sizes = ("world_size", "tensor", "expert", "pipeline")
+        assert all(getattr(stage.trainer, size) == getattr(before.trainer, size) for size in sizes)

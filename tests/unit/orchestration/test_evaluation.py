@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from slimx.config.sections.rollout import Eval
 from slimx.data.records import Group
-from slimx.orchestration.step.evaluation import answers, score
+from slimx.observability.tracking.names import find
+from slimx.orchestration.prompts import heldout_prompts
+from slimx.orchestration.step.evaluation import answers, judge, score
+from slimx.rollout.flow.rollouts import GroupOutcome
 from tests.refusals import invalid
 from tests.unit.rewards.reward_stand import trajectory
-from tests.unit.rollout.rollout_stand import config_of, prompts
+from tests.unit.rollout.rollout_stand import config_of, prompts, the_tokenizer
 
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_hold_a_right_one():
@@ -41,6 +46,31 @@ def test_a_rollout_of_several_trajectories_is_one_answer():
     for each, rollout, reward in zip(several, ("a", "a", "b"), (1.0, 0.0, 1.0), strict=True):
         each.rollout_id, each.reward = rollout, reward
     assert answers(Group(id="g", prompt=prompts()[0], trajectories=several)) == [0.5, 1.0]
+
+
+def test_an_evaluation_gives_the_ks_that_are_asked_for_and_a_failed_prompt_is_wrong():
+    group = Group(id="g", prompt=prompts()[0], trajectories=[trajectory() for _ in range(3)])
+    for number, each in enumerate(group.trajectories):
+        each.rollout_id, each.reward = str(number), float(number == 0)
+    outcomes = [GroupOutcome(group), GroupOutcome(None, "generate failed", "detail")]
+    options = Eval(samples=3, temperature=1.0, pass_at=(1, 3))
+    found = judge(options, {"aime": prompts()[:1], "gpqa": prompts()[:1]}, outcomes)
+    assert found["eval/aime/pass@1"] == pytest.approx(1 / 3) and found["eval/aime/pass@3"] == 1.0
+    assert found["eval/gpqa/accuracy"] == found["eval/gpqa/pass@3"] == 0.0 and found["eval/failed"] == 1.0
+    assert found["eval/accuracy"] == pytest.approx(1 / 6) and found["eval/pass@3"] == 0.5
+    assert "eval/pass@2" not in found
+    assert [name for name in found if find(name) is None] == []
+
+
+def test_prompts_of_a_file_with_a_name_have_it_unless_their_row_names_another(tmp_path):
+    rows = [{"token_ids": [1], "answer": "A"}, {"token_ids": [2], "answer": "B", "metadata": {"dataset": "mine"}}]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = SimpleNamespace(vocab_size=100)
+    named = heldout_prompts(config_of(), "gpqa", str(path), the_tokenizer(), spec)
+    assert [each.metadata.get("dataset") for each in named] == ["gpqa", "mine"]
+    alone = heldout_prompts(config_of(), "", str(path), the_tokenizer(), spec)
+    assert [each.metadata.get("dataset") for each in alone] == [None, "mine"]
 
 
 @pytest.mark.parametrize(

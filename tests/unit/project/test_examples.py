@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from examples import single_turn, two_turn
+from examples import single_turn, two_turn, varied
+from slimx.data.records import Group
 from slimx.data.tokens import encode_turn
 from slimx.rollout.hooks import RewardContext
+from tests.unit.rewards import reward_stand
 from tests.unit.rollout.scripted_engine import END, PROMPT, ScriptedEngine, context, spans
 from tools.quickstart.make_model import make_tokenizer
 
@@ -72,3 +74,19 @@ def test_the_next_turn_follows_any_chat_template(template, expected):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     assert tokenizer.decode(encode_turn(tokenizer, "Try again.", role="user", after=[END])) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "kept"),
+    [
+        ([{"math": 1.0}, {"math": 0.0}], True),
+        ([{"math": 1.0}, {"math": 1.0, "overlong": -0.5}], "all_right"),
+        ([{"math": 0.0, "overlong": -0.2}, {"math": 0.0}], "all_wrong"),
+        ([{"a": 1.0}, {"a": 0.5}], True),
+    ],
+)
+def test_a_group_whose_answers_differ_in_length_alone_is_not_kept(parts, kept):
+    trajectories = [reward_stand.trajectory() for _ in parts]
+    for each, values in zip(trajectories, parts, strict=True):
+        each.reward_parts, each.reward = values, sum(values.values())
+    assert varied.keep(Group(id="g", prompt=PROMPT, trajectories=trajectories)) == kept
