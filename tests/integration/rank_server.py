@@ -17,12 +17,12 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 from collections.abc import Iterable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NoReturn
 
+from tests.forked import run_and_end
 from tests.integration import rank_start
 
 END = "end"
@@ -64,27 +64,16 @@ def kill(pids: Iterable[int]) -> None:
 
 def fork(command: list[str], rank: int, log: Path) -> int:
     pid = os.fork()
-    return pid if pid else become(command, rank, log)
+    return pid if pid else run_and_end(partial(become, command, rank, log))
 
 
-def become(command: list[str], rank: int, log: Path) -> NoReturn:
-    """Run the command in this process as `python -m` does, and end."""
-    code = 1
-    try:
-        with log.open("wb") as file:
-            for stream in (1, 2):
-                os.dup2(file.fileno(), stream)
-        sys.argv = [*command, str(rank)]
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
+def become(command: list[str], rank: int, log: Path) -> None:
+    """Run the command in this process as `python -m` does."""
+    with log.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.argv = [*command, str(rank)]
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,11 @@ def test_a_checkpoint_of_moments_on_the_host_continues_with_another_share_there(
 
 
 @each_kind()
+def test_a_run_goes_on_from_a_checkpoint_with_another_learning_rate(laboratory, name, kind):
+    assert all(said[f"host_moments_{kind}_faster"] for said in laboratory[name])
+
+
+@each_kind()
 def test_a_checkpoint_before_the_first_step_neither_fails_nor_changes_the_run(laboratory, name, kind):
     for said in laboratory[name]:
         assert said[f"unstepped_{kind}"] == [True, True]

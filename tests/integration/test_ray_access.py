@@ -20,7 +20,7 @@ from slimx.config.schema import Config
 
 pytestmark = pytest.mark.integration
 RETRIES = "3"
-"""Of Ray's own 20, a second apart, in which a client asks again who refuses it."""
+"""Tries of a client that is refused, a second apart; Ray's own number is 20."""
 
 CLIENT = """
 import sys, ray

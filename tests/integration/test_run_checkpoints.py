@@ -20,7 +20,7 @@ from tests.refusals import refused
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 PROMPTS = 16
-"""Of both runs, and of each step: demonstrations, which the second run takes as pairs."""
+"""Number of demonstrations, all of which each step takes; the second run takes them as pairs."""
 
 
 @pytest.fixture(scope="module")

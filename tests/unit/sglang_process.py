@@ -14,15 +14,15 @@ import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import NoReturn
 
 from slimx.engines.server.launch import prepare, prepare_imports
 from slimx.runtime.process import end_with_parent
+from tests.forked import run_and_end
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 800.0
@@ -102,35 +102,24 @@ def main() -> None:
             job, parent = connection.recv(), os.getpid()
             if (child := os.fork()) == 0:
                 connection.close()
-                become(job, parent)
+                run_and_end(partial(become, job, parent))
             connection.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-def become(job: Job, parent: int) -> NoReturn:
-    """Run the job in this process as Python would, and end."""
-    code = 1
-    try:
-        end_with_parent(parent, signal.SIGKILL)
-        written = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        for number, flags in enumerate((os.O_RDONLY, written, written)):
-            os.dup2(os.open(job.streams[number], flags), number)
-        os.environ.update(job.environment)
-        os.chdir(job.cwd)
-        kind, what, *given = job.arguments
-        sys.argv = [what, *given]
-        if kind == "-m":
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
-        else:
-            exec(compile(what, kind, "exec"), {"__name__": "__main__"})
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
+def become(job: Job, parent: int) -> None:
+    """Run the job in this process as Python would."""
+    end_with_parent(parent, signal.SIGKILL)
+    written = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    for number, flags in enumerate((os.O_RDONLY, written, written)):
+        os.dup2(os.open(job.streams[number], flags), number)
+    os.environ.update(job.environment)
+    os.chdir(job.cwd)
+    kind, what, *given = job.arguments
+    sys.argv = [what, *given]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(what, kind, "exec"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class TrackedRun:
             path.write_text(uuid.uuid4().hex)
         return path.read_text().strip()
 
+    def named(self, file: str) -> dict[str, Any]:
+        """Arguments by which wandb and SwanLab start the run, or go on with the one whose id is in `file`."""
+        id_ = self.id_in(file)
+        return {"project": self.project, "name": self.name, "config": dict(self.config), "id": id_, "resume": "allow"}
+
     @property
     def yaml(self) -> str:
         """The configuration as text."""
@@ -97,14 +102,7 @@ class WandbSink:
             raise _not_installed("wandb", "wandb") from error
         self._wandb = wandb
         try:
-            self._run = wandb.init(
-                project=run.project,
-                name=run.name,
-                config=dict(run.config),
-                dir=str(run.directory),
-                id=run.id_in("wandb_id"),
-                resume="allow",
-            )
+            self._run = wandb.init(dir=str(run.directory), **run.named("wandb_id"))
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         except Exception as error:
@@ -182,14 +180,7 @@ class SwanlabSink:
             raise _not_installed("swanlab", "swanlab") from error
         self._swanlab = swanlab
         try:
-            self._run = swanlab.init(
-                project=run.project,
-                name=run.name,
-                config=dict(run.config),
-                log_dir=str(run.directory / "swanlab"),
-                id=run.id_in("swanlab_id"),
-                resume="allow",
-            )
+            self._run = swanlab.init(log_dir=str(run.directory / "swanlab"), **run.named("swanlab_id"))
         except Exception as error:
             raise _not_started("swanlab", error, "log in") from error
 

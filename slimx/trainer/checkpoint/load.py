@@ -49,6 +49,8 @@ from slimx.trainer.checkpoint import state as states
 from slimx.trainer.checkpoint.pieces import in_pieces, load_groups
 from slimx.trainer.model.build import unwrap
 
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""Keys of a group of parameters for megatron-core's scheduler; slimx sets rate and decay itself, before every step."""
 _EXTRA = "_extra_state"
 """fp8 scales of Transformer Engine's layers; absent where these layers are absent."""
 
@@ -75,17 +77,30 @@ def restore(
     try:
         loaded = _load(state, path, tensors_only=False)
         _fill(chunks, loaded)
-        if load_optimizer and in_pieces(optimizer):
-            load_groups(optimizer, loaded["optimizer"])  # the tensors were read into their places
-        elif load_optimizer:
-            optimizer.load_state_dict(loaded["optimizer"])
-        else:
+        if not load_optimizer:
             optimizer.reload_model_params()
+        else:
+            _take_rates(loaded["optimizer"], next(iter(optimizer.param_groups), {}))  # a frozen stage may have no group
+            if in_pieces(optimizer):
+                load_groups(optimizer, loaded["optimizer"])  # the tensors were read into their places
+            else:
+                optimizer.load_state_dict(loaded["optimizer"])
     # torch's reader raises many kinds, all of which mean that this checkpoint is unusable; one is a BaseException.
     except (Exception, CheckpointException) as error:
         raise _unusable(path, error) from error
     if same_layout:
         states.set_random_state(loaded[states.RANDOM])
+
+
+def _take_rates(saved: Any, own: dict[str, Any]) -> None:
+    """Give the groups of `saved`, the state of an optimizer, the bounds of rates of `own`, a group of the present one,
+    by which megatron-core tells groups apart: a run may go on with another learning rate."""
+    for key, value in saved.items():
+        if key == "param_groups":
+            for group in value:
+                group.update({name: own[name] for name in _RATES if name in own})
+        elif isinstance(value, dict):
+            _take_rates(value, own)
 
 
 def load_weights(fit: Fit, chunks: Sequence[Any]) -> None:

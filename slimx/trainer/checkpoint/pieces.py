@@ -27,8 +27,6 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes by dimension."""
 _PREFIX = "optimizer.state"
-_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What megatron-core's scheduler reads of a group; slimx sets rate and decay itself, before every step."""
 
 
 def in_pieces(optimizer: Any) -> bool:
@@ -176,7 +174,5 @@ def _piece(whole: ShardedTensor, kind: str, data: torch.Tensor, local: Sequence[
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Values that tell a group of parameters from the others, as megatron-core compares them, but for bounds of rates:
-    a run may go on with another learning rate."""
-    keys = (key for key in param_group_identifier_keys if key not in _RATES)
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
+    """Values that tell a group of parameters from the others, as megatron-core compares them."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)

@@ -1,4 +1,4 @@
-"""What a configuration names is checked before anything starts: checkpoints, hooks, prompts, directories of runs.
+"""Checkpoints, hooks, prompts and directories that a configuration names are checked before anything starts.
 
 The refusals are met as a user meets them: through the command line, with its exit code and what it prints.
 """

@@ -82,6 +82,5 @@ def test_each_stage_of_the_curriculum_forks_from_the_last_checkpoint_of_the_one_
         assert stage.run.fork_prompts == "anew"
         assert before.schedule.steps % before.checkpoint.every == 0
         assert stage.schedule.steps > before.schedule.steps, "steps are counted on, so the same number trains nothing"
-        assert stage.trainer.optimizer == before.trainer.optimizer, "another rate's checkpoint is not loaded"
         sizes = ("world_size", "tensor", "expert", "pipeline")
         assert all(getattr(stage.trainer, size) == getattr(before.trainer, size) for size in sizes)

@@ -52,7 +52,7 @@ def numbered() -> Tensors:
 
 
 def sources(whole: Tensors) -> Tensors:
-    """What the table calls them, by plain indexing."""
+    """The tensors by the names that the table gives them, found by plain indexing."""
     out = {}
     for name in TABLE.sources():
         stack, bracket, rest = name.partition("[")

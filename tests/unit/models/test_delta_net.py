@@ -122,7 +122,7 @@ def test_layers_of_multi_token_prediction_are_carried_over(tmp_path: Path):
 
 
 SPLITS = ((EngineSizes(), 0), (EngineSizes(tensor=2), 1), (EngineSizes(tensor=2, expert=2), 1))
-"""Of an engine, and the rank that is built."""
+"""Sizes of an engine, and the rank that is built."""
 
 
 @pytest.mark.costly

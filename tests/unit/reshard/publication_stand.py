@@ -26,8 +26,8 @@ TENSORS = {"a": "float32:2,4", "b": "float32:8", "c": "float32:3", "d": "float32
 
 
 class Calls(list[str]):
-    """What happened, in order. A call in `fail` raises its error, one in `hang` never returns, one in `slow` takes a
-    moment."""
+    """Names of the calls, in order. A call in `fail` raises its error, one in `hang` never returns, one in `slow` takes
+    a moment."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class Layouts:
         return compile_plan(source, target, precision=BF16, bucket_bytes=self.bucket_bytes, ranks=self.engine)
 
     def trainers(self) -> list[dict[str, torch.Tensor]]:
-        """What each trainer rank holds: every element a number of its own, none of them 0."""
+        """Tensors that each trainer rank holds: every element a number of its own, none of them 0."""
         held: list[dict[str, torch.Tensor]] = [{} for _ in range(self.ranks)]
         for number, matrix in enumerate(self.numbers()):
             high, _, bands, _ = self.tensors[number]
@@ -70,7 +70,7 @@ class Layouts:
         return out
 
     def expected(self) -> list[dict[str, torch.Tensor]]:
-        """What each rank of each engine is to hold."""
+        """Tensors that each rank of each engine is to hold."""
         out: list[dict[str, torch.Tensor]] = []
         for rank in range(self.engine):
             own = {}

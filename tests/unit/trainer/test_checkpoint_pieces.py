@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from math import prod
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slimx.trainer.checkpoint.pieces import boxes, load_groups
+from slimx.trainer.checkpoint.pieces import boxes
 
 
 def held(shape: tuple[int, ...], start: int, end: int) -> torch.Tensor:
@@ -38,19 +37,3 @@ def test_there_are_no_more_boxes_than_a_range_needs():
         assert len(list(boxes(shape, start, end))) <= 2 * len(shape) - 1
     assert list(boxes((4, 6), 0, 24)) == [((0, 0), (4, 6))], "whole rows are one box"
     assert list(boxes((4, 6), 8, 20)) == [((1, 2), (1, 4)), ((2, 0), (1, 6)), ((3, 0), (1, 2))]
-
-
-def test_a_run_goes_on_with_another_learning_rate_and_no_group_is_taken_for_another():
-    def optimizer(rate: float) -> SimpleNamespace:
-        groups = [
-            {"params": [], "wd_mult": decayed, "max_lr": rate, "min_lr": 0.0, "step": 0} for decayed in (0.0, 1.0)
-        ]
-        return SimpleNamespace(chained_optimizers=[SimpleNamespace(param_groups=groups)])
-
-    saved = optimizer(2e-3).chained_optimizers[0].param_groups
-    for step, group in enumerate(saved, start=7):
-        group["step"] = step
-    later = optimizer(2e-4)
-    load_groups(later, {"optimizer": {"param_groups": saved[::-1]}})
-    (part,) = later.chained_optimizers
-    assert [(group["wd_mult"], group["step"]) for group in part.param_groups] == [(0.0, 7), (1.0, 8)]
