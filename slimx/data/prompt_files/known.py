@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from slimx.data.boxes import boxes
 from slimx.data.prompt_files.mapping import value_at
 from slimx.digest import fingerprint
 from slimx.errors import SlimxError
@@ -112,15 +113,8 @@ KNOWN = {
 
 def last_box(text: str) -> str | None:
     """The content of the last \\boxed{...} of a text, braces balanced; None where there is none."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len("\\boxed")
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[begin + 1 : place]
-    return None
+    closed = boxes(text)
+    return text[slice(*closed[-1])].partition("{")[2][:-1] if closed else None
 
 
 def _task(question: Any, answer: Any, metadata: dict[str, Any] | None = None, own: str | None = None) -> dict[str, Any]:

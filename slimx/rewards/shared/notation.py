@@ -11,6 +11,8 @@ import re
 from fractions import Fraction
 from itertools import accumulate
 
+from slimx.data.boxes import boxes
+
 DELIMITED = re.compile(r"\$[^$]+\$|\\\(|\\\[|\\boxed")
 """Text that says itself where its mathematics stands."""
 
@@ -73,18 +75,10 @@ def expression(text: str) -> str | None:
 
 def last_boxes(text: str) -> str | None:
     """The last box of a response, with those that "and", "or" or a comma joins to it; None if no box is closed."""
-    boxes: list[tuple[int, int]] = []
-    for found in re.finditer(r"\\boxed\s*\{", text):
-        depth = 1
-        for stop in range(found.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[stop], 0)
-            if depth == 0:
-                boxes.append((found.start(), stop + 1))
-                break
-    joined: list[str] = []
-    for number in reversed(range(len(boxes))):
-        start, stop = boxes[number]
-        if joined and not _JOINT.fullmatch(text[stop : boxes[number + 1][0]]):
+    closed, joined = boxes(text), []
+    for number in reversed(range(len(closed))):
+        start, stop = closed[number]
+        if joined and not _JOINT.fullmatch(text[stop : closed[number + 1][0]]):
             break
         joined.insert(0, text[start:stop])
     return f"${', '.join(joined)}$" if joined else None
