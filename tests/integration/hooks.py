@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -35,11 +36,18 @@ async def judged(ctx: RewardContext, trajectory: Trajectory) -> dict[str, float]
     return {"digits": await digits(ctx, trajectory), "judge": sum(likely) / len(likely) / 100}
 
 
-async def brief_in_evaluations(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
-    """Single turn, of 8 tokens at most in an evaluation, else of as many as are allowed."""
-    draft, own = ctx.draft(prompt), {"max_new_tokens": 8} if ctx.evaluation else {"ignore_eos": True}
-    draft.add_sampled(await ctx.engine.generate(draft.token_ids, own))
-    return draft.finish()
+async def across_a_publication(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
+    """Single turn, brief in an evaluation and before the first publication. Later the engine is asked again until
+    one answer has tokens of two versions, or of the last that a run of four steps samples with."""
+    brief = ctx.evaluation or not ctx.version
+    for turn in count():
+        draft = ctx.draft(prompt)
+        own = {"max_new_tokens": 8} if brief else {"ignore_eos": True}
+        answer = await ctx.engine.generate(draft.token_ids, own, turn=turn)
+        if brief or len(answer.versions) > 1 or answer.versions[0][2] >= 3:
+            draft.add_sampled(answer)
+            return draft.finish()
+    raise AssertionError("unreachable")
 
 
 async def recording(ctx: RolloutContext, prompt: Prompt) -> Trajectory:

@@ -39,9 +39,7 @@ def versions_of(trajectory: Trajectory) -> list[int]:
 def test_generation_goes_on_through_publications_and_evaluations_and_no_trajectory_is_older_than_the_bound(
     tiny_model: Path, task_of_sums: Path, tmp_path: Path
 ):
-    # No answer ends early: a batch takes longer to generate than to train and publish, so publications meet requests.
-    sampling = {"max_new_tokens": 2 * TOKENS}
-    rollout = {"sampling": sampling, "engines": [{"name": "actor", "max_total_tokens": 16384}]}
+    rollout = {"sampling": {"max_new_tokens": 2 * TOKENS}, "engines": [{"name": "actor", "max_total_tokens": 16384}]}
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((task_of_sums / "heldout.jsonl").read_text().splitlines(keepends=True)[:2]))
     config = write_config(
@@ -49,7 +47,7 @@ def test_generation_goes_on_through_publications_and_evaluations_and_no_trajecto
         tiny_model,
         task_of_sums / "train.jsonl",
         schedule={"steps": 4, "max_staleness": 2},
-        rollout=rollout | {"generate": "tests.integration.hooks.brief_in_evaluations"},
+        rollout=rollout | {"generate": "tests.integration.hooks.across_a_publication"},
         eval={"prompts": {"sums": str(held_out)}, "every": 2, "samples": 2, "temperature": 1.0, "passing": 4},
         reward={"function": "tests.integration.hooks.version_in_evaluations"},
     )
