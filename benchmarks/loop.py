@@ -207,6 +207,7 @@ def make_config(directory: Path, pairs: int) -> Config:
 async def measure(config: Config) -> Figures:
     """Start everything as slimx.orchestration.session does, run the loop, end everything."""
     prepared = check_run(config)
+    config = prepared.transport.applied(config)
     directory = Path(config.run.dir)
     logs = directory / "logs"
     logs.mkdir(parents=True)

@@ -99,6 +99,7 @@ class Turns:
 async def measure(config: Config, bounds: Sequence[int], rounds: int, steps: int, note: Any) -> dict[str, Any]:
     """Seconds by bound and round of each counted step."""
     prepared = check_run(config)
+    config = prepared.transport.applied(config)
     logs = Path(config.run.dir) / "logs"
     logs.mkdir(parents=True)
     found: dict[str, Any] = {"steps": steps, "seconds": {k: [] for k in bounds}, "waited": {k: [] for k in bounds}}

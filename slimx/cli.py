@@ -217,6 +217,7 @@ def doctor(
 
             for line in ["the first prompt, as the model is given it:", *rendered_lines(first, prepared.tokenizer)]:
                 console.print(plain(line))
+        console.print(plain(f"publish.transport {prepared.transport}"))
         told = f"{file}: {len(prepared.prompts)} prompts, layout {prepared.sizes}: nothing stands in the way"
         console.print(plain(told))
     if not healthy:

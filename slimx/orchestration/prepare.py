@@ -20,6 +20,7 @@ from slimx.orchestration.prompts import heldout_prompts, make_source, run_tokeni
 from slimx.preflight.checks import RULES, model_facts, weight_facts
 from slimx.preflight.checks.layout import critic_keys
 from slimx.preflight.effects.probe import try_hooks
+from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.manifest import Encoding
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import export_plan, publication_plan
@@ -59,6 +60,8 @@ class Prepared(Sources):
     """The trainers' kernels, with the reason of each."""
     encoding: Encoding
     """Form in which the engines receive the weights."""
+    transport: ChosenTransport
+    """`publish.transport`, and why."""
     critic: Sizes | None
     """Parallel sizes of the critic, if there is one; those of the trainers where it shares their ranks."""
 
@@ -67,6 +70,8 @@ def check_run(config: Config) -> Prepared:
     """Check configuration against checkpoint, prompts and hooks. Raises SlimxError for the first moment at which
     something cannot work, with everything that cannot."""
     device = device_of(config)
+    transport = choose_transport(config, device)
+    config = transport.applied(config)
     spec = configured_model(config)
     facts = model_facts(config, spec) | {"device": device, "local_device": device}
     refuse(broken(RULES, facts))
@@ -96,6 +101,7 @@ def check_run(config: Config) -> Prepared:
         plans=plans,
         backends=backends,
         encoding=published.encoding if published is not None else "hf",
+        transport=transport,
         critic=facts["critic_sizes"],
     )
 

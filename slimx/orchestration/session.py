@@ -168,6 +168,9 @@ async def _session(
         records = _open_records(config, table, done + 1 if done else 0, prepared.tokenizer)
         stack.callback(records.close)
         table.phase("start")
+        if config.publish.transport == "auto" and config.rollout.policy_engines:
+            table.note(f"publish.transport {prepared.transport}")
+        config = prepared.transport.applied(config)
         device = device_of(config)
         trainers = TrainerGroup(config, prepared.sizes, device, logs, prepared.spec.table, prepared.plans)
         stack.push_async_exit(stopping(trainers.stop, table.note))

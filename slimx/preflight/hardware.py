@@ -90,6 +90,11 @@ class Machine:
         return max(self.per_node, self.gpu.domain if self.gpu else 0)
 
 
+def nodes_known(cluster: Cluster, device: str) -> bool:
+    """True if the configuration says how many ranks a node holds."""
+    return device == "cuda" and bool(cluster.gpu or cluster.gpus_per_node)
+
+
 def machine_of(cluster: Cluster) -> Machine:
     """The machine of section `cluster`."""
     gpu = GPUS[cluster.gpu] if cluster.gpu else None

@@ -131,6 +131,8 @@ class PublicationFigures(Record):
     """Bytes that the trainer rank with most of them sends."""
     sent_mean: float
     transport: str
+    transport_note: str
+    """Why this transport."""
     publisher_bytes: int
     """Buckets beside trainer rank 0's own memory: its GPU's with cuda_ipc and nccl, else the host's."""
     staged_bytes: int

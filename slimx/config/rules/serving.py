@@ -15,7 +15,7 @@ from slimx.config.sections.schedule import Schedule
 @rule("engines.urls_transport", about="publish.transport")
 def reached(rollout: Rollout, publish: Publish) -> Iterator[str]:
     for group in rollout.policy_engines:
-        if group.urls and publish.transport not in ("memory", "disk"):
+        if group.urls and publish.transport not in ("auto", "memory", "disk"):
             yield (
                 f"publish.transport {publish.transport} needs a process of slimx beside each server, and "
                 f"{group.where} has urls, servers that slimx did not start; set publish.transport=disk, or memory on "
@@ -39,7 +39,7 @@ def on_one_machine(rollout: Rollout, publish: Publish) -> Iterator[str]:
         if group.nodes > 1 and publish.one_machine:
             yield (
                 f"publish.transport {publish.transport} reaches one machine, and a server of {group.where} spans "
-                f"{group.nodes}; set it to gloo, nccl or disk"
+                f"{group.nodes}; set it to auto, gloo, nccl or disk"
             )
 
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 from slimx.config.section import Positive, Seconds, Section
 
+Transport = Literal["auto", "memory", "cuda_ipc", "gloo", "nccl", "nixl", "disk"]
+
 
 class Publish(Section):
     bucket_mib: Positive = 512
@@ -16,8 +18,9 @@ class Publish(Section):
     quantise: Literal["ieee", "triton", "te", "ue8m0"] | None = None
     """Rule by which linear weights become fp8 in blocks of 128 x 128 (docs/numerics.md), in exact mode those that the
     trainer computes with, too; null: none."""
-    transport: Literal["memory", "cuda_ipc", "gloo", "nccl", "nixl", "disk"] = "memory"
-    """memory: engines on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; gloo: over the network;
+    transport: Transport = "auto"
+    """auto: memory or cuda_ipc on one machine, nixl, nccl or gloo between several; `slimx plan` says which, and why.
+    memory: engines on the trainers' machine map it; cuda_ipc: they copy it from GPU to GPU; gloo: over the network;
     nccl: over the network from GPU to GPU; nixl: over the network from every trainer rank's machine straight to every
     engine's, on the CPU so far; disk: through files that both sides see, from which an engine that was lost
     catches up without the trainers."""

@@ -11,14 +11,14 @@ from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.run import Cluster
 from slimx.config.sections.schedule import Schedule
 from slimx.config.sections.trainer import Trainer
-from slimx.preflight.hardware import machine_of
+from slimx.preflight.hardware import machine_of, nodes_known
 from slimx.preflight.record import RankMap
 
 
 @rule("publish.nodes", about="publish.transport")
 def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device: str) -> Iterator[str]:
     """A server that slimx starts is on the node that the map gives it, where the nodes' sizes are known."""
-    if not (cluster.gpu or cluster.gpus_per_node) or device != "cuda" or not publish.one_machine:
+    if not nodes_known(cluster, device) or not publish.one_machine:
         return
     publisher = places.trainer[0].node
     for place in places.engines:
@@ -26,8 +26,23 @@ def reaches_engines(publish: Publish, cluster: Cluster, places: RankMap, device:
             yield (
                 f"publish.transport {publish.transport} reaches one machine, and of the {places.nodes} nodes of "
                 f"{places.per_node} GPUs that the run takes, server {place.server} of {place.group} would be on node "
-                f"{place.node}, trainer rank 0, which packs the weights, on node {publisher}; set it to gloo, nccl or "
-                "disk"
+                f"{place.node}, trainer rank 0, which packs the weights, on node {publisher}; set it to auto, gloo, "
+                "nccl or disk"
+            )
+            return
+
+
+@rule("publish.machines", about="publish.transport")
+def stays_on_one_machine(publish: Publish, cluster: Cluster, rollout: Rollout, device: str) -> Iterator[str]:
+    """A run on several machines may have engines on any of them, unless the sizes of nodes tell."""
+    if nodes_known(cluster, device) or not publish.one_machine or (cluster.nodes or 1) == 1:
+        return
+    for group in rollout.policy_engines:
+        if group.started:
+            sizes = "" if device == "cpu" else ", or give cluster.gpus_per_node, which tells where servers would be"
+            yield (
+                f"publish.transport {publish.transport} reaches one machine, and cluster.nodes is {cluster.nodes}: "
+                f"servers of {group.where} may be on any of these; set it to auto{sizes}"
             )
             return
 
@@ -37,15 +52,15 @@ def leaves_no_node_idle(
     publish: Publish, schedule: Schedule, trainer: Trainer, cluster: Cluster, rollout: Rollout, device: str
 ) -> Iterator[str]:
     """Engines that take turns with trainers are where these are: one machine's transport keeps them on the first."""
-    if not (cluster.gpu or cluster.gpus_per_node) or device != "cuda" or not rollout.policy_engines:
+    if not nodes_known(cluster, device) or not rollout.policy_engines:
         return
     per_node = machine_of(cluster).per_node
     if schedule.colocate and publish.one_machine and trainer.world_size > per_node:
         yield (
             f"publish.transport {publish.transport} reaches engines on the node of trainer rank 0 alone, and with "
             f"schedule.colocate the {trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size "
-            f"{trainer.world_size}, {per_node} a node) would idle while engines generate; set it to gloo or disk, with "
-            "servers on every node"
+            f"{trainer.world_size}, {per_node} a node) would idle while engines generate; set it to auto, gloo or "
+            "disk, with servers on every node"
         )
 
 
@@ -53,7 +68,8 @@ def leaves_no_node_idle(
 def is_proven(publish: Publish, device: str) -> Iterator[str]:
     if publish.transport == "nixl" and device == "cuda":
         yield (
-            "publish.transport nixl was proven on the CPU only, and this run is on GPUs; set it to gloo, nccl or disk"
+            "publish.transport nixl was proven on the CPU only, and this run is on GPUs; set it to auto, gloo, nccl or "
+            "disk"
         )
 
 

@@ -36,6 +36,7 @@ from slimx.preflight.memory_record import TrainerMemory
 from slimx.preflight.plan.link_bytes import link_bytes
 from slimx.preflight.plan.rank_map import rank_map
 from slimx.preflight.record import PlannedGroup, PlanReport, Prediction, PublicationFigures, RankMap
+from slimx.preflight.transport import ChosenTransport, choose_transport
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.plan.publication import PublicationPlan, publication_plan
 from slimx.reshard.plan.wire import wire_bytes
@@ -66,6 +67,8 @@ def plan_report(config: Config) -> Planned:
     machine = machine_of(config.cluster)
     # A plan is for the machine of the run, which this one need not be.
     device = "cuda" if config.cluster.device == "auto" else config.cluster.device
+    transport = choose_transport(config, device)
+    config = transport.applied(config)
     facts = model_facts(config, spec) | {"device": device, "machine": machine}
     problems = broken(RULES, facts)
     sizes, critic = facts["sizes"], facts["critic_sizes"]
@@ -92,7 +95,7 @@ def plan_report(config: Config) -> Planned:
     except SlimxError as error:
         problems.append(error)
     seconds = time.perf_counter() - began
-    figures = _figures(config.publish, published, sizes, report.engines, seconds) if published else None
+    figures = _figures(config.publish, transport, published, sizes, report.engines, seconds) if published else None
     own = None if critic is None else (facts["critic_spec"], critic)
     known = _of_layout(config, spec, sizes, own, device, machine, figures)
     places: RankMap = known["rank_map"]
@@ -192,7 +195,12 @@ def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGrou
 
 
 def _figures(
-    publish: Publish, published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...], seconds: float
+    publish: Publish,
+    transport: ChosenTransport,
+    published: PublicationPlan,
+    sizes: Sizes,
+    groups: tuple[PlannedGroup, ...],
+    seconds: float,
 ) -> PublicationFigures:
     plan = published.plan
     tensors = [tensor for target in plan.buckets for bucket in target for tensor in bucket.tensors]
@@ -214,7 +222,8 @@ def _figures(
         received=int(received.max()),
         sent_max=int(sent.max()),
         sent_mean=float(sent.mean()),
-        transport=publish.transport,
+        transport=transport.name,
+        transport_note=transport.why,
         publisher_bytes=publisher_bytes,
         staged_bytes=staged_bytes,
         plan_bytes=len(plan.to_bytes()),

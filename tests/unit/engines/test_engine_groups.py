@@ -78,7 +78,10 @@ def test_ranks_can_read_a_configuration_with_a_server_that_runs_already() -> Non
         ({"rollout.engines": [{"urls": [URL], "role": "prefill"}]}, "engines.urls_prefill"),
         ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nccl"}, "engines.urls_transport"),
         ({"rollout.engines": [{"urls": [URL]}], "schedule.colocate": True}, "engines.urls_colocate"),
-        ({"rollout.engines": [{"tensor": 16, "nodes": 2}]}, "engines.nodes_transport"),
+        (
+            {"rollout.engines": [{"tensor": 16, "nodes": 2}], "publish.transport": "memory"},
+            "engines.nodes_transport",
+        ),
         ({"rollout.engines": [{"tensor": 16, "nodes": 2}], "publish.transport": "nixl"}, "engines.nodes_nixl"),
         ({"rollout.engines": [{"urls": [URL]}], "publish.transport": "nixl"}, "engines.urls_transport"),
         (SPLIT | {"rollout.engines": PAIR[:1]}, "engines.role_missing"),
@@ -134,7 +137,9 @@ def test_direct_transfers_are_refused_without_their_library(monkeypatch: pytest.
         ({"trainer.world_size": 32}, ["publish.idle_nodes"]),
         ({"trainer.world_size": 8}, []),
         ({"trainer.world_size": 32, "publish.transport": "gloo"}, []),
-        ({"trainer.world_size": 32, "cluster.gpu": None}, []),
+        ({"trainer.world_size": 32, "cluster.gpu": None}, ["publish.machines"]),
+        ({"trainer.world_size": 8, "cluster.gpu": None, "cluster.nodes": 1}, []),
+        ({"trainer.world_size": 8, "cluster.gpu": None, "publish.transport": "auto"}, []),
         ({"trainer.world_size": 8, "cluster.gpus_per_node": 4}, ["publish.idle_nodes"]),
     ],
 )
@@ -147,10 +152,11 @@ def test_nodes_that_one_machines_transport_would_leave_idle_are_refused(changes:
 def test_servers_elsewhere_are_refused_where_a_publication_reaches_one_machine() -> None:
     """192.0.2.1 is nobody's (RFC 5737). With a Ray cluster only the publisher's machine knows whether it is its own."""
     assert is_own("127.0.0.1") and is_own("localhost") and not is_own("192.0.2.1") and not is_own("no.such.invalid")
-    assert asked(config_of(**{"rollout.engines": [{"urls": ["http://127.0.0.1:8000"]}]}), "cpu") == []
-    far: dict[str, Any] = {"rollout.engines": [{"urls": ["http://127.0.0.1:8000", "http://192.0.2.1:8000"]}]}
+    memory = {"publish.transport": "memory"}
+    assert asked(config_of(**{"rollout.engines": [{"urls": ["http://127.0.0.1:8000"]}]}, **memory), "cpu") == []
+    far: dict[str, Any] = {"rollout.engines": [{"urls": ["http://127.0.0.1:8000", "http://192.0.2.1:8000"]}]} | memory
     assert asked(config_of(**far), "cpu") == ["engines.urls_elsewhere"]
-    assert asked(config_of(**far, **{"publish.transport": "disk"}), "cpu") == []
+    assert asked(config_of(**far | {"publish.transport": "disk"}), "cpu") == []
     assert asked(config_of(**far, **{"cluster.ray_address": "auto"}), "cpu") == []
     assert external_hosts(config_of(**far).rollout) == {"actor-0": "127.0.0.1", "actor-1": "192.0.2.1"}
     refuse("memory", "10.0.0.1", {})

@@ -139,7 +139,12 @@ class Service(EngineService):
 
 
 def run_of(directory: Path, parts: Parts, leaving: asyncio.Event | None = None, **keys: Any) -> Run:
-    keys = {"trainer__balance": "tokens", "track__tensorboard": False, "checkpoint__export_hf": False} | keys
+    keys = {
+        "trainer__balance": "tokens",
+        "track__tensorboard": False,
+        "checkpoint__export_hf": False,
+        "publish__transport": "memory",
+    } | keys
     config = config_of(algorithm__reference=False, **keys)
     run = config.run.model_copy(update={"dir": str(directory)})
     model = directory / "model"

@@ -76,6 +76,7 @@ def test_the_text_tells_layouts_bytes_work_and_proof(plan):
         "rule ieee",
         "kernel launches",
         "(publish.transport gloo)",
+        "transport gloo: ",
         "proven: ",
     ):
         assert told in text
