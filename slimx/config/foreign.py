@@ -1,4 +1,5 @@
-"""Names by which slime, Megatron-LM, verl and TRL call what a key of slimx says: what a refusal of one of them tells.
+"""Names by which slime, Megatron-LM, verl and TRL call what a key of slimx says: what a refusal of one of them tells,
+and the tables of docs/guides/coming-from.md.
 
 A value is a key, perhaps with a note after a space where the other framework's value is not the key's. `*` stands for
 an entry of a list.
@@ -13,8 +14,7 @@ _CORRECTION = "algorithm.correction a section with kind, level, low and high"
 _MEMORY = "rollout.engines.*.sglang {mem_fraction_static: VALUE}"
 _EPOCHS = "schedule.steps prompts * epochs over rollout.prompts_per_step"
 
-FLAGS = {
-    # slime
+SLIME = {
     "hf_checkpoint": "model.path",
     "save": "run.dir",
     "save_interval": "checkpoint.every",
@@ -54,23 +54,27 @@ FLAGS = {
     "rm_type": "reward.function a path such as slimx.rewards.math.reward",
     "colocate": "schedule.colocate",
     "eval_interval": "eval.every",
-    "eval_prompt_data": "eval.prompts",
+    "eval_prompt_data": "eval.prompts a file, or {NAME: FILE}",
+    "eval_temperature": "eval.temperature",
+    "eval_top_p": "eval.top_p",
+    "eval_max_response_len": "rollout.sampling.max_new_tokens training and held-out answers have one limit",
     "n_samples_per_eval_prompt": "eval.samples",
     "max_tokens_per_gpu": "trainer.max_tokens_per_microbatch",
-    "advantage_estimator": "algorithm.name",
+    "advantage_estimator": "algorithm.name reinforce_pp for reinforce_plus_plus",
     "eps_clip": "algorithm.clip_low",
     "eps_clip_high": "algorithm.clip_high",
     "eps_clip_c": "algorithm.dual_clip",
     "kl_coef": "algorithm.kl_reward_coef",
     "kl_loss_coef": "algorithm.kl_coef",
-    "kl_loss_type": "algorithm.kl_estimator",
+    "kl_loss_type": "algorithm.kl_estimator low_variance for low_var_kl",
     "lambd": "algorithm.gae_lambda",
     "use_tis": _CORRECTION,
     "use_rollout_routing_replay": "trainer.moe.routing_replay R3",
     "use_wandb": "track.wandb",
     "wandb_project": "track.project",
     "wandb_group": "run.name",
-    # Megatron-LM
+}
+MEGATRON = {
     "tensor_model_parallel_size": "trainer.tensor",
     "pipeline_model_parallel_size": "trainer.pipeline",
     "context_parallel_size": "trainer.context",
@@ -81,13 +85,16 @@ FLAGS = {
     "recompute_method": "trainer.recompute.method",
     "recompute_num_layers": "trainer.recompute.layers",
     "moe_token_dispatcher_type": "trainer.moe.dispatcher",
+    "attention_backend": "trainer.attention",
+    "optimizer_cpu_offload": "trainer.optimizer.offload_fraction 1.0",
     "lr_decay_style": "trainer.optimizer.decay",
     "lr_warmup_iters": "trainer.optimizer.warmup_steps",
     "adam_beta1": "trainer.optimizer.betas both of them, as a list",
     "adam_beta2": "trainer.optimizer.betas both of them, as a list",
     "adam_eps": "trainer.optimizer.eps",
     "train_iters": "schedule.steps",
-    # TRL
+}
+TRL = {
     "model_name_or_path": "model.path",
     "output_dir": "run.dir",
     "learning_rate": "trainer.optimizer.lr",
@@ -95,6 +102,15 @@ FLAGS = {
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.sampling.max_new_tokens",
     "max_prompt_length": "rollout.max_prompt_tokens",
+    "temperature": "rollout.sampling.temperature",
+    "top_p": "rollout.sampling.top_p",
+    "reward_funcs": "reward.function the dotted path of the function; several are reward.parts",
+    "scale_rewards": "algorithm.normalize_std true for group, false for none",
+    "delta": "algorithm.dual_clip",
+    "lr_scheduler_type": "trainer.optimizer.decay constant, linear or cosine",
+    "gradient_checkpointing": "trainer.recompute.granularity full",
+    "vllm_gpu_memory_utilization": _MEMORY,
+    "vllm_tensor_parallel_size": "rollout.engines.*.tensor",
     "max_steps": "schedule.steps",
     "num_train_epochs": _EPOCHS,
     "save_steps": "checkpoint.every",
@@ -103,14 +119,14 @@ FLAGS = {
     "beta": "algorithm.kl_coef",
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
-    "loss_type": "algorithm.name",
+    "loss_type": "algorithm.name grpo for dapo (a mean over tokens); for grpo also algorithm.aggregation sample",
     "run_name": "run.name",
     "report_to": "track.wandb true or false",
 }
+FLAGS = SLIME | MEGATRON | TRL
 """Flags, with underscores for dashes, which say the same in whatever section they are written. Flags that are called as
 a key is, such as --lr, are not repeated here (slimx.config.suggestions)."""
-PATHS = {
-    # verl
+VERL = {
     "data.train_files": "rollout.prompts",
     "data.val_files": "eval.prompts",
     "data.prompt_key": "rollout.fields.prompt",
@@ -127,13 +143,13 @@ PATHS = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": "schedule.updates_per_step rollout.prompts_per_step over this size",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.max_tokens_per_microbatch",
     "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coef",
-    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator low_variance for low_var_kl",
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
     "actor_rollout_ref.actor.clip_ratio": "algorithm.clip_low and algorithm.clip_high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.dual_clip",
-    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.aggregation its own choices",
+    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.aggregation token, sample or constant",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "trainer.context",
     **{
         f"actor_rollout_ref.actor.megatron.{theirs}": f"trainer.{ours}"
@@ -156,7 +172,7 @@ PATHS = {
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval.temperature",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "eval.top_p",
     "custom_reward_function.path": "reward.function the dotted path of the function",
-    "algorithm.adv_estimator": "algorithm.name",
+    "algorithm.adv_estimator": "algorithm.name ppo for gae, reinforce_pp for reinforce_plus_plus",
     "algorithm.lam": "algorithm.gae_lambda",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_std",
@@ -171,13 +187,15 @@ PATHS = {
     "trainer.project_name": "track.project",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.dir",
-    "trainer.resume_mode": "run.resume",
+    "trainer.resume_mode": "run.resume auto, or never for disable",
     "trainer.critic_warmup": "critic.warmup_steps",
     "trainer.logger": "track.wandb true or false",
-    # short names
+}
+SHORT = {
     "rollout.n": "rollout.group_size",
     "rollout.batch_size": "rollout.prompts_per_step",
     "rollout.max_tokens": "rollout.sampling.max_new_tokens",
     "trainer.steps": "schedule.steps",
 }
+PATHS = VERL | SHORT
 """Dotted keys, verl's and short ones, which mean something only where they stand."""
