@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slimx import cli
+from tools.quickstart.make_model import make_model
 
 ROOT = Path(__file__).parents[3]
 CHAT = (
@@ -45,8 +47,8 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in their order."""
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [Block(language=language, text=text) for language, text in found]
+    found = re.findall(r"^( *)```(\w+)\n(.*?)^\1```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(language=language, text=textwrap.dedent(text)) for _, language, text in found]
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -116,6 +118,11 @@ def lay_out(desk: Path) -> None:
     (desk / "data").mkdir()
     for split in QUESTIONS:
         pyarrow.parquet.write_table(table, desk / "data" / f"{split}.parquet")
+    made = desk / "runs" / "quickstart-data"
+    make_model(made / "model", seed=1)
+    for name in ("train", "heldout"):
+        prompt = {"messages": [{"role": "user", "content": "12+34="}], "answer": "46"}
+        (made / f"{name}.jsonl").write_text(json.dumps(prompt) + "\n")
     (desk / "compute_score.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return {'sums': 1.0}[data_source] * (solution_str.strip() == ground_truth)\n"
