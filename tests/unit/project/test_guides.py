@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from slimx.config import load_config
+from slimx.observability.tracking.names import METRICS
 from tests.unit.project.guide_stand import ROOT, blocks, commands, lay_out, missing, typed
 from tools.docs import make_foreign
 
@@ -52,6 +54,14 @@ def test_what_a_guide_shows_is_what_happens(page, desk):
         else:
             status, said = typed(f"slimx plan {name}")
             assert status == 0, (name, said)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_every_curve_that_a_guide_names_is_a_metric(page):
+    sections = "|".join({metric.name.partition("/")[0] for metric in METRICS})
+    known = [re.sub(r"\\{\w+\\}", "[^`]+", re.escape(metric.name)) for metric in METRICS]
+    named = re.findall(rf"`((?:{sections})/[^`\s.]+)`", page.read_text())
+    assert [name for name in named if not any(re.fullmatch(pattern, name) for pattern in known)] == []
 
 
 def test_the_tables_of_foreign_names_are_those_that_refusals_use():
