@@ -134,7 +134,11 @@ class PublicationFigures(Record):
     transport_note: str
     """Why this transport."""
     publisher_bytes: int
-    """Buckets beside trainer rank 0's own memory: its GPU's with cuda_ipc and nccl, else the host's."""
+    """Buckets beside trainer rank 0's own memory: its GPU's with cuda_ipc and nccl, else the host's. With nixl the ring
+    of the trainer rank that has the largest, of its host's memory."""
+    landing_bytes: int = 0
+    """Host memory beside one engine with nixl: what trainer ranks write into, and buckets made of it until they are
+    loaded."""
     staged_bytes: int
     """GPU memory that the engine rank with most of it needs beside its weights, in a publication."""
     plan_bytes: int

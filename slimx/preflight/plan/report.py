@@ -28,6 +28,7 @@ from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.links.model import Links, Traffic, gb300_nvlink, h100_infiniband, predict, traffic_of
 from slimx.preflight.memory.batch_plan import batch_plan
 from slimx.preflight.memory.colocated import colocated_memory
+from slimx.preflight.memory.direct import direct_memory
 from slimx.preflight.memory.engine import engine_memory
 from slimx.preflight.memory.node import disk_bytes, host_memory
 from slimx.preflight.memory.phases import phase_memory
@@ -209,6 +210,10 @@ def _figures(
     received = wire.received(plan.targets)
     copies = sum(group.count * group.sizes.world for group in groups) // plan.targets
     publisher_bytes, staged_bytes = _memory(publish, plan, int(received.max()))
+    landing = 0
+    if publish.transport == "nixl":  # the same buckets, at each engine instead of beside trainer rank 0
+        direct = direct_memory(plan, ranks=sizes.world, engines=sum(group.count for group in groups))
+        publisher_bytes, landing = direct.ring, direct.landing + publisher_bytes
     return PublicationFigures(
         encoding=published.encoding,
         note=published.note,
@@ -225,6 +230,7 @@ def _figures(
         transport=transport.name,
         transport_note=transport.why,
         publisher_bytes=publisher_bytes,
+        landing_bytes=landing,
         staged_bytes=staged_bytes,
         plan_bytes=len(plan.to_bytes()),
         compile_seconds=seconds,

@@ -181,10 +181,16 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
         f"sends {_size(figures.sent_max)} at most, {_size(figures.sent_mean)} on average"
     )
     yield f"  work      {figures.buckets:,} buckets, {figures.launches:,} kernel launches per trainer rank at most"
-    yield (
-        f"  memory    {_size(figures.publisher_bytes)} for buckets beside trainer rank 0, "
-        f"{_size(figures.staged_bytes)} of an engine rank's GPU at most (publish.transport {figures.transport})"
-    )
+    if figures.transport == "nixl":
+        yield (
+            f"  memory    {_size(figures.publisher_bytes)} of the host for buckets of a trainer rank at most, "
+            f"{_size(figures.landing_bytes)} beside each engine (publish.transport nixl)"
+        )
+    else:
+        yield (
+            f"  memory    {_size(figures.publisher_bytes)} for buckets beside trainer rank 0, "
+            f"{_size(figures.staged_bytes)} of an engine rank's GPU at most (publish.transport {figures.transport})"
+        )
     yield (
         f"  plan      {figures.moves:,} moves, {_size(figures.plan_bytes)}, compiled in "
         f"{figures.compile_seconds:.1f} s; "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from slimx.reshard.direct import SLOTS
 from slimx.reshard.direct.agent import Agent, LinkError
 from slimx.reshard.direct.copies import in_flight
 from slimx.reshard.direct.offer import Notice, Offer, Region, arrivals
@@ -19,8 +20,6 @@ from slimx.reshard.packed import PackedBucket
 from slimx.reshard.plan.copy_plan import Plan
 from slimx.reshard.transports.memory import MemoryFile
 
-SLOTS = 2
-"""Buckets that may be under way to one engine: one comes while the other is proven."""
 LOOK_S = 0.001
 """Seconds between two looks at the notices that have come."""
 

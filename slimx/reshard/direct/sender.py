@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 import torch
 
 from slimx.errors import SlimxError
+from slimx.reshard.direct import SLOTS
 from slimx.reshard.direct.agent import Agent, LinkError, Transfer
 from slimx.reshard.direct.offer import Notice, Offer, Region, Run, sizes_of_runs
 from slimx.reshard.pack.packer import Packer, Share
 from slimx.reshard.pack.pieces import PlannedBuckets
 
-SLOTS = 2
-"""Buckets in the ring: one is packed while the other is under way."""
 LOOK_S = 0.0005
 """Seconds between two looks at the writes under way."""
 

@@ -315,3 +315,23 @@ def test_a_critic_that_cannot_be_split_is_refused_with_its_own_key(plan):
     assert code == 2, text
     assert "critic.layout.expert=3" in text and 128 in numbers(text), "the experts that 3 ranks cannot share"
     assert text.split()[-1] == "critic.layout.expert=2", "the nearest that can be"
+
+
+@pytest.mark.costly
+def test_direct_transfers_take_memory_at_every_rank_and_engine_not_at_trainer_rank_0(plan):
+    def figures(*overrides: str) -> tuple[dict, int]:
+        arguments = ("cluster.device=cpu", "publish.bucket_mib=64", *overrides, "--json")
+        report = json.loads(plan(SHALLOW, *RUN_30B, *arguments)[1])
+        (held,) = [each["nbytes"] for each in report["host"]["held"] if each["what"] == "buckets of a publication"]
+        return report["publication"], held
+
+    memory, of_memory = figures("publish.transport=memory")
+    assert memory["landing_bytes"] == 0 and of_memory == memory["publisher_bytes"]
+    direct, held = figures("publish.transport=nixl")
+    assert held == 8 * direct["publisher_bytes"] > 0, "each of the trainer ranks has a ring"
+    # Two buckets under way to an engine, and the whole model until it is loaded.
+    assert direct["landing_bytes"] > memory["publisher_bytes"] > direct["publisher_bytes"]
+    shared, beside = figures("publish.transport=nixl", "schedule.colocate=true")
+    assert beside == held + 2 * shared["landing_bytes"], "two engines of four ranks are on the machine of eight"
+    in_buckets, _ = figures("publish.transport=nixl", "publish.staging=bucket")
+    assert in_buckets["landing_bytes"] < direct["landing_bytes"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from slimx.preflight.memory.direct import direct_memory
 from slimx.reshard.direct.agent import Agent, LinkError, devices_at
 from slimx.reshard.direct.copies import describe_copies
 from slimx.reshard.direct.offer import Notice, Offer, Region, Run
@@ -121,6 +122,16 @@ def test_every_engine_rank_gets_its_own_bytes_from_ranks_that_share_the_work(sta
                 assert torch.equal(held[number][rank][name], expected), name
     sent = {int(source) for source in np.unique(stand.dealt.moved["source"])}
     assert sent == set(range(WORLD))
+
+
+def test_a_plan_knows_the_memory_that_both_ends_register(stand: Stand) -> None:
+    planned = direct_memory(stand.plan, ranks=WORLD, engines=ENGINES)
+    ring = max(sender.nbytes for sender in stand.senders)
+    landing = sum(slot.nbytes for slot in stand.receivers[0].offer().slots)
+    # The stand deals in smaller parts than a run; what differs beside is padding to 16 bytes.
+    assert planned.ring == pytest.approx(ring, rel=0.15)
+    assert planned.landing == pytest.approx(landing, rel=0.05)
+    assert planned.landing > planned.ring > 0
 
 
 def test_bytes_that_do_not_come_are_counted_and_their_ranks_named(
