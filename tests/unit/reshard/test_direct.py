@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -154,6 +154,41 @@ def test_an_older_publications_bytes_are_not_taken_for_this_ones(stand: Stand, m
     late = stand.send(0, stand.next())
     with refused("direct.missing"), stand.receivers[1].landed(replace(late, path=f"nixl:{stand.next()}/0")):
         pytest.fail("nothing came of this publication")
+
+
+def test_an_older_publications_write_that_ends_late_is_found_by_the_proof(stand: Stand) -> None:
+    """Its bytes come into the slot after this publication's: the checksums are this one's, and nothing of it serves."""
+    late, packed = stand.next(), stand.send(0, stand.next())
+    sender, receiver = stand.senders[0], stand.receivers[0]
+    for each in stand.senders:
+        writes = [write for engine in each.engines.values() for write in engine.writes.values()]
+        ended(each, lambda writes=writes: all(write.transfer is not None and write.transfer.done for write in writes))
+    engine = sender.engines[0]
+    run, place = engine.runs[0][0], engine.offer.slots[0]
+    with sender._lock:
+        stale = sender.agent.register(run.nbytes).fill_(7)
+        here = [Region(stale.data_ptr(), run.nbytes)]
+        there = [Region(place.address + run.offset, run.nbytes, place.device)]
+        write = sender.agent.write(engine.peer, here, there, Notice(late, 0, 0).to_bytes())
+    ended(sender, lambda: write.done)
+    with receiver.landed(packed) as landed:
+        with refused("peer.checksum"):
+            take(landed, run.rank)
+        assert (late, 0) not in receiver._come, "its notice counts for nobody"
+    again = stand.send(0, stand.next())
+    with receiver.landed(again) as landed:
+        assert take(landed, run.rank)
+
+
+def ended(sender: Sender, done: Callable[[], bool]) -> None:
+    """Wait until writes of `sender` are `done`."""
+    ends = time.monotonic() + DEADLINE_S
+    while True:
+        with sender._lock:
+            if done():
+                return
+        assert time.monotonic() < ends
+        time.sleep(0.001)
 
 
 def test_an_engine_that_was_started_again_gets_new_memory_and_the_other_goes_on(stand: Stand) -> None:
