@@ -5,7 +5,7 @@
 
 Under sequence parallelism each product with the part that every rank has sees that rank's tokens only, and the
 `rank` numbers per token in between are what crosses ranks. Gradients of the parts that every rank has are then partial
-sums, which megatron-core adds up (`sequence_parallel`). No configuration builds adapters yet: `trainer.lora` is no key.
+sums, which megatron-core adds up (`sequence_parallel`). No configuration builds adapters yet.
 """
 
 from __future__ import annotations
