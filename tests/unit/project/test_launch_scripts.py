@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from slimx.config.load import load_config
 from tests.refusals import numbers
 
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS = sorted((ROOT / "scripts/launch").iterdir())
+SCRIPTS = sorted((ROOT / "scripts/launch").glob("*.s*"))
 
 
 def bash(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +62,40 @@ def test_the_image_has_the_cuda_of_the_lock_and_apex_from_its_source():
     assert not re.search(r"pip install[^\n]* apex\b", image) and not re.search(r"^apex\b", lock, re.MULTILINE)
     for version in re.findall(r"flash-attn==([\d.]+)", image):
         assert f"flash-attn=={version}" in lock, "the lock says why this version"
+
+
+def test_the_kubernetes_job_fits_its_configuration_and_starts_ray_as_node_sh_does():
+    policy, job = yaml.safe_load_all((ROOT / "scripts/launch/kuberay.yaml").read_text())
+    program, command, file, *overrides = shlex.split(job["spec"]["entrypoint"])
+    assert (program, command) == ("slimx", "train")
+    config = load_config(file, overrides)
+    ray = job["spec"]["rayClusterSpec"]
+    head, (workers,) = ray["headGroupSpec"], ray["workerGroupSpecs"]
+    pods = [head["template"], workers["template"]]
+    containers = [container for pod in pods for container in pod["spec"]["containers"]]
+
+    assert config.cluster.ray_address == "auto"
+    assert {workers[key] + 1 for key in ("replicas", "minReplicas", "maxReplicas")} == {config.cluster.nodes}
+    assert {c["resources"]["limits"]["nvidia.com/gpu"] for c in containers} == {
+        config.trainer.world_size // config.cluster.nodes
+    }
+    (pinned,) = re.findall(r"^ray==(\S+)", (ROOT / "requirements/cu130.txt").read_text(), re.MULTILINE)
+    assert ray["rayVersion"] == pinned and ray["authOptions"] == {"mode": "token"}
+
+    # KubeRay writes parameters of `ray start` into a shell command as they are.
+    (settings,) = shlex.split(head["rayStartParams"]["system-config"])
+    (of_node,) = re.findall(r"--system-config='(\{.*\})'", (ROOT / "scripts/launch/node.sh").read_text())
+    assert json.loads(settings) == json.loads(of_node)
+
+    label = policy["spec"]["podSelector"]["matchLabels"]
+    assert all(pod["metadata"]["labels"] == label for pod in pods)
+    inside, submission = policy["spec"]["ingress"]
+    assert inside == {"from": [{"podSelector": {"matchLabels": label}}]}
+    assert [port["port"] for port in submission["ports"]] == [8265]
+    for path in (config.model.path, config.rollout.prompts, config.run.dir):
+        assert any(str(path).startswith(mount["mountPath"] + "/") for c in containers for mount in c["volumeMounts"]), (
+            path
+        )
 
 
 def test_every_script_stops_at_its_first_error():
