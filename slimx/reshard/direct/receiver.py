@@ -100,12 +100,12 @@ class Receiver:
         runs = [run for run in self._runs if run.bucket == bucket]
         wanted = {run.source for run in runs}
         ends = time.monotonic() + self.deadline_s
-        # What belongs to an older publication, or to a bucket before, came too late for anybody.
-        self._come = {key: come for key, come in self._come.items() if key >= (transfer, bucket)}
         while True:
             for data in self._notices():
                 if (notice := Notice.from_bytes(data)) is not None:
                     self._come.setdefault((notice.transfer, notice.bucket), set()).add(notice.source)
+            # What belongs to an older publication, or to a bucket before, came too late for anybody.
+            self._come = {key: come for key, come in self._come.items() if key >= (transfer, bucket)}
             missing = wanted - self._come.get((transfer, bucket), set())
             if not missing:
                 return
