@@ -1,4 +1,5 @@
-"""A whole run of a DeepSeek-V3: every part split, latent attention and experts published in the engine's own layout."""
+"""A whole run of a DeepSeek-V3: every part split, latent attention and experts published in the engine's own layout by
+each trainer rank straight to the engine's machine, over NIXL on loopback."""
 
 from __future__ import annotations
 
@@ -31,10 +32,13 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(mo
             "engines": [{"name": "actor", "max_total_tokens": 4096, "tensor": 2, "expert": 2}],
         },
         schedule={"steps": 2},
+        # Small buckets: slots of both rings are used again within a publication.
+        publish={"transport": "nixl", "bucket_mib": 0.25},
         checkpoint={"export_hf": True},
     )
     run = TrainProcess(config)
     assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
     rows = steps(tmp_path / "run")
     assert list(rows) == [1, 2]
     for row in rows.values():
@@ -45,6 +49,7 @@ def test_two_trainer_ranks_and_two_engine_ranks_agree_after_every_publication(mo
         )
         assert row["mismatch/max"] <= (1e-4 if mode == "fast" else 0.0)
         assert row["optim/grad_norm"] > 0 and row["publish/engines_verified"] == 1
+        assert row["publish/tensors_verified"] > 0
     before, exported = (_weights(path) for path in (model, tmp_path / "run" / "hf"))
     assert exported.keys() == before.keys()
     moved = [name for name, tensor in exported.items() if not torch.equal(tensor, before[name])]
