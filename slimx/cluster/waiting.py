@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import textwrap
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from slimx.errors import DeadlineError, PartLost, SlimxError
+
+_BEGINS = "==== started"
 
 
 class ActorDied(PartLost):
@@ -71,13 +74,21 @@ def _short(error: BaseException) -> str:
     return textwrap.shorten(str(error), 400, placeholder=" ...")
 
 
+def begin_log(path: Path) -> None:
+    """Mark in the log of a process that is about to start where its words begin: a run that goes on appends."""
+    with path.open("a") as log:
+        log.write(f"{_BEGINS} {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
+
+
 def tail(path: Path, lines: int = 20) -> str:
-    """The last lines of a log, at most 64 KiB."""
+    """The last lines of a log since its process began, at most 64 KiB."""
     if not path.is_file():
         return ""
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, 2) - 65536))
-        return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        written = log.read().decode(errors="replace").splitlines()
+    begins = max((number for number, line in enumerate(written, 1) if line.startswith(_BEGINS)), default=0)
+    return "\n".join(written[begins:][-lines:])
 
 
 def first_line(error: BaseException) -> str:

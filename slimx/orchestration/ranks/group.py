@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from slimx.cluster.calls import KILL_S, ask_ray, kill
-from slimx.cluster.waiting import gather
+from slimx.cluster.waiting import begin_log, gather
 from slimx.config.schema import Config
 from slimx.errors import DeadlineError, PartLost
 from slimx.layout.ranks import Sizes, coordinates
@@ -24,6 +24,8 @@ class RankGroup:
         """`name`: of the group, in messages and logs. `config`: its `trainer` section is the group's own."""
         self.name, self.config, self.sizes = name, config, sizes
         self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(sizes.world)]
+        for log in self.logs:
+            begin_log(log)
         actor, threads = ray.remote(worker), config.trainer.threads
         self._gpus = (
             PackedGpus(name, sizes.world, cpus=threads, deadline_s=config.cluster.start_deadline)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
+import ray
 
 from slimx.cluster import access as ray_access
 from slimx.cluster import connection as cluster
-from slimx.cluster.waiting import gather
+from slimx.cluster.waiting import begin_log, explain, gather
 from slimx.config.schema import Config
 from slimx.errors import LOST, REFUSED, PartLost, SlimxError
 
@@ -57,3 +58,15 @@ def test_a_node_that_was_not_there_in_time_is_started_again(monkeypatch, late, s
 async def test_nothing_to_wait_for_is_no_result():
     """As where every engine of a run is a server that runs already."""
     assert await gather([], what="nothing", holders=[], deadline_s=1, logs=[]) == []
+
+
+def test_what_a_process_said_in_an_earlier_start_does_not_explain_its_death(tmp_path):
+    log = tmp_path / "trainer-0.log"
+    log.write_text("a warning of yesterday\n")
+    begin_log(log)
+    death = ray.exceptions.RayActorError()
+    assert "yesterday" not in str(explain(death, "the start", "trainer rank 0", log))
+    with log.open("a") as words:
+        words.write("a fault of today\n")
+    said = str(explain(death, "the start", "trainer rank 0", log))
+    assert "today" in said and "yesterday" not in said
