@@ -284,6 +284,10 @@ def status(
     saved: Annotated[
         bool, typer.Option("--saved", help="Print the step of the newest checkpoint alone; 0: there is none.")
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Exit with 0: running, 3: finished, 4: stalled, 5: dead, 2: there is no run."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Say how far a run is, whether it still runs, and what its engines do; from its directory alone."""
@@ -299,6 +303,8 @@ def status(
 
     found = run_status(directory)
     print(json.dumps(found, indent=1) if as_json else visible("\n".join(describe_status(found))))
+    if check:
+        raise typer.Exit(found["state"].exit_status)
 
 
 @app.command()

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import json
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from slimx.config.sections.run import Stall
 from slimx.observability.live.activity import activity_lines, read_activity
+from slimx.observability.live.pace import SILENT_S, Pace, pace
 from slimx.observability.live.run_lock import is_held
 from slimx.observability.tracking.run_files import read_config, up_to_date
 
 
+class State(StrEnum):
+    """States of a run, as `slimx status --check` tells them by its exit status."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STALLED = "stalled"
+    """A process trains there, but its phase takes too long (`track.stall`), or it has not been heard of."""
+    DEAD = "dead"
+    """No process trains there, and the run is not finished."""
+
+    @property
+    def exit_status(self) -> int:
+        """0, 3, 4 or 5. A directory without a run ends with 2, like every refusal."""
+        return {State.RUNNING: 0, State.FINISHED: 3, State.STALLED: 4, State.DEAD: 5}[self]
+
+
 def run_status(directory: Path) -> dict[str, Any]:
-    """{name, running, finished, step, steps, seconds_ago, metrics: of the last step, phase: the last one that ended,
-    engines, routers, activity: what it does now, or did last}.
+    """{name, state, running, finished, step, steps, seconds_ago, metrics: of the last step, phase: the last one that
+    ended, engines, routers, activity: what it does now, or did last, usual_seconds: of that phase, silent_seconds:
+    since the driver was last heard of}.
 
     `running` is whether a process trains there, `seconds_ago` when a step was last written. Raises SlimxError for a
     directory that holds no run."""
@@ -23,10 +43,17 @@ def run_status(directory: Path) -> dict[str, Any]:
     last = _last_line(metrics)
     engines = directory / "engines.json"
     roster = json.loads(engines.read_text()) if engines.exists() else {}
+    activity, now = read_activity(directory), time.time()
+    stall = Stall.model_validate(config.get("track", {}).get("stall") or {})
+    at = None if activity is None else pace(directory, activity, now, factor=stall.factor, at_least=stall.at_least)
+    silent = None if activity is None else now - activity["written"]
+    running = is_held(directory)
+    finished = not running and up_to_date(directory, "summary.json")
     return {
         "name": config["run"]["name"],
-        "running": (running := is_held(directory)),
-        "finished": not running and up_to_date(directory, "summary.json"),
+        "state": _state(running, finished, at, silent),
+        "running": running,
+        "finished": finished,
         "step": last.get("step", 0),
         "steps": config["schedule"]["steps"],
         "seconds_ago": round(time.time() - metrics.stat().st_mtime) if last else None,
@@ -34,8 +61,19 @@ def run_status(directory: Path) -> dict[str, Any]:
         "phase": _last_line(directory / "timeline.jsonl").get("name"),
         "engines": roster.get("engines", []),
         "routers": roster.get("routers", []),
-        "activity": read_activity(directory),
+        "activity": activity,
+        "usual_seconds": None if at is None else at.usual,
+        "silent_seconds": silent,
     }
+
+
+def _state(running: bool, finished: bool, at: Pace | None, silent: float | None) -> State:
+    if not running:
+        return State.FINISHED if finished else State.DEAD
+    # Before its first word a run starts; what it waits for then has deadlines of its own.
+    return (
+        State.STALLED if at is not None and silent is not None and (at.stalled or silent > SILENT_S) else State.RUNNING
+    )
 
 
 SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", "time/step")
@@ -43,7 +81,7 @@ SHOWN = ("reward/mean", "loss/policy", "loss/sft", "gap/mean", "staleness/max", 
 
 def describe_status(status: dict[str, Any]) -> list[str]:
     """The status as lines of text. Engines of a run that has ended are not shown: they are gone."""
-    state = "running" if status["running"] else "finished" if status["finished"] else "not running"
+    state = "not running" if status["state"] is State.DEAD else str(status["state"])
     ago = "" if status["seconds_ago"] is None else f", written {status['seconds_ago']} s ago"
     phase = f", last phase {status['phase']}" if status["phase"] and not status["finished"] else ""
     lines = [f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}{ago}{phase}"]
@@ -53,7 +91,7 @@ def describe_status(status: dict[str, Any]) -> list[str]:
     if not status["running"]:
         return lines
     if status["activity"] is not None:
-        lines += activity_lines(status["activity"], time.time())
+        lines += activity_lines(status["activity"], time.time(), status["usual_seconds"])
     for engine in status["engines"]:
         kind = "frozen" if engine["frozen"] else engine["role"]
         nodes = f", {engine['nodes']} machines" if engine["nodes"] > 1 else ""

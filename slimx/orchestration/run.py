@@ -19,6 +19,7 @@ from slimx.orchestration.prepare import Prepared
 from slimx.orchestration.prompts import make_source
 from slimx.orchestration.publications import Publications, publication_metrics
 from slimx.orchestration.ranks.critic import CriticGroup
+from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.orchestration.service import EngineService
 from slimx.orchestration.state.checkpoints import Checkpointer
@@ -108,7 +109,13 @@ class Run:
             **self.records.activity(),
             "rollouts": self.rollouts.status() if self.engines is not None else None,
             "awaited": self.engines.members.awaited() if self.engines is not None else None,
+            "late": next((late for group in self._groups() if (late := group.late()) is not None), None),
         }
+
+    def _groups(self) -> list[RankGroup]:
+        """The trainers' ranks, and those of a critic of its own."""
+        own = self.critic.own if self.critic is not None else None
+        return [self.trainers, *([own] if own is not None else [])]
 
     def _in_flight(self) -> str:
         """The requests that are lost with the router, and whose they are."""

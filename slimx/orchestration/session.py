@@ -16,7 +16,7 @@ from slimx.data.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.durable import replace_synced
 from slimx.errors import SlimxError
 from slimx.models.trunk import read_trunk
-from slimx.observability.live.activity import Activity
+from slimx.observability.live.activity import FILE, Activity
 from slimx.observability.live.run_lock import held
 from slimx.observability.live.safe_text import plain
 from slimx.observability.live.table import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable
@@ -63,6 +63,7 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
     options = config.checkpoint
     saves = Saves(directory / "checkpoints", keep=options.keep, keep_every=options.keep_every)
     with held(directory):
+        (directory / FILE).unlink(missing_ok=True)  # an earlier process's word, which status would take for this one's
         while True:
             try:
                 _attempt(config, prepared, saves, console, work)

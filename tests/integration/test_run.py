@@ -141,7 +141,10 @@ def test_a_run_says_how_it_stands_and_opens_the_ports_that_are_documented(ahead:
         ("actor-0", False, "member"),
         ("judge-0", True, "member"),
     ]
-    assert not run_status(ahead.directory / "run")["running"]
+    assert status["state"] == "running" and status["usual_seconds"] > 0
+    late = status["activity"]["late"]
+    assert late is None or {*late["ranks"]} <= {f"trainer rank {rank}" for rank in range(late["of"])}
+    assert run_status(ahead.directory / "run")["state"] == "dead"
     absent = {"courier", "engine actor", "prefill engine"}  # it publishes by memory
     assert ahead.opened == {(process, address) for process, address in documented() if process not in absent}
 

@@ -116,6 +116,15 @@ class SavedRollouts(Section):
     them with trainer.moe.routing_replay=R3."""
 
 
+class Stall(Section):
+    """A phase that takes so long that somebody should look."""
+
+    factor: Positive = 10.0
+    """Times of its usual duration, the median of its last 20 in this run, after which a phase is called stalled."""
+    at_least: Seconds = 1800
+    """Seconds before which none is, and after which one is that has no earlier duration."""
+
+
 class Track(Section):
     tensorboard: bool = True
     """Write RUN/tensorboard: metrics, recorded samples as text, the configuration."""
@@ -135,3 +144,5 @@ class Track(Section):
     """Steps between recorded samples."""
     report: bool = True
     """Write RUN/report.html when the run ends."""
+    stall: Stall = Stall()
+    """When `slimx status` and the webhook call a run stalled."""

@@ -17,6 +17,8 @@ from slimx.errors import SlimxError
 
 EVERY_S = 2.0
 FILE = "activity.json"
+SHOWN = 8
+"""Late ranks that are named."""
 
 PARTS: Mapping[str, tuple[str, str]] = {
     "start": ("start", "start"),
@@ -66,7 +68,8 @@ class Activity:
 
 def read_activity(directory: Path) -> dict[str, Any] | None:
     """{written, step: in progress, phase, since, rollouts: None or `RolloutManager.status`, awaited: None or {what,
-    since} while no engine serves}; None before the first."""
+    since} while no engine serves, late: None or what trainer ranks are asked for and who has not answered}; None before
+    the first."""
     file = directory / FILE
     if not file.exists():
         return None
@@ -80,16 +83,22 @@ def read_activity(directory: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def activity_lines(activity: dict[str, Any], now: float) -> list[str]:
-    """The activity as lines of text; `now`: of `time.time()`."""
+def activity_lines(activity: dict[str, Any], now: float, usual: float | None) -> list[str]:
+    """The activity as lines of text; `now`: of `time.time()`, `usual`: seconds of the phase at other times."""
     phase, rollouts = activity["phase"], activity["rollouts"]
     trainers, engines = PARTS.get(phase, (phase, ""))
     lines = [f"now      step {activity['step']}: {phase} for {_seconds(now - activity['since'])}"]
+    if usual is not None:
+        lines[0] += f", usually {_seconds(usual)}"
     if (silent := now - activity["written"]) > 10 * EVERY_S:
         lines.append(f"         last heard of {_seconds(silent)} ago: the driver is busy, stopped, or lost")
     if (awaited := activity.get("awaited")) is not None:
         lines.append(f"waits    for {awaited['what']}, for {_seconds(now - awaited['since'])}; deadlines stand still")
     lines.append(f"trainers {trainers}")
+    if (late := activity.get("late")) is not None and 0 < len(late["ranks"]) < late["of"]:
+        more = f" and {len(late['ranks']) - SHOWN} more" * (len(late["ranks"]) > SHOWN)
+        lines.append(f"late     {', '.join(late['ranks'][:SHOWN])}{more}: the others have answered for {late['what']}")
+        lines += [f"         log {log}" for log in late["logs"][:SHOWN]]
     if rollouts is None:
         return lines
     if not engines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from slimx.config.schema import Config
 from slimx.errors import DeadlineError, PartLost
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.orchestration.ranks.placement import PackedGpus
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call that ranks are busy with."""
+
+    what: str
+    ranks: dict[ray.ObjectRef, int]
+    """By answer the rank that owes it."""
 
 
 class RankGroup:
@@ -41,7 +51,7 @@ class RankGroup:
         ]
         self.started: list[dict[str, Any]] = []
         """Start-up answers of all ranks, by rank."""
-        self._calls: list[str] = []
+        self._calls: list[Call] = []
 
     async def start(self) -> list[dict[str, Any]]:
         """Bring all ranks up; their pids and adapters, by rank."""
@@ -71,7 +81,8 @@ class RankGroup:
         self, references: Sequence[ray.ObjectRef], ranks: Sequence[int], what: str, deadline_s: float | None = None
     ) -> list[Any]:
         """Answers of `ranks` to calls that were sent, in their order; the ranks are busy with `what` meanwhile."""
-        self._calls.append(what)
+        call = Call(what, dict(zip(references, ranks, strict=True)))
+        self._calls.append(call)
         try:
             return await gather(
                 references,
@@ -81,12 +92,28 @@ class RankGroup:
                 logs=[self.logs[rank] for rank in ranks],
             )
         finally:
-            self._calls.remove(what)
+            self._calls.remove(call)
 
     @property
     def calling(self) -> str | None:
         """A call that ranks are busy with; None between two."""
-        return self._calls[-1] if self._calls else None
+        return self._calls[-1].what if self._calls else None
+
+    def late(self) -> dict[str, Any] | None:
+        """{what: of the call that goes on, ranks: names of those that have not answered, logs: theirs, of: how many
+        were asked}; None between two calls."""
+        if not self._calls:
+            return None
+        call = self._calls[-1]
+        asked = list(call.ranks)
+        _, waiting = ray.wait(asked, num_returns=len(asked), timeout=0, fetch_local=False)
+        ranks = sorted(call.ranks[reference] for reference in waiting)
+        return {
+            "what": call.what,
+            "ranks": [self.holder(rank) for rank in ranks],
+            "logs": [str(self.logs[rank]) for rank in ranks],
+            "of": len(asked),
+        }
 
     def holder(self, rank: int) -> str:
         """Name of a rank in messages."""

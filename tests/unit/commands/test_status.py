@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
     rows = [{"step": step, "metrics": {"reward/mean": step / 10, "gap/mean": None}} for step in range(4)]
     # The last line is being written.
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "met')
-    (tmp_path / "timeline.jsonl").write_text(json.dumps({"name": "train"}) + "\n")
+    (tmp_path / "timeline.jsonl").write_text(json.dumps({"name": "train", "track": "main", "seconds": 3.0}) + "\n")
     (tmp_path / "engines.json").write_text(json.dumps({"engines": [ENGINE | {"standing": "member"}]}))
     (tmp_path / "lock").touch()
     return tmp_path
@@ -160,7 +160,9 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
 async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch):
     monkeypatch.setattr(activity, "EVERY_S", 0.01)
     looks, told = iter(range(1000)), []
-    async with activity.Activity(run, lambda: {"step": next(looks)}, told.append):
+    async with activity.Activity(
+        run, lambda: {"step": next(looks), "phase": "train", "since": time.time()}, told.append
+    ):
         while (run_status(run)["activity"] or {"step": 0})["step"] < 2:
             await asyncio.sleep(0.01)
     assert not told
@@ -200,3 +202,54 @@ def test_a_directory_in_which_nothing_can_be_written_is_refused_by_name(tmp_path
     for directory in (Path("/proc/x"), tmp_path / "file", tmp_path / "file" / "run"):
         with refused("run.unwritable", about=str(directory)), held(directory):
             pytest.fail("held")
+
+
+@pytest.mark.parametrize(
+    ("since", "written", "times", "state"),
+    [
+        (60, 1, [2.0, 2.0], "running"),
+        (1900, 1, [2.0, 2.0], "stalled"),  # longer than at_least, and than ten times the usual
+        (1900, 1, [200.0, 300.0, 210.0], "running"),
+        (2200, 1, [200.0, 300.0, 210.0], "stalled"),
+        (1900, 1, [], "stalled"),
+        (5, 130, [2.0], "stalled"),  # the driver itself says nothing
+    ],
+)
+def test_a_phase_is_stalled_by_its_usual_time_and_a_driver_by_its_silence(
+    run, monkeypatch, capsys, since, written, times, state
+):
+    now = time.time()
+    said = {"written": now - written, "step": 4, "phase": "train", "since": now - since, "rollouts": None}
+    (run / activity.FILE).write_text(json.dumps(said))
+    other = {"name": "publish", "track": "main", "seconds": 9.0}
+    phases = [other, *({"name": "train", "track": "main", "seconds": seconds} for seconds in times), other]
+    (run / "timeline.jsonl").write_text("".join(json.dumps(each) + "\n" for each in phases))
+    with held(run):
+        assert run_status(run)["state"] == state
+        assert checked(run, monkeypatch) == {"running": 0, "stalled": 4}[state]
+    assert run_status(run)["usual_seconds"] == (sorted(times)[len(times) // 2] if times else None)
+    assert checked(run, monkeypatch) == 5, "no process holds its lock"
+    (run / "summary.json").write_text("{}")
+    assert checked(run, monkeypatch) == 3
+    assert checked(run / "nowhere", monkeypatch) == 2
+
+
+def checked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of `slimx status --check`."""
+    monkeypatch.setattr(sys, "argv", ["slimx", "status", str(directory), "--check"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code or 0
+
+
+def test_ranks_that_have_not_answered_when_others_have_are_named_with_their_logs(run, monkeypatch, capsys):
+    now = time.time()
+    late = {"what": "the training step", "ranks": ["trainers rank 3"], "logs": ["RUN/logs/trainers-3.log"], "of": 4}
+    said = {"written": now, "step": 4, "phase": "train", "since": now - 30, "rollouts": None, "late": late}
+    (run / activity.FILE).write_text(json.dumps(said))
+    with held(run):
+        text = status(run, monkeypatch, capsys)
+        assert "trainers rank 3" in text and "RUN/logs/trainers-3.log" in text
+        late["ranks"] = [f"trainers rank {rank}" for rank in range(4)]
+        (run / activity.FILE).write_text(json.dumps(said))
+        assert "trainers rank" not in status(run, monkeypatch, capsys), "all work: none is late"

@@ -69,6 +69,9 @@ class Parts:
     async def memory(self) -> dict[str, float]:
         return {}
 
+    def late(self) -> None:
+        """Nobody is asked for anything."""
+
     async def reload(self) -> None:
         self.done.append("reload trainers")
 
